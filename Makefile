@@ -17,7 +17,7 @@ CPUS_FLAGS ?=
 WHEEL_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,6 +29,9 @@ ask: $(READY)    ## Ask the shipped model about an example image and video
 
 demo: $(PAGE)    ## Compare the full model with a recipe in the browser
 	@$(BIN)/vlmfast demo --recipe $(RECIPE)
+
+serve: $(READY)  ## Serve the shipped model through OpenAI's API
+	@$(BIN)/vlmfast serve tiny --recipe $(RECIPE) --port 8000
 
 test: $(READY)   ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)

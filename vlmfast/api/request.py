@@ -33,7 +33,7 @@ from vlmfast.errors import MediaError, ModelError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
-from .generation import Generation, gate, one_line, shown
+from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
 
 # Parameters of the public methods, suggested for misspelt arguments.
 ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
@@ -461,7 +461,12 @@ def sequence_of(
 
 
 def sequence_of_request(
-    adapter: Adapter, request: Any, generation: dict[str, Any], number: int = 0
+    adapter: Adapter,
+    request: Any,
+    generation: dict[str, Any],
+    number: int = 0,
+    *,
+    default_new_tokens: int = DEFAULT_NEW_TOKENS,
 ) -> Sequence:
     """Open the sequence of one request of a batch; its ``generation`` overrides the batch's."""
     one = Request(request) if isinstance(request, str) else request
@@ -471,7 +476,8 @@ def sequence_of_request(
         raise VLMFastError(f"generation={shown(one.generation)} must be a dict of arguments")
     recipe = recipe_of(adapter, one.recipe)
     names = [entry.name for entry in fields(Request)]
-    passed = gate(adapter, {**generation, **one.generation}, names=names)
+    given = {**generation, **one.generation}
+    passed = gate(adapter, given, names=names, default=default_new_tokens)
     check_tenant(one.tenant)
     media = (one.images, one.video, one.num_frames, one.fps)
     if one.messages is None:

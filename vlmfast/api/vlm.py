@@ -17,6 +17,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.errors import VLMFastError
 
 from .answer import Answer, Comparison, Request, agreement
+from .generation import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -260,6 +261,7 @@ class VLM:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        default_new_tokens: int = DEFAULT_NEW_TOKENS,
         **generation: Any,
     ) -> Handle[Answer]:
         """Queue a request, and return without waiting for its answer.
@@ -278,6 +280,9 @@ class VLM:
             Lower values are answered first.
         deadline : float, optional
             Seconds from now, reading the media included, after which the request is given up.
+        default_new_tokens : int
+            Length of the answer where neither the request nor the checkpoint sets one; less where
+            the model has not as many positions.
         **generation
             Defaults; the request's own ``generation`` overrides them.
 
@@ -296,8 +301,11 @@ class VLM:
 
         check_number("priority", priority, whole=True)
         check_number("deadline", deadline, above=0)
+        check_number("default_new_tokens", default_new_tokens, whole=True, least=1)
         start = time.monotonic()
-        sequence = sequence_of_request(self.adapter, request, generation)
+        sequence = sequence_of_request(
+            self.adapter, request, generation, default_new_tokens=default_new_tokens
+        )
         if deadline is not None:
             deadline -= time.monotonic() - start
         handle = submitted(self.adapter, sequence, priority=priority, deadline=deadline)

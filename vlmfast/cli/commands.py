@@ -1,5 +1,5 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``methods``, ``env``, ``train``,
-``eval``, ``report``, ``demo``.
+``eval``, ``report``, ``serve``, ``demo``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -246,6 +246,14 @@ def _fill_demo(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _fill_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "served", nargs="?", metavar="MODEL", help="tiny (shipped, default), a folder or a hub id"
+    )
+    _add_model(parser, json=False)
+    _module("serve.commands").add_arguments(parser)
+
+
 def _fill_methods(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="METHOD", help="methods to list (default: all)")
     _add_model(parser, default=None)
@@ -480,6 +488,11 @@ def _demo(args: argparse.Namespace) -> None:
     )
 
 
+def _serve(args: argparse.Namespace) -> None:
+    args.model = args.served or args.model
+    _module("serve.commands").run(args, partial(_vlm, args))
+
+
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
     "ask": ("answer a question about an image or a video", _fill_ask, _ask),
     "compare": ("compare recipes with the full model", _fill_compare, _compare),
@@ -501,6 +514,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         _report,
     ),
     "train": ("train the shipped model, a drafter or a method", _fill_train, _train),
+    "serve": ("serve a model through OpenAI's API", _fill_serve, _serve),
     "demo": ("serve a page that compares the full model with a recipe", _fill_demo, _demo),
 }
 

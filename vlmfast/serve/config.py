@@ -30,7 +30,7 @@ class MediaLimits:
         Whether ``http`` and ``https`` URLs of any host may be fetched. Only global addresses are
         connected to.
     domains : tuple of str
-        Hosts that may be fetched from, their subdomains included; all if empty and ``allow_remote``.
+        Hosts that may be fetched from, their subdomains included; any if ``allow_remote``.
     local_path : Path, optional
         Folder whose files ``file:`` URLs may name.
     """
@@ -67,7 +67,11 @@ class ServerConfig:
     allowed_hosts : tuple of str
         Values of the ``Host`` header that are accepted, beside those of ``host``.
     media : MediaLimits
-    max_body_bytes, max_new_tokens, max_stops : int
+    max_body_bytes : int
+        Of one request.
+    max_total_body_bytes : int
+        Of all requests that are being answered.
+    max_new_tokens, max_stops : int
     timeout_s : float
         Of a request, from its first byte to its last token.
     max_requests_per_key : int
@@ -90,6 +94,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     media: MediaLimits = MediaLimits()
     max_body_bytes: int = 64 << 20
+    max_total_body_bytes: int = 1 << 30
     max_new_tokens: int = 4096
     max_stops: int = 4
     timeout_s: float = 120.0

@@ -1,0 +1,330 @@
+"""The application: its routes, and the model that answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from vlmfast.errors import RequestCancelled, VLMFastError
+from vlmfast.version import __version__
+
+from .config import ServerConfig
+from .errors import RequestError, as_request_error
+
+try:
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, Response
+    from pydantic import BaseModel
+except ImportError as error:
+    raise VLMFastError("the server needs FastAPI: pip install 'vlmfast[serve]'") from error
+
+from vlmfast.api.vlm import VLM
+
+from . import chat, documents, responses, tokens
+from .gate import Gate
+from .metrics import CONTENT_TYPE, Metrics
+from .query import Query
+from .runner import Result, Runner, Running
+from .responses import ResponsesRequest
+from .schema import ChatRequest, read_as
+from .stream import ClientGone, EventStream, error_event, unless_gone
+from .tokens import TokenizeRequest
+
+LOG = logging.getLogger("vlmfast.serve")
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class Server:
+    """The state of a server: a model that is loaded while it already listens.
+
+    Parameters
+    ----------
+    config : ServerConfig
+    load : callable
+        Loads the model; called in a thread.
+
+    Attributes
+    ----------
+    runner : Runner, optional
+        As soon as the model is loaded.
+    ready : bool
+        Whether a first answer was computed.
+    draining : bool
+        Whether new work is refused, since the server is about to stop.
+    error : Exception, optional
+        Why the model could not be loaded.
+    """
+
+    def __init__(self, config: ServerConfig, load: Callable[[], VLM]) -> None:
+        self.config, self._load = config, load
+        self.runner: Runner | None = None
+        self.metrics: Metrics | None = None
+        self.logprobs: chat.Logprobs | None = None
+        self.created = int(time.time())
+        self.ready, self.draining = False, False
+        self.error: Exception | None = None
+
+    def start(self) -> None:
+        """Load the model, and answer a first question; blocks."""
+        vlm = self._load()
+        runner = Runner(vlm, self.config)
+        self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(vlm.processor.tokenizer)
+        runner.warm_up()
+        self.runner, self.ready = runner, True
+
+    @property
+    def running(self) -> Runner:
+        """The runner.
+
+        Raises
+        ------
+        RequestError
+            While the model is loading.
+        """
+        if self.runner is None:
+            raise RequestError("the model is loading", 503, code="loading", retry_after=5)
+        return self.runner
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    async def open(self, request: Request, query: Query) -> Running:
+        """Submit a query; returns when its media are read."""
+        state = request.state
+        state.log.update(model=query.model, recipe=str(query.recipe), stream=query.stream)
+        arrived = state.end - self.config.timeout_s
+        # The engine's clock has another zero than that of deadlines.
+        since = time.perf_counter() - (time.monotonic() - arrived)
+        return await self.running.open(query, state.key, since, state.end)
+
+    async def answer(self, request: Request, query: Query) -> Result:
+        """The answer to a query that is not streamed."""
+        running = None
+
+        async def whole() -> Result:
+            nonlocal running
+            running = await self.open(request, query)
+            return await running.result()
+
+        try:
+            async with asyncio.timeout(request.state.end - time.monotonic() + 1):
+                result = await unless_gone(request, whole())
+        except TimeoutError:
+            error = RequestError("the request reached its deadline", 408, code="timeout")
+            self.count_error(error)
+            raise error from None
+        except Exception as error:
+            self.count_error(error)
+            raise
+        finally:
+            if running is not None:
+                running.cancel()
+        self.count(request, result, running)
+        return result
+
+    async def opened(self, request: Request, query: Query) -> Running:
+        """A query that is streamed, as soon as the engine has it."""
+        try:
+            async with asyncio.timeout(request.state.end - time.monotonic()):
+                return await unless_gone(request, self.open(request, query))
+        except TimeoutError:
+            error = RequestError("the request reached its deadline", 408, code="timeout")
+            self.count_error(error)
+            raise error from None
+        except Exception as error:
+            self.count_error(error)
+            raise
+
+    def stream(
+        self,
+        request: Request,
+        running: Running,
+        events: Callable[[Callable[[Result], None]], AsyncIterator[str]],
+        failed: Callable[[Exception], str] = error_event,
+    ) -> EventStream:
+        """The response that streams an answer.
+
+        Parameters
+        ----------
+        events : callable
+            Makes the events; its argument is to be called with the result.
+        failed : callable
+            The event for an error.
+        """
+
+        async def watched() -> AsyncIterator[str]:
+            try:
+                async for event in events(lambda result: self.count(request, result, running)):
+                    yield event
+            except Exception as error:
+                running.counted = True
+                self.count_error(error)
+                if as_request_error(error).status >= 500:
+                    LOG.exception("request %s failed", request.state.request_id)
+                yield failed(error)
+            finally:
+                running.cancel()
+                if not running.counted:
+                    self.count_error(ClientGone())
+
+        left = request.state.end - time.monotonic() + self.config.grace_s
+        return EventStream(watched(), left)
+
+    def count(self, request: Request, result: Result, running: Running | None) -> None:
+        """Count an answer, and describe it in the log."""
+        assert self.metrics is not None
+        if running is not None:
+            running.counted = True
+        total_s = time.monotonic() - request.state.end + self.config.timeout_s
+        self.metrics.answered(result.answer, result.prompt_tokens, result.ttft_s, total_s)
+        request.state.log.update(
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=len(result.answer.token_ids),
+            ttft_s=round(result.ttft_s, 4),
+        )
+
+    def count_error(self, error: Exception) -> None:
+        if self.metrics is not None:
+            gone = isinstance(error, ClientGone | RequestCancelled)
+            self.metrics.failed(499 if gone else as_request_error(error).status)
+
+
+def create_app(server: Server) -> Gate:
+    """The ASGI application of a server.
+
+    The model is loaded in a thread when the application starts; until then requests get 503.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_loaded(server))
+        yield
+        loading.cancel()
+        if server.runner is not None:
+            server.runner.close()
+
+    app = FastAPI(
+        title="vlmfast",
+        version=__version__,
+        summary="OpenAI's API for vision-language models with compression recipes",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_routes(app, server)
+    documents.describe(app, needs_key=bool(server.config.api_keys))
+
+    @app.exception_handler(RequestError)
+    @app.exception_handler(VLMFastError)
+    @app.exception_handler(Exception)
+    async def refuse(request: Request, error: Exception) -> Response:
+        found = as_request_error(error)
+        return JSONResponse(found.body, found.status, found.headers)
+
+    @app.exception_handler(ClientGone)
+    async def forget(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Any) -> Response:
+        what = "this method" if error.status_code == 405 else "this path"
+        found = RequestError(f"{what} is not served", error.status_code, code="not_found")
+        return JSONResponse(found.body, found.status, getattr(error, "headers", None))
+
+    return Gate(app, server.config, lambda: server.draining)
+
+
+async def _loaded(server: Server) -> None:
+    try:
+        await asyncio.to_thread(server.start)
+    except Exception as error:  # reported by whoever runs the server
+        LOG.error("the model cannot be loaded: %s", error)
+        server.error = error
+
+
+def _add_routes(app: FastAPI, server: Server) -> None:
+    async def body(request: Request, model: type[_Body]) -> _Body:
+        found = read_as(model, await request.body())
+        server.running  # noqa: B018 - 503 while the model is loading
+        return found
+
+    @app.get("/health", tags=["state"])
+    async def health() -> dict[str, str]:
+        """Whether the process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/ready", tags=["state"], responses=documents.errors(503))
+    async def ready() -> dict[str, str]:
+        """Whether the model is loaded and warm, and new requests are answered."""
+        if not server.ready or server.draining:
+            raise RequestError("not ready", 503, code="not_ready", retry_after=5)
+        return {"status": "ready"}
+
+    @app.get("/metrics", tags=["state"], responses=documents.METRICS)
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        server.running  # noqa: B018
+        assert server.metrics is not None
+        return Response(server.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> documents.ModelList:
+        """The model, once for each of its recipes."""
+        data = [model_of(name) for name in server.config.recipes]
+        return documents.ModelList(object="list", data=data)
+
+    @app.get("/v1/models/{name:path}", tags=["models"], responses=documents.errors(404))
+    async def model(name: str) -> documents.Model:
+        """One name of the model."""
+        if name not in server.config.recipes:
+            raise RequestError("this model does not exist", 404, code="model_not_found")
+        return model_of(name)
+
+    def model_of(name: str) -> documents.Model:
+        recipe = server.config.recipes[name]
+        about = {"object": "model", "created": server.created, "owned_by": "vlmfast"}
+        return documents.Model(id=name, **about, recipe=recipe, root=server.config.model)
+
+    @app.post("/v1/chat/completions", tags=["answers"], **documents.posted(ChatRequest))
+    async def completions(request: Request) -> Response:
+        """Answer the last message of a conversation about images and videos."""
+        asked = await body(request, ChatRequest)
+        query = chat.query_of(asked, server.running.recipes, server.config)
+        logprobs = server.logprobs
+        assert logprobs is not None
+        if not query.stream:
+            result = await server.answer(request, query)
+            return JSONResponse(chat.completion(result, query, logprobs))
+        running = await server.opened(request, query)
+        options = asked.stream_options
+        include_usage = bool(options and options.include_usage)
+        return server.stream(
+            request,
+            running,
+            lambda finished: chat.chunks(running, include_usage, logprobs, finished),
+        )
+
+    @app.post("/tokenize", tags=["models"], **documents.posted(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The ids of a request, and those that its recipe leaves."""
+        asked = await body(request, TokenizeRequest)
+        runner = server.running
+        query = tokens.query_of(asked, runner.recipes)
+        result = await server.answer(request, query)
+        return JSONResponse(tokens.tokenized(result, runner.vlm))
+
+    @app.post("/v1/responses", tags=["answers"], **documents.posted(ResponsesRequest))
+    async def respond(request: Request) -> Response:
+        """Answer texts and images, in the objects of OpenAI's newer API."""
+        asked = await body(request, ResponsesRequest)
+        query = responses.query_of(asked, server.running.recipes, server.config)
+        if not query.stream:
+            result = await server.answer(request, query)
+            return JSONResponse(responses.response(asked, query, result))
+        running = await server.opened(request, query)
+        events = responses.Events(asked, running)
+        return server.stream(request, running, events.all, events.failed)

@@ -1,0 +1,202 @@
+"""The command ``vlmfast serve``."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from vlmfast.api.vlm import VLM
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
+
+from .config import MediaLimits, ServerConfig
+
+_KEY = "VLMFAST_API_KEY"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of ``vlmfast serve``."""
+    parser.description = "Serve a model through OpenAI's API."
+    own, limits, media = ServerConfig(), ServerConfig(), MediaLimits()
+    add = parser.add_argument
+    add("--recipe", default="none", help="recipe of requests that name none")
+    add(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=RECIPE",
+        help="one more model name, with a recipe of its own; may be given several times",
+    )
+    add("--name", help="name of the model in the API (default: MODEL)")
+    add("--host", default=own.host, help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=own.port, metavar="N", help="0: any (default: %(default)s)")
+
+    group = parser.add_argument_group("access")
+    add = group.add_argument
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"a key that clients must present; may be given several times. {_KEY} holds one or "
+        "several, separated by commas",
+    )
+    add("--api-key-file", type=Path, metavar="FILE", help="keys, one in each line")
+    add("--insecure", action="store_true", help="let other machines connect without a key")
+    add(
+        "--allowed-hosts",
+        type=_names,
+        default=(),
+        metavar="NAME,NAME",
+        help="accepted Host headers (default: this machine's, where it listens for it only)",
+    )
+
+    group = parser.add_argument_group("images and videos")
+    add = group.add_argument
+    add(
+        "--allow-remote-media", action="store_true", help="fetch http(s) URLs from global addresses"
+    )
+    add(
+        "--allowed-media-domains",
+        type=_names,
+        default=(),
+        metavar="NAME,NAME",
+        help="fetch http(s) URLs from these domains and their subdomains",
+    )
+    add(
+        "--allowed-local-media-path",
+        type=Path,
+        metavar="FOLDER",
+        help="let requests name files in this folder as file: URLs",
+    )
+    for name, about in (
+        ("max_images", "images of a request"),
+        ("max_pixels", "pixels of an image"),
+        ("max_frames", "frames read from the videos of a request"),
+        ("max_video_seconds", "length of a video"),
+    ):
+        _add_limit(group, name, getattr(media, name), about)
+
+    group = parser.add_argument_group("limits")
+    for name, about in (
+        ("max_body_bytes", "bytes of a request"),
+        ("max_total_body_bytes", "bytes of all requests that are being answered"),
+        ("max_new_tokens", "tokens of an answer"),
+        ("timeout_s", "seconds of a request"),
+        ("max_requests_per_key", "requests of a key that are answered at the same time"),
+        ("max_queue", "requests that wait"),
+        ("grace_s", "seconds that running answers have after SIGTERM"),
+        ("media_threads", "threads that decode media"),
+    ):
+        _add_limit(group, name, getattr(limits, name), about)
+    add = group.add_argument
+    add("--max-rows", type=int, metavar="N", help="answers that are decoded together")
+    add("--max-cache-bytes", type=int, metavar="N", help="bytes of all KV caches together")
+    add("--prefix-cache-bytes", type=int, metavar="N", help="bytes of the prefix cache; 0: none")
+    add("--prefill-chunk-size", type=int, metavar="N", help="rows of a prompt prefilled at once")
+
+
+def config_of(args: Namespace) -> ServerConfig:
+    """The options of a command line.
+
+    Raises
+    ------
+    VLMFastError
+        For options that contradict each other or cannot be used.
+    """
+    aliases = {}
+    for text in args.alias:
+        name, equals, recipe = text.partition("=")
+        if not equals or not name or not recipe:
+            raise VLMFastError(f"--alias {text!r} must be NAME=RECIPE")
+        aliases[name] = recipe
+    for recipe in (args.recipe, *aliases.values()):
+        Recipe.parse(recipe)  # before a checkpoint is loaded
+    local = args.allowed_local_media_path
+    if local is not None and not local.is_dir():
+        raise VLMFastError(f"--allowed-local-media-path {local} is not a folder")
+    media = MediaLimits(
+        allow_remote=args.allow_remote_media,
+        domains=args.allowed_media_domains,
+        local_path=local,
+        **{name: getattr(args, name) for name in _OF_MEDIA},
+    )
+    return ServerConfig(
+        model=args.name or args.model,
+        recipe=args.recipe,
+        aliases=aliases,
+        host=args.host,
+        port=args.port,
+        api_keys=_keys(args),
+        insecure=args.insecure,
+        allowed_hosts=args.allowed_hosts,
+        media=media,
+        **{name: getattr(args, name) for name in _OF_SERVER},
+    )
+
+
+def run(args: Namespace, load: Callable[[], VLM]) -> None:
+    """Serve the model that ``load`` loads."""
+    from .server import serve  # raises for missing packages before a checkpoint is loaded
+
+    config = config_of(args)
+
+    def loaded() -> VLM:
+        vlm = load()
+        vlm.engine.max_rows = args.max_rows or vlm.engine.max_rows
+        vlm.engine.max_cache_bytes = args.max_cache_bytes
+        vlm.engine.prefill_chunk_size = args.prefill_chunk_size
+        if args.prefix_cache_bytes is not None:
+            vlm.session_bytes = args.prefix_cache_bytes
+        return vlm
+
+    def ready(address: str) -> None:
+        print(f"{config.model} is served at {address}/v1 (stop with Ctrl+C)", flush=True)
+
+    serve(config, loaded, ready)
+
+
+_OF_MEDIA = ("max_images", "max_pixels", "max_frames", "max_video_seconds")
+_OF_SERVER = (
+    "max_body_bytes",
+    "max_total_body_bytes",
+    "max_new_tokens",
+    "timeout_s",
+    "max_requests_per_key",
+    "max_queue",
+    "grace_s",
+    "media_threads",
+)
+
+
+def _add_limit(group: object, name: str, default: float, about: str) -> None:
+    option = "--" + name.removesuffix("_s").replace("_", "-")
+    kind = float if isinstance(default, float) else int
+    group.add_argument(  # type: ignore[attr-defined]
+        option,
+        dest=name,
+        type=kind,
+        default=default,
+        metavar="N",
+        help=f"{about} (default: {default:,})",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    found = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    if not found:
+        raise ArgumentTypeError("at least one name is needed")
+    return found
+
+
+def _keys(args: Namespace) -> tuple[str, ...]:
+    found = [*args.api_key, *filter(None, os.environ.get(_KEY, "").split(","))]
+    if args.api_key_file is not None:
+        try:
+            lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise VLMFastError(f"--api-key-file {args.api_key_file}: {error}") from error
+        found += [line.strip() for line in lines if line.strip()]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,295 @@
+"""``POST /v1/responses``: the objects and events of OpenAI's newer API, over the same `Query`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from .chat import check_length, usage_of
+from .config import ServerConfig
+from .errors import as_request_error
+from .query import Media, Query, Recipes, Turn
+from .runner import Result, Running
+from .schema import JsonObject, Own, Strict, TextFormat, text_or
+from .stream import named
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: str
+
+
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: str = Field(
+        description="a data: URL, or a URL where the server allows it", min_length=1
+    )
+    detail: Literal["auto", "low", "high"] = Field(
+        "auto", description="without effect: `recipe` sets the number of visual tokens"
+    )
+    file_id: None = None
+
+
+class OutputText(Strict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(default=[], max_length=0)
+    logprobs: list[Any] | None = Field(None, max_length=0)
+
+
+InputPart: TypeAlias = Annotated[InputText | InputImage, Field(discriminator="type")]
+
+
+class InputMessage(Strict):
+    role: Literal["user"]
+    content: text_or(Annotated[list[InputPart], Field(min_length=1)])  # type: ignore[valid-type]
+    type: Literal["message"] = "message"
+
+
+class Instruction(Strict):
+    role: Literal["system", "developer"]
+    content: text_or(list[InputText])  # type: ignore[valid-type]
+    type: Literal["message"] = "message"
+
+
+class OutputMessage(Strict):
+    """A former answer, as a response contains it."""
+
+    role: Literal["assistant"]
+    content: text_or(list[OutputText])  # type: ignore[valid-type]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Literal["completed", "incomplete"] | None = None
+
+
+Item: TypeAlias = Annotated[
+    InputMessage | Instruction | OutputMessage, Field(discriminator="role")
+]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(Strict):
+    format: Annotated[
+        TextFormat | JsonObject | SchemaFormat, Field(discriminator="type")
+    ] | None = None
+
+
+class ResponsesRequest(Own):
+    """A request of ``POST /v1/responses``."""
+
+    model: str = Field(max_length=256)
+    input: text_or(  # type: ignore[valid-type]
+        Annotated[list[Item], Field(min_length=1, max_length=2048)]
+    )
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
+    top_p: float | None = Field(None, gt=0, le=1)
+    text: TextSettings | None = None
+    # Accepted in their only supported form: answers are not stored.
+    store: Literal[False] | None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    # Accepted without effect.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Refused unless empty.
+    conversation: None = None
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt: None = None
+    reasoning: None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) -> Query:
+    """What a request asks.
+
+    Raises
+    ------
+    RequestError
+        For fields that exceed the server's limits.
+    """
+    turns = [Turn("system", [request.instructions])] if request.instructions else []
+    given = request.input
+    if isinstance(given, str):
+        turns.append(Turn("user", [given]))
+    else:
+        turns += [_turn(item, f"input[{place}].content") for place, item in enumerate(given)]
+    if request.max_output_tokens is not None:
+        check_length("max_output_tokens", request.max_output_tokens, config)
+    return Query(
+        model=request.model,
+        recipe=recipes.of(request),
+        turns=turns,
+        max_new_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        response_format=_format(request.text),
+        num_frames=request.num_frames,
+        fps=request.fps,
+        trace=request.trace,
+        cache_salt=request.cache_salt,
+        stream=bool(request.stream),
+    )
+
+
+def _turn(item: Any, where: str) -> Turn:
+    role = "system" if item.role == "developer" else item.role
+    if isinstance(item.content, str):
+        return Turn(role, [item.content])
+    parts: list[str | Media] = []
+    for place, part in enumerate(item.content):
+        if isinstance(part, InputImage):
+            parts.append(Media("image", part.image_url, f"{where}[{place}].image_url"))
+        else:
+            parts.append(part.text)
+    return Turn(role, parts)
+
+
+def _format(text: TextSettings | None) -> dict[str, Any] | None:
+    """The format of an answer as chat completions describe it."""
+    if text is None or text.format is None:
+        return None
+    if not isinstance(text.format, SchemaFormat):
+        return text.format.model_dump()
+    inner = text.format.model_dump(by_alias=True, exclude={"type"})
+    return {"type": "json_schema", "json_schema": inner}
+
+
+# --- objects and events --------------------------------------------------------------------------
+
+
+def response(
+    request: ResponsesRequest, query: Query, result: Result | None, names: Names | None = None
+) -> dict[str, Any]:
+    """A ``response``; one that is in progress where there is no result yet."""
+    names = names or Names()
+    complete = result is None or result.answer.finish_reason == "stop"
+    status = "in_progress" if result is None else "completed" if complete else "incomplete"
+    return {
+        "id": names.response,
+        "object": "response",
+        "created_at": names.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": query.model,
+        "output": [] if result is None else [_message(names, result.text, status)],
+        "parallel_tool_calls": False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": request.temperature,
+        "text": {"format": {"type": (query.response_format or {"type": "text"})["type"]}},
+        "tool_choice": "none",
+        "tools": [],
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": None if result is None else _usage(result, query.trace),
+    }
+
+
+class Names:
+    """Ids of a response and of its message."""
+
+    def __init__(self) -> None:
+        self.response, self.message = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(names: Names, text: str | None, status: str) -> dict[str, Any]:
+    content = [] if text is None else [_part(text)]
+    return {
+        "id": names.message,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _usage(result: Result, trace: bool) -> dict[str, Any]:
+    usage = usage_of(result, trace)
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+        "vlmfast": usage["vlmfast"],
+    }
+
+
+class Events:
+    """The events of a streamed response.
+
+    Parameters
+    ----------
+    request : ResponsesRequest
+    running : Running
+    """
+
+    def __init__(self, request: ResponsesRequest, running: Running) -> None:
+        self._request, self._running = request, running
+        self._names, self._count = Names(), 0
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        event = {"type": kind, "sequence_number": self._count, **fields}
+        self._count += 1
+        return named(kind, event)
+
+    def _response(self, result: Result | None) -> dict[str, Any]:
+        return response(self._request, self._running.query, result, self._names)
+
+    async def all(self, finished: Callable[[Result], None]) -> AsyncIterator[str]:
+        """All events; ``finished`` is called with the result."""
+        event, names = self._event, self._names
+        place = {"item_id": names.message, "output_index": 0, "content_index": 0}
+        yield event("response.created", response=self._response(None))
+        yield event("response.in_progress", response=self._response(None))
+        item = _message(names, None, "in_progress")
+        yield event("response.output_item.added", output_index=0, item=item)
+        yield event("response.content_part.added", **place, part=_part(""))
+        async for piece in self._running.pieces():
+            yield event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+        result = await self._running.result()
+        finished(result)
+        whole = self._response(result)
+        yield event("response.output_text.done", **place, text=result.text, logprobs=[])
+        yield event("response.content_part.done", **place, part=_part(result.text))
+        yield event("response.output_item.done", output_index=0, item=whole["output"][0])
+        yield event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: Exception) -> str:
+        """The event that ends a response without an answer."""
+        found = as_request_error(error)
+        told = {"code": found.code or "server_error", "message": found.message}
+        failure = {**self._response(None), "status": "failed", "error": told}
+        return self._event("response.failed", response=failure)

@@ -1,0 +1,322 @@
+"""Between the event loop and the engine: opens requests, and waits for their tokens.
+
+Media are decoded and prompts prepared in a few worker threads, answers are computed in the engine's
+thread, and the event loop is woken by it. A request whose client has left is cancelled in whichever
+of these it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from PIL import Image
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from vlmfast.api.answer import Answer, Request
+from vlmfast.api.vlm import VLM
+from vlmfast.engine.handle import Handle
+from vlmfast.engine.sampling import TokenLogprobs
+from vlmfast.errors import DeadlineExceeded, RequestCancelled
+
+from .config import ServerConfig
+from .errors import RequestError
+from .grammars import Grammars
+from .media import MediaReader
+from .metrics import Metrics
+from .penalties import OpenAIPenalties
+from .query import Query, Recipes, generation_of, messages_of
+from .text import TextStream
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an answer that is being generated.
+
+    Parameters
+    ----------
+    text : str
+        New text, possibly empty.
+    logprobs : list of TokenLogprobs
+        Of the new tokens.
+    """
+
+    text: str
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer as the API returns it.
+
+    Parameters
+    ----------
+    answer : Answer
+    text : str
+        Up to the first stop string.
+    prompt : Tensor, int64, (S,)
+        Ids of the prompt, placeholders included.
+    ttft_s : float
+        From the arrival of the request to its first token.
+    """
+
+    answer: Answer
+    text: str
+    prompt: Tensor
+    ttft_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass
+class Running:
+    """A request that the engine answers.
+
+    Parameters
+    ----------
+    query : Query
+    handle : Handle
+    text : TextStream, optional
+        Of answers that are streamed or have stop strings.
+    arrived : float
+        By `time.perf_counter`.
+
+    Attributes
+    ----------
+    counted : bool
+        Whether its end is in the metrics.
+    """
+
+    query: Query
+    handle: Handle[Answer]
+    text: TextStream | None
+    arrived: float
+    counted: bool = False
+    _event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self) -> None:
+        """Let the engine wake the event loop."""
+        loop, stream = asyncio.get_running_loop(), self.query.stream
+
+        def wake() -> None:
+            if stream or self.handle.done:
+                loop.call_soon_threadsafe(self._event.set)
+
+        self.handle.listen(wake, streamed=stream)
+
+    def cancel(self) -> None:
+        """End the request at the engine's next opportunity."""
+        self.handle.cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield new text as it is generated; the last piece comes when the answer is complete."""
+        assert self.text is not None
+        logprobs, read = self.handle.sequence.sampler.logprobs, 0
+        done = False
+        while not done:
+            await self._event.wait()
+            self._event.clear()
+            done = self.handle.done
+            new = logprobs[read:]
+            read += len(new)
+            text = self.text.take()
+            if text or new:
+                yield Piece(text, new)
+
+    async def result(self) -> Result:
+        """The answer, as soon as it is complete.
+
+        Raises
+        ------
+        Exception
+            What ended the request without an answer.
+        """
+        while not self.handle.done:
+            await self._event.wait()
+            self._event.clear()
+        answer = await asyncio.to_thread(self.handle.result)
+        sequence = self.handle.sequence
+        assert sequence.first is not None
+        text = answer.text if self.text is None else self.text.text
+        prompt = sequence.ids[0, : sequence.prompt_length]
+        return Result(answer, text, prompt, sequence.first - self.arrived)
+
+
+class Runner:
+    """Answers requests with one model.
+
+    Parameters
+    ----------
+    vlm : VLM
+    config : ServerConfig
+    """
+
+    def __init__(self, vlm: VLM, config: ServerConfig) -> None:
+        self.vlm, self.config = vlm, config
+        self.recipes = Recipes(vlm, config)
+        self._reader = MediaReader(config.media)
+        tokenizer = vlm.processor.tokenizer
+        own = vlm.model.generation_config
+        ends = own.eos_token_id
+        self._grammars = Grammars(
+            tokenizer,
+            vlm.adapter.vocabulary,
+            [] if ends is None else ends if isinstance(ends, list) else [ends],
+        )
+        self._samples = bool(own.do_sample)
+        self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media")
+        self._preparing = 0
+
+    @property
+    def preparing(self) -> int:
+        """Number of requests whose media are read."""
+        return self._preparing
+
+    def metrics(self) -> Metrics:
+        """Metrics of this model, not counted yet."""
+        recipes = {str(recipe) for recipe in self.recipes.by_model.values()}
+        stages = {part.name for r in self.recipes.by_model.values() for part in r}
+        return Metrics(
+            self.config.model,
+            self.vlm.engine.load,
+            self.vlm.prefix_cache.stats,
+            lambda: self._preparing,
+            recipes,
+            stages,
+        )
+
+    def warm_up(self) -> None:
+        """Answer one question under each recipe of the configuration."""
+        image = Image.new("RGB", (64, 64), "gray")
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
+        messages = [{"role": "user", "content": content}]
+        for recipe in dict.fromkeys(self.recipes.by_model.values()):
+            self.vlm.submit(
+                Request(messages=messages, recipe=recipe, tenant=secrets.token_hex()),
+                max_new_tokens=2,
+            ).result()
+        self.vlm.prefix_cache.clear()
+
+    async def open(self, query: Query, key: str, arrived: float, end: float) -> Running:
+        """Read the media of a request, and submit it.
+
+        Parameters
+        ----------
+        query : Query
+        key : str
+            The API key of the client.
+        arrived : float
+            By `time.perf_counter`.
+        end : float
+            When the request is given up, by `time.monotonic`.
+
+        Raises
+        ------
+        RequestError, VLMFastError
+            For a request that cannot be answered.
+        """
+        self._check_queue()
+        gone = threading.Event()
+        self._preparing += 1
+        work = asyncio.get_running_loop().run_in_executor(
+            self._threads, self._opened, query, key, arrived, end, gone
+        )
+        work.add_done_callback(self._prepared)
+        try:
+            running = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            gone.set()
+            work.add_done_callback(_abandon)
+            raise
+        running.start()
+        return running
+
+    def close(self) -> None:
+        """Let no more requests in, and forget those whose media have not been read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_queue(self) -> None:
+        waiting = self._preparing + self.vlm.engine.load().waiting
+        if waiting >= self.config.max_queue:
+            raise RequestError(
+                f"{waiting} requests are waiting already; try later",
+                429,
+                code="queue_full",
+                retry_after=1,
+            )
+
+    def _prepared(self, work: asyncio.Future[Running]) -> None:
+        self._preparing -= 1
+
+    def _opened(
+        self, query: Query, key: str, arrived: float, end: float, gone: threading.Event
+    ) -> Running:
+        """In a worker thread: decode the media, prepare the prompt, and submit it."""
+        if gone.is_set():
+            raise RequestCancelled("the client has left")
+        reader = self._reader.request(end)
+        messages = messages_of(
+            query.turns,
+            lambda media: reader.image(media.url, param=media.param),
+            lambda media: reader.video(
+                media.url, param=media.param, num_frames=query.num_frames, fps=query.fps
+            ),
+            query.num_frames,
+            query.fps,
+        )
+        text = self._text(query)
+        generation = generation_of(query, self._samples)
+        if text is not None:
+            generation["streamer"] = text
+            if query.stops:
+                generation["stopping_criteria"] = [text]
+        if processors := self._processors(query):
+            generation["logits_processor"] = LogitsProcessorList(processors)
+        request = Request(
+            messages=messages,
+            recipe=query.recipe,
+            generation=generation,
+            tenant=_tenant(key, query.cache_salt),
+        )
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the request reached its deadline while its media were read")
+        handle = self.vlm.submit(
+            request, deadline=left, default_new_tokens=self.config.max_new_tokens
+        )
+        return Running(query, handle, text, arrived)
+
+    def _text(self, query: Query) -> TextStream | None:
+        if not query.stream and not query.stops:
+            return None
+        return TextStream(self.vlm.processor.tokenizer, query.stops)
+
+    def _processors(self, query: Query) -> list[LogitsProcessor]:
+        found: list[LogitsProcessor] = []
+        if query.presence_penalty or query.frequency_penalty:
+            found.append(OpenAIPenalties(query.presence_penalty, query.frequency_penalty))
+        if query.response_format is not None:
+            grammar = self._grammars.processor(query.response_format)
+            found += [] if grammar is None else [grammar]
+        return found
+
+
+def _tenant(key: str, salt: str) -> str:
+    """Requests share the prefix cache where key and salt are the same; it does not hold the key."""
+    digest = hashlib.sha256(key.encode()).hexdigest() if key else ""
+    return f"{digest}/{salt}"
+
+
+def _abandon(work: asyncio.Future[Running]) -> None:
+    """Cancel a request whose client left while its media were read."""
+    if not work.cancelled() and work.exception() is None:
+        work.result().cancel()

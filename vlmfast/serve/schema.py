@@ -1,0 +1,235 @@
+"""Requests of OpenAI's chat completions API, with vlmfast's own fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import from_json
+
+from .errors import RequestError
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields and other types; numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Strict):
+    url: str = Field(description="a data: URL, or a URL where the server allows it", min_length=1)
+    detail: Literal["auto", "low", "high"] = Field(
+        "auto", description="without effect: `recipe` sets the number of visual tokens"
+    )
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class VideoUrl(Strict):
+    url: str = Field(description="a data: URL, or a URL where the server allows it", min_length=1)
+
+
+class VideoPart(Strict):
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+Part: TypeAlias = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+def _form(value: Any) -> str:
+    return "text" if isinstance(value, str) else "parts"
+
+
+def text_or(parts: Any) -> Any:
+    text = Annotated[str, Tag("text")]
+    return Annotated[text | Annotated[parts, Tag("parts")], Discriminator(_form)]
+
+
+class SystemMessage(Strict):
+    role: Literal["system", "developer"]
+    content: text_or(list[TextPart])  # type: ignore[valid-type]
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: text_or(Annotated[list[Part], Field(min_length=1)])  # type: ignore[valid-type]
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    """A former answer; it has no images, and tools are not supported."""
+
+    role: Literal["assistant"]
+    content: text_or(list[TextPart])  # type: ignore[valid-type]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: None = None
+    function_call: None = None
+
+
+Message: TypeAlias = Annotated[
+    SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")
+]
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObject(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="without effect")
+
+
+class Own(Strict):
+    """Fields of vlmfast beside OpenAI's."""
+
+    recipe: str | None = Field(
+        None, max_length=1000, description="which tokens are dropped; by default the model's"
+    )
+    num_frames: int | None = Field(None, ge=1, description="frames read from each video")
+    fps: float | None = Field(None, gt=0, description="frames read per second of a video")
+    top_k: int | None = Field(None, ge=0, description="0 keeps all tokens")
+    trace: bool = Field(False, description="add the boxes of visual tokens to `usage`")
+    cache_salt: str = Field(
+        "", max_length=256, description="requests share the prefix cache if theirs are equal"
+    )
+
+
+class ChatRequest(Own):
+    """A request of ``POST /v1/chat/completions``."""
+
+    model: str = Field(max_length=256)
+    messages: list[Message] = Field(min_length=1, max_length=2048)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: text_or(list[str]) | None = None  # type: ignore[valid-type]
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    # Accepted in their only supported form.
+    n: Literal[1] | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    # Accepted without effect.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    # Refused unless empty.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    tool_choice: Literal["none"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    web_search_options: None = None
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_as(model: type[_Model], body: bytes) -> _Model:
+    """Parse the body of a request.
+
+    Raises
+    ------
+    RequestError
+        For a body that is not JSON, nested too deeply, or the first field that is wrong.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {_excerpt(str(error))}") from None
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = _param(first["loc"], data, first["type"])
+        raise RequestError(_message(param, first), param=param or None) from None
+
+
+def _param(loc: tuple[int | str, ...], data: Any, kind: str) -> str:
+    """A location as ``messages[0].content``, without the names of the alternatives of a type."""
+    found, value = "", data
+    for place, key in enumerate(loc):
+        if isinstance(key, int) and isinstance(value, list) and key < len(value):
+            found, value = f"{found}[{key}]", value[key]
+        elif isinstance(value, dict) and key in value:
+            found, value = f"{found}.{key}", value[key]
+        elif place == len(loc) - 1 and kind == "missing":
+            found = f"{found}.{key}"
+    return _excerpt(found.removeprefix("."))
+
+
+def _message(param: str, error: Any) -> str:
+    text = _excerpt(error["msg"])
+    match error["type"]:
+        case "missing":
+            return f"{param} is required"
+        case "extra_forbidden":
+            return f"{param} is not supported"
+        case "none_required":
+            return f"{param} is not supported: leave it out"
+        case "union_tag_not_found":
+            return f"{param} needs {'a role' if 'role' in text else 'a type'}"
+        case "union_tag_invalid":
+            return f"{param}: {text}"
+        case _:
+            return f"{param}: {text[:1].lower()}{text[1:]}" if param else text
+
+
+def _excerpt(text: str) -> str:
+    text = "".join(char if char.isprintable() else "?" for char in text)
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,130 @@
+"""Runs the application: listens, stops on a signal, and tells how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from vlmfast.api.vlm import VLM
+from vlmfast.errors import VLMFastError
+
+from .app import Server, create_app
+from .config import ServerConfig
+
+LOG = logging.getLogger("vlmfast.serve")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to `_run`: uvicorn would end the process by the signal, with another code."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    config: ServerConfig,
+    load: Callable[[], VLM],
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a model until SIGTERM or SIGINT.
+
+    The address is bound at once, the model is loaded afterwards: ``/health`` answers meanwhile, and
+    requests get 503. After the signal no new work is accepted, and answers that are being computed
+    have ``config.grace_s`` seconds; a second signal ends them.
+
+    Parameters
+    ----------
+    config : ServerConfig
+    load : callable
+        Loads the model; called in a thread.
+    ready : callable, optional
+        Called with the URL when the model is loaded and warm.
+
+    Raises
+    ------
+    VLMFastError
+        When the address cannot be bound, or the model cannot be loaded.
+    """
+    _log_to_stderr()
+    listening = _bound(config.host, config.port)
+    port = listening.getsockname()[1]
+    host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
+    server = Server(config, load)
+    with listening:
+        asyncio.run(_run(server, listening, lambda: ready and ready(f"http://{host}:{port}")))
+    if server.error is not None:
+        raise server.error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise VLMFastError(f"cannot listen on {host} port {port}: {reason}") from error
+    return listening
+
+
+async def _run(server: Server, listening: socket.socket, ready: Callable[[], object]) -> None:
+    config = server.config
+    running = _Uvicorn(
+        uvicorn.Config(
+            create_app(server),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=max(1, round(config.grace_s)),
+            timeout_keep_alive=75,
+            limit_concurrency=None,
+            ws="none",
+        )
+    )
+
+    def stop() -> None:
+        if server.draining:
+            running.force_exit = True
+        server.draining = running.should_exit = True
+        LOG.info("stopping: running answers have %g s", config.grace_s)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    watching = asyncio.create_task(_watch(server, running, ready))
+    try:
+        await running.serve(sockets=[listening])
+    finally:
+        watching.cancel()
+
+
+async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], object]) -> None:
+    """Tell when the model is loaded; end when it cannot be."""
+    while not server.ready and server.error is None:
+        await asyncio.sleep(0.05)
+    if server.error is not None:
+        running.should_exit = True
+    else:
+        ready()
+
+
+def _log_to_stderr() -> None:
+    """One JSON object a request, on stderr."""
+    if not LOG.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.INFO)
+        LOG.propagate = False

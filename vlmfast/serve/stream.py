@@ -1,0 +1,118 @@
+"""Server-sent events, and requests whose clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from .errors import as_request_error
+
+_T = TypeVar("_T")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """Wait for ``work``, and cancel it when the client leaves.
+
+    Parameters
+    ----------
+    request : Request
+        Whose body has been read.
+    work : awaitable
+
+    Raises
+    ------
+    ClientGone
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class EventStream(Response):
+    """A response of server-sent events that ends when its client leaves.
+
+    Parameters
+    ----------
+    events : async iterator of str
+        Each a whole event. It is closed in any case.
+    deadline_s : float
+        After which the connection is given up, even if the client does not read.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], deadline_s: float) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self._events, self._deadline_s = events, deadline_s
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait(
+                {sending, gone},
+                timeout=self._deadline_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if sending.done():
+                sending.result()
+            else:
+                scope["state"]["log"]["gone"] = True
+        finally:
+            for each in (sending, gone):
+                each.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
+            await send(start)
+            async for event in events:
+                body = {"type": "http.response.body", "body": event.encode(), "more_body": True}
+                await send(body)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def data(value: Any) -> str:
+    """An event without a name, as chat completions are streamed."""
+    return f"data: {json_text(value)}\n\n"
+
+
+def named(name: str, value: Any) -> str:
+    """An event with a name, as responses are streamed."""
+    return f"event: {name}\ndata: {json_text(value)}\n\n"
+
+
+def error_event(error: Exception) -> str:
+    """An error after the first event, when there is no status to tell it by."""
+    return data(as_request_error(error).body)
