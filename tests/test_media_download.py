@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
@@ -143,3 +149,106 @@ def test_messages_contain_the_system_error(server: str) -> None:
     refused("http://127.0.0.1:9/a.png", "Connection refused")
     refused(f"{server}/missing", "HTTP 404 Not Found")
     assert download._MOST_MOVES == 10
+
+
+# --- addresses that the caller chooses -----------------------------------------------------------
+
+
+def fetch(url: str, resolve) -> bytes:
+    return download.download("it", url, 5.0, 1 << 20, resolve=resolve)
+
+
+def test_connection_is_made_to_the_resolved_address(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the name nor its proxy is looked up."""
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    asked, port = [], int(server.rpartition(":")[2])
+
+    def resolve(host: str, port: int) -> str:
+        asked.append((host, port))
+        return "127.0.0.1"
+
+    target = f"http://b.invalid:{port}/image"
+    data = fetch(f"http://A.invalid:{port}/to?{quote(target)}", resolve)
+    assert data == fx.encoded(Image.fromarray(IMAGE), "PNG")
+    assert asked == [("a.invalid", port), ("b.invalid", port)]
+    with pytest.raises(MediaError, match="Connection refused"):
+        download.download("it", target, 5.0, 1 << 20)  # by the proxy
+
+
+def test_resolver_rejects_hosts(server: str) -> None:
+    def resolve(host: str, port: int) -> str:
+        if host == "127.0.0.1":
+            return host
+        raise MediaError(f"it: not {host}")
+
+    assert fetch(f"{server}/image", resolve)
+    url = f"{server}/to?{quote('http://localhost' + server[16:] + '/image')}"
+    with pytest.raises(MediaError, match=r"^it: not localhost$"):
+        fetch(url, resolve)
+    assert fetch(url, lambda host, port: "127.0.0.1")
+
+
+def test_default_ports_are_resolved() -> None:
+    asked = []
+
+    def resolve(host: str, port: int) -> str:
+        asked.append((host, port))
+        raise MediaError("no")
+
+    for url in ("http://a.org/", "https://a.org/", "https://[::1]:8/"):
+        with pytest.raises(MediaError):
+            fetch(url, resolve)
+    assert asked == [("a.org", 80), ("a.org", 443), ("::1", 8)]
+
+
+@pytest.fixture
+def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, list[str]]]:
+    """A TLS server of media.invalid: its port, and the names that clients asked for."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = (
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN=media.invalid -addext subjectAltName=DNS:media.invalid "
+        f"-keyout {key} -out {cert}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    names: list[str] = []
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    context.sni_callback = lambda connection, name, _: names.append(name)
+
+    def serve() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:  # closed
+                return
+            try:
+                with context.wrap_socket(plain, server_side=True) as connection:
+                    host = connection.recv(4096).split(b"Host: ")[1].split(b"\r")[0]
+                    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(host)
+                    connection.sendall(head + host)
+            except OSError:  # the client does not trust the certificate
+                plain.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1], names
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_certificate_is_checked_for_the_host(tls: tuple[int, list[str]]) -> None:
+    """Not for the address that is connected to."""
+    port, names = tls
+    data = fetch(f"https://media.invalid:{port}/a", lambda host, port: "127.0.0.1")
+    assert data == f"media.invalid:{port}".encode() and names == ["media.invalid"]
+    with pytest.raises(MediaError, match="its certificate is not trusted") as caught:
+        fetch(f"https://other.invalid:{port}/a", lambda host, port: "127.0.0.1")
+    assert "127.0.0.1" not in str(caught.value)

@@ -11,24 +11,36 @@ import functools
 import http.client
 import io
 import re
+import socket
 import ssl
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from vlmfast.errors import MediaError
 
-__all__ = ["download"]
+__all__ = ["Resolve", "download"]
+
+Resolve = Callable[[str, int], str]
+"""Maps host and port to the address to connect to, or raises `MediaError`."""
 
 _MOVED = (301, 302, 303, 307, 308)
 _MOST_MOVES = 10
 _CHUNK = 1 << 16
 
 
-def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
+def download(
+    name: str,
+    url: str,
+    timeout_s: float,
+    most_bytes: int,
+    *,
+    resolve: Resolve | None = None,
+) -> bytes:
     """Fetch the content of an ``http`` or ``https`` URL.
 
     Parameters
@@ -39,19 +51,23 @@ def download(name: str, url: str, timeout_s: float, most_bytes: int) -> bytes:
     timeout_s : float
         Seconds from the first connection to the last byte, redirects included.
     most_bytes : int
+    resolve : callable, optional
+        Called once for each host, those of redirects included, with its name in lower case and the
+        port. The connection is made to the address that it returns, without another look-up and
+        without a proxy. By default the system's resolver and proxies are used.
 
     Raises
     ------
     MediaError
         For an invalid URL or one with a password, and for a server that cannot be reached, answers
         with an error, redirects too often or to another protocol, is too slow, or sends more than
-        `most_bytes` or less than it announced.
+        `most_bytes` or less than it announced. Errors of `resolve` are passed on.
     """
     deadline = time.monotonic() + timeout_s
     try:
         for _ in range(_MOST_MOVES + 1):
             _check(name, url)
-            found = _fetched(name, url, deadline, most_bytes)
+            found = _fetched(name, url, deadline, most_bytes, resolve)
             if isinstance(found, bytes):
                 return found
             url = found
@@ -84,15 +100,23 @@ def _check(name: str, url: str) -> None:
         raise MediaError(f"{name}: cannot be fetched: is not a valid URL")
 
 
-def _fetched(name: str, url: str, deadline: float, most_bytes: int) -> bytes | str:
+def _fetched(
+    name: str, url: str, deadline: float, most_bytes: int, resolve: Resolve | None
+) -> bytes | str:
     """Return the content of a URL, or the URL of a redirect."""
+    address = None
+    if resolve is not None:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        address = resolve(str(parts.hostname), port)
     # Not build_opener, which supports FTP, files and data: URLs and follows redirects itself.
     opener = urllib.request.OpenerDirector()
     for handler in (
-        urllib.request.ProxyHandler(),
+        # A proxy would look the name up again.
+        urllib.request.ProxyHandler(None if resolve is None else {}),
         urllib.request.UnknownHandler(),
-        _HTTP(deadline),
-        _HTTPS(deadline),
+        _HTTP(deadline, address),
+        _HTTPS(deadline, address),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
     ):
@@ -166,29 +190,59 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Timed(sock, deadline))
 
 
+class _HTTPConnection(http.client.HTTPConnection):
+    """Connects to `address` instead of looking its host up, unless it is None."""
+
+    address: str | None = None
+
+    def connect(self) -> None:
+        if self.address is None:
+            super().connect()
+        else:
+            self.sock = socket.create_connection((self.address, self.port), self.timeout)
+
+
+class _HTTPSConnection(http.client.HTTPSConnection):
+    """`_HTTPConnection` with TLS; the certificate must be that of the host."""
+
+    address: str | None = None
+
+    def __init__(self, host: str, *, context: ssl.SSLContext, **options: Any) -> None:
+        super().__init__(host, context=context, **options)
+        self._trust = context
+
+    def connect(self) -> None:
+        if self.address is None:
+            super().connect()
+        else:
+            sock = socket.create_connection((self.address, self.port), self.timeout)
+            self.sock = self._trust.wrap_socket(sock, server_hostname=self.host)
+
+
 class _HTTP(urllib.request.HTTPHandler):
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, address: str | None) -> None:
         super().__init__()
-        self._deadline = deadline
+        self._limits = (deadline, address)
 
     def http_open(self, request: Any) -> Any:
-        return self.do_open(functools.partial(_connection, "http", self._deadline), request)
+        make = functools.partial(_connection, _HTTPConnection, *self._limits)
+        return self.do_open(make, request)
 
 
 class _HTTPS(urllib.request.HTTPSHandler):
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, address: str | None) -> None:
         super().__init__()
-        self._deadline, self._trust = deadline, ssl.create_default_context()
+        self._limits, self._trust = (deadline, address), ssl.create_default_context()
 
     def https_open(self, request: Any) -> Any:
-        make = functools.partial(_connection, "https", self._deadline)
+        make = functools.partial(_connection, _HTTPSConnection, *self._limits)
         return self.do_open(make, request, context=self._trust)
 
 
-def _connection(scheme: str, deadline: float, host: str, **options: Any) -> Any:
+def _connection(kind: Any, deadline: float, address: str | None, host: str, **options: Any) -> Any:
     """A connection on which every wait ends at the deadline."""
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    connection = kinds[scheme](host, **options)
+    connection = kind(host, **options)
+    connection.address = address
     connection.timeout = _left(deadline)
     connection.response_class = functools.partial(_Response, deadline=deadline)
     return connection

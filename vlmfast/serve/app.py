@@ -28,8 +28,8 @@ from . import chat, documents, responses, tokens
 from .gate import Gate
 from .metrics import CONTENT_TYPE, Metrics
 from .query import Query
-from .runner import Result, Runner, Running
 from .responses import ResponsesRequest
+from .runner import Result, Runner, Running
 from .schema import ChatRequest, read_as
 from .stream import ClientGone, EventStream, error_event, unless_gone
 from .tokens import TokenizeRequest

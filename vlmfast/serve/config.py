@@ -18,10 +18,14 @@ class MediaLimits:
     max_images : int
         Per request, over all turns.
     max_pixels : int
-        Of an image, checked by its header.
+        Of an image, and of a frame of a video, checked by the header.
     max_frames : int
         Read from the videos of a request.
+    max_video_pixels : int
+        In all frames that are read from the videos of a request.
     max_video_seconds : float
+        Of one video. One with more frames than 120 for each of these seconds, or with more pixels
+        in all its frames than 1920x1080 at 60 frames per second, is refused too.
     max_bytes : int
         Of a file that is fetched or read; those in a request are bounded by its body.
     timeout_s : float
@@ -30,7 +34,8 @@ class MediaLimits:
         Whether ``http`` and ``https`` URLs of any host may be fetched. Only global addresses are
         connected to.
     domains : tuple of str
-        Hosts that may be fetched from, their subdomains included; any if ``allow_remote``.
+        Hosts that may be fetched from, on any port, their subdomains included; all if empty and
+        ``allow_remote``.
     local_path : Path, optional
         Folder whose files ``file:`` URLs may name.
     """
@@ -38,6 +43,7 @@ class MediaLimits:
     max_images: int = 8
     max_pixels: int = 36_000_000
     max_frames: int = 64
+    max_video_pixels: int = 300_000_000
     max_video_seconds: float = 600.0
     max_bytes: int = 64 << 20
     timeout_s: float = 20.0

@@ -121,9 +121,7 @@ class Metrics:
         )
         return found.labels(self._model)
 
-    def _seconds(
-        self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS
-    ) -> Histogram:
+    def _seconds(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return self._histogram(f"{name}_seconds", f"{about}, in seconds", buckets)
 
     def answered(

@@ -68,9 +68,7 @@ class OutputMessage(Strict):
     status: Literal["completed", "incomplete"] | None = None
 
 
-Item: TypeAlias = Annotated[
-    InputMessage | Instruction | OutputMessage, Field(discriminator="role")
-]
+Item: TypeAlias = Annotated[InputMessage | Instruction | OutputMessage, Field(discriminator="role")]
 
 
 class SchemaFormat(Strict):
@@ -82,9 +80,9 @@ class SchemaFormat(Strict):
 
 
 class TextSettings(Strict):
-    format: Annotated[
-        TextFormat | JsonObject | SchemaFormat, Field(discriminator="type")
-    ] | None = None
+    format: (
+        Annotated[TextFormat | JsonObject | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
 
 
 class ResponsesRequest(Own):
