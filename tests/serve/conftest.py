@@ -1,0 +1,150 @@
+"""Servers of the shipped model, in threads of the test process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+
+import httpx2
+import uvicorn
+
+from tiny_models import make_image
+from vlmfast import VLM
+from vlmfast.serve.app import Server, create_app
+from vlmfast.serve.config import ServerConfig
+
+GUARD = 60.0  # seconds; only a test that fails waits as long
+
+
+@dataclass
+class Served:
+    """A server that is listening.
+
+    Parameters
+    ----------
+    url : str
+    server : Server
+    vlm : VLM
+    """
+
+    url: str
+    server: Server
+    vlm: VLM
+
+    def client(self, **more: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=GUARD, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **more)
+
+    def chat(self, text: str = "What is here?", image: int | None = 0, **more: Any) -> Any:
+        """A chat completion of a drawn image; the response."""
+        headers = more.pop("headers", None)
+        return self.post("/v1/chat/completions", ask(text, image, **more), headers=headers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels."""
+        with self.client() as client:
+            lines = client.get("/metrics", headers=self.headers).text.splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"vlmfast:{name}{{") and all(part in line for part in wanted)
+        ]
+        assert found, f"no metric {name}"
+        return sum(found)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        keys = self.server.config.api_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + GUARD
+        while not condition():
+            assert time.monotonic() < end, "the condition was not met"
+            time.sleep(0.005)
+
+
+def data_url(seed: int = 0, width: int = 64, height: int = 64) -> str:
+    file = io.BytesIO()
+    make_image(width, height, seed=seed).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def ask(text: str = "What is here?", image: int | None = 0, **more: Any) -> dict[str, Any]:
+    """The body of a chat completion."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+    if image is not None:
+        content.insert(0, {"type": "image_url", "image_url": {"url": data_url(image)}})
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
+
+
+@contextlib.contextmanager
+def serving(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
+    server = Server(config, lambda: vlm)
+    running = uvicorn.Server(
+        uvicorn.Config(create_app(server), port=0, log_config=None, access_log=False, ws="none")
+    )
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    end = time.monotonic() + GUARD
+    while not (running.started and server.ready):
+        assert server.error is None, server.error
+        assert time.monotonic() < end and thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Served(f"http://127.0.0.1:{port}", server, vlm)
+    finally:
+        running.should_exit = True
+        thread.join(GUARD)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+@pytest.fixture(scope="session")
+def shipped() -> VLM:
+    return VLM.from_pretrained("tiny")
+
+
+@pytest.fixture(scope="session")
+def served(shipped: VLM) -> Iterator[Served]:
+    """A server without keys, shared by tests that leave it as it is."""
+    config = ServerConfig(recipe="balanced", aliases={"full": "none", "fast": "hired:0.1"})
+    with serving(shipped, config) as found:
+        yield found
+
+
+@pytest.fixture
+def serve(shipped: VLM) -> Iterator[Callable[..., Served]]:
+    """Starts a server of its own: options of `ServerConfig`, and optionally another model."""
+    with contextlib.ExitStack() as stack:
+
+        def start(vlm: VLM | None = None, **options: Any) -> Served:
+            config = replace(ServerConfig(), **options)
+            return stack.enter_context(serving(vlm or shipped, config))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def body() -> Callable[..., dict[str, Any]]:
+    return ask
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[..., str]:
+    return data_url

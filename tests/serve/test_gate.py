@@ -1,0 +1,447 @@
+"""What is refused before it is answered: hosts, keys, limits, bodies; and what is logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vlmfast import VLMFastError
+from vlmfast.serve.config import MediaLimits, ServerConfig
+
+CHAT = "/v1/chat/completions"
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    """The error of a response, which has OpenAI's form."""
+    assert response.status_code == status, response.text
+    (name,) = response.json()
+    assert name == "error"
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"]
+    return error
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(VLMFastError, match=r"API key.*--insecure"):
+        ServerConfig(host=host)
+    assert ServerConfig(host=host, insecure=True).hosts is None
+    assert ServerConfig(host=host, api_keys=("k",)).hosts is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.8.8.8"])
+def test_this_machine_needs_none(host: str) -> None:
+    assert ServerConfig(host=host).hosts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"api_keys": ("",)},
+        {"max_queue": 0},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("nan")},
+        {"media": MediaLimits(max_images=0)},
+        {"model": "a", "aliases": {"a": "none"}},
+    ],
+)
+def test_bad_options_raise(options: dict[str, Any]) -> None:
+    with pytest.raises(VLMFastError):
+        ServerConfig(**options)
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in repr(ServerConfig(api_keys=("secret",)))
+
+
+# --- hosts and keys ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.x", ""])
+def test_other_hosts_are_refused(served: Any, host: str) -> None:
+    with served.client(headers={"Host": host}) as client:
+        for path in ("/health", "/v1/models"):
+            assert error_of(client.get(path), 400)["code"] == "invalid_host"
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000"])
+def test_this_machines_hosts_are_accepted(served: Any, host: str) -> None:
+    with served.client(headers={"Host": host}) as client:
+        assert client.get("/health").status_code == 200
+
+
+KEYS = ("first-key", "second-key")
+
+
+def authorized(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_keys(serve: Callable[..., Any]) -> None:
+    served = serve(api_keys=KEYS)
+    wrong = ["", "Bearer", "Bearer first", "Basic first-key", "first-key", "Bearer first-keyx"]
+    for header in wrong:
+        headers = {"Authorization": header} if header else {}
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            with served.client(headers=headers) as client:
+                response = client.get(path)
+            assert error_of(response, 401)["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        error_of(served.chat(headers=headers), 401)
+    for key in KEYS:
+        assert served.chat(headers=authorized(key), max_tokens=1).status_code == 200
+    with served.client() as client:
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+
+
+def test_keys_do_not_share_the_prefix_cache(serve: Callable[..., Any]) -> None:
+    served = serve(api_keys=KEYS)
+
+    def cached(key: str, salt: str = "") -> int:
+        found = served.chat("Private?", 20, headers=authorized(key), max_tokens=1, cache_salt=salt)
+        return found.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("first-key") == 0
+    assert cached("second-key") == 0
+    assert cached("first-key", "pepper") == 0
+    assert cached("first-key") > 0  # the control
+    assert cached("first-key", "pepper") > 0
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b'"text"', b"[" * 10_000, b'{"a":' * 10_000, b"NaN"]
+)
+def test_bodies_that_are_no_request(served: Any, content: bytes) -> None:
+    with served.client() as client:
+        for path in (CHAT, "/v1/responses", "/tokenize"):
+            headers = {"Content-Type": "application/json"}
+            error_of(client.post(path, content=content, headers=headers), 400)
+
+
+def test_other_content_types_are_refused(served: Any, body: Callable[..., Any]) -> None:
+    with served.client() as client:
+        for kind in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
+            content = json.dumps(body())
+            headers = {"Content-Type": kind}
+            error_of(client.post(CHAT, content=content, headers=headers), 415)
+        headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+        found = client.post(CHAT, content=json.dumps(body(max_tokens=1)), headers=headers)
+        assert found.status_code == 200
+
+
+def test_large_bodies_are_refused(serve: Callable[..., Any], body: Callable[..., Any]) -> None:
+    served = serve(max_body_bytes=50_000)
+    assert served.chat(max_tokens=1).status_code == 200
+    text = json.dumps({**body(), "user": "x" * 60_000}).encode()
+    with served.client() as client:
+        headers = {"Content-Type": "application/json"}
+        error_of(client.post(CHAT, content=text, headers=headers), 413)
+        parts = (text[i : i + 4096] for i in range(0, len(text), 4096))  # without a length
+        error_of(client.post(CHAT, content=parts, headers=headers), 413)
+        assert client.get("/health").status_code == 200
+
+
+def test_a_stalled_upload_ends(serve: Callable[..., Any]) -> None:
+    served = serve(timeout_s=0.3)
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stalled:
+        stalled.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+        )
+        head = stalled.recv(65536)
+    assert head.startswith(b"HTTP/1.1 408")
+
+
+def test_bodies_of_all_requests_are_bounded(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    size = len(json.dumps(body(max_tokens=1)))
+    served = serve(max_total_body_bytes=2 * size)
+    assert served.chat(max_tokens=1).status_code == 200
+    assert served.chat(max_tokens=1).status_code == 200  # the first one's were returned
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as holding:
+        holding.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99999\r\n\r\n"
+            + b" "
+            * (size + size // 2)
+        )
+        served.until(lambda: served.chat(max_tokens=1).status_code == 429)
+    served.until(lambda: served.chat(max_tokens=1).status_code == 200)
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"model": 5}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hello"}),
+    ("messages[0]", {"messages": [{"role": "wizard", "content": "x"}]}),
+    ("messages[0]", {"messages": [{"content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": []}]}),
+    ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}),
+    (
+        "messages[0].content[0].type",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:"}}],
+                }
+            ]
+        },
+    ),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": 2.5}),
+    ("top_p", {"top_p": 0}),
+    ("top_k", {"top_k": -1}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 10**30}),
+    ("max_tokens", {"max_tokens": 5000}),
+    ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
+    ("max_completion_tokens", {"max_completion_tokens": 1.5}),
+    ("seed", {"seed": 10**30}),
+    ("stop", {"stop": ["a"] * 200}),
+    ("stop", {"stop": ""}),
+    ("stop[0]", {"stop": [3]}),
+    ("n", {"n": 2}),
+    ("logprobs", {"logprobs": 3}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("presence_penalty", {"presence_penalty": 3}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("response_format", {"response_format": {"type": "xml"}}),
+    ("recipe", {"recipe": "hired:9"}),
+    ("recipe", {"recipe": "nothing-known"}),
+    ("recipe", {"recipe": 5}),
+    ("recipe", {"recipe": "elastic:weights=/etc"}),
+    ("recipe", {"recipe": "draft-eagle:weights=../x"}),
+    ("recipe", {"recipe": "frames-clip:4"}),
+    ("recipe", {"recipe": "clip-relevance:model=local-dir:/etc"}),
+    ("fps", {"num_frames": 4, "fps": 1}),
+    ("num_frames", {"num_frames": 0}),
+    ("unknown", {"unknown": 1}),
+    ("cache_salt", {"cache_salt": "x" * 1000}),
+]
+
+
+@pytest.mark.parametrize(
+    ("param", "more"), WRONG, ids=[f"{p}-{n}" for n, (p, _) in enumerate(WRONG)]
+)
+def test_wrong_fields_are_named(
+    served: Any, body: Callable[..., Any], param: str, more: dict[str, Any]
+) -> None:
+    error = error_of(served.post(CHAT, {**body(), **more}), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.partition("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"store": True},
+        {"previous_response_id": "resp_1"},
+        {"input": []},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": 5}]}]},
+        {"max_output_tokens": -1},
+        {"max_output_tokens": 5000},
+        {"text": {"format": {"type": "xml"}}},
+        {"tools": [{"type": "web_search"}]},
+        {"background": True},
+    ],
+)
+def test_wrong_fields_of_responses(served: Any, more: dict[str, Any]) -> None:
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 2}
+    assert served.post("/v1/responses", body).status_code == 200
+    error = error_of(served.post("/v1/responses", {**body, **more}), 400)
+    (name,) = more
+    assert (error["param"] or "").startswith(name)
+
+
+def test_unknown_models_and_paths(served: Any) -> None:
+    error = error_of(served.chat(model="gpt-4o"), 404)
+    assert error["code"] == "model_not_found" and "tiny, full, fast" in error["message"]
+    error_of(served.post("/v1/embeddings", {}), 404)
+    with served.client() as client:
+        error_of(client.get(CHAT), 405)
+        error_of(client.get("/docs"), 404)
+
+
+def test_messages_that_the_model_refuses(served: Any) -> None:
+    """The shipped model's template has no system role."""
+    error = error_of(
+        served.post(
+            CHAT,
+            {
+                "model": "tiny",
+                "messages": [
+                    {"role": "system", "content": "be brief"},
+                    {"role": "user", "content": "hello"},
+                ],
+            },
+        ),
+        400,
+    )
+    assert "template" in error["message"]
+
+
+def test_prompts_beyond_the_model_are_refused(served: Any) -> None:
+    error = error_of(served.chat("x " * 50_000, None), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_requests_of_a_key_are_bounded(serve: Callable[..., Any]) -> None:
+    served = serve(max_requests_per_key=1, api_keys=KEYS)
+    holding = threading.Event()
+    release = threading.Event()
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        holding.set()
+        assert release.wait(60)
+        return original(*args, **kwargs)
+
+    original = served.vlm.submit
+    served.vlm.submit = submit
+    first = threading.Thread(
+        target=lambda: served.chat(max_tokens=1, headers=authorized("first-key"))
+    )
+    try:
+        first.start()
+        assert holding.wait(60)
+        response = served.chat(max_tokens=1, headers=authorized("first-key"))
+        assert error_of(response, 429)["code"] == "rate_limit_exceeded"
+        assert int(response.headers["retry-after"]) >= 1
+        del served.vlm.submit
+        assert served.chat(max_tokens=1, headers=authorized("second-key")).status_code == 200
+    finally:
+        served.vlm.__dict__.pop("submit", None)
+        release.set()
+        first.join(60)
+    assert served.chat(max_tokens=1, headers=authorized("first-key")).status_code == 200
+
+
+def test_the_queue_is_bounded(serve: Callable[..., Any]) -> None:
+    served = serve(max_queue=1, media_threads=1)
+    holding, release = threading.Event(), threading.Event()
+    original = served.vlm.submit
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        holding.set()
+        assert release.wait(60)
+        return original(*args, **kwargs)
+
+    served.vlm.submit = submit
+    first = threading.Thread(target=lambda: served.chat(max_tokens=1))
+    try:
+        first.start()
+        assert holding.wait(60)
+        response = served.chat(max_tokens=1)
+        assert error_of(response, 429)["code"] == "queue_full"
+        assert "retry-after" in response.headers
+    finally:
+        del served.vlm.submit
+        release.set()
+        first.join(60)
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_deadline(serve: Callable[..., Any]) -> None:
+    served = serve(timeout_s=0.05)
+    found = served.chat("Describe it.", max_tokens=200, stop=["never"], image=30)
+    error_of(found, 408)
+    served.until(lambda: served.vlm.engine.load().decoding == 0)
+
+
+def test_stopping_and_loading_servers_refuse(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.server.draining = True
+    response = served.chat()
+    assert error_of(response, 503)["code"] == "stopping"
+    assert "retry-after" in response.headers
+    with served.client() as client:
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    served.server.draining = False
+    runner, served.server.runner = served.server.runner, None
+    assert error_of(served.chat(), 503)["code"] == "loading"
+    served.server.runner = runner
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_defects_tell_nothing(serve: Callable[..., Any], caplog: Any) -> None:
+    served = serve()
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("secret /srv/weights")
+
+    served.vlm.submit = submit
+    try:
+        with caplog.at_level(logging.INFO, "vlmfast.serve"):
+            response = served.chat()
+            error = error_of(response, 500)
+    finally:
+        del served.vlm.submit
+    assert "secret" not in response.text and error["code"] == "internal_error"
+    assert "secret" in caplog.text  # for the operator
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_memory_errors_are_temporary(serve: Callable[..., Any]) -> None:
+    served = serve()
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    served.vlm.submit = submit
+    try:
+        assert error_of(served.chat(), 503)["code"] == "out_of_memory"
+    finally:
+        del served.vlm.submit
+
+
+# --- log -----------------------------------------------------------------------------------------
+
+
+def test_log_has_one_line_a_request_and_no_secrets(serve: Callable[..., Any], caplog: Any) -> None:
+    served = serve(api_keys=("top-secret-key",))
+    with caplog.at_level(logging.INFO, "vlmfast.serve"):
+        headers = {**authorized("top-secret-key"), "X-Request-Id": "my-id-1"}
+        found = served.chat("hidden prompt", 5, max_tokens=2, headers=headers, user="hidden user")
+        end = time.monotonic() + 30
+        while len(caplog.records) < 1 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert found.headers["x-request-id"] == "my-id-1"
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
+    assert line["request_id"] == "my-id-1" and line["status"] == 200
+    assert line["path"] == CHAT and line["completion_tokens"] == 2
+    for secret in ("top-secret-key", "hidden", "data:", "base64"):
+        assert secret not in caplog.text
+
+
+def test_bad_request_ids_are_replaced(served: Any) -> None:
+    with served.client(headers={"X-Request-Id": 'a"{}' * 9}) as client:
+        found = client.get("/health").headers["x-request-id"]
+    assert len(found) == 32 and found.isalnum()
