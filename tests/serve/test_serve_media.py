@@ -832,6 +832,7 @@ def test_videos_of_many_frames_are_refused() -> None:
     refused(413, "with at most 72000 frames", what=watch, args=(fast,))
     short = still(1000, 1000)
     assert watch(short) == short
+    assert watch(slow, MediaLimits(max_video_seconds=float("inf"))) == slow
 
 
 def test_videos_that_take_long_to_decode_are_refused(

@@ -263,7 +263,7 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> Non
     """Refuse other formats than the one found, too many stored frames, and too large ones."""
     import av
 
-    most = int(limits.max_video_seconds * _MAX_STORED_FPS)
+    most = limits.max_video_seconds * _MAX_STORED_FPS
     count = 0
     # No protocol has this name: whatever the format, nothing else is opened.
     nothing = {"protocol_whitelist": "none"}
@@ -287,6 +287,6 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> Non
             ):
                 raise Refused(
                     f"is too long: {count} frames of {width}x{height} and more after them; the "
-                    f"limit is {limits.max_video_seconds:g} s, with at most {most} frames",
+                    f"limit is {limits.max_video_seconds:g} s, with at most {most:.0f} frames",
                     413,
                 )
