@@ -18,7 +18,8 @@ class TextStream:
 
     A streamer and a stopping criterion in one: pass it to ``generate`` as both. The pieces that
     `take` returns add up to the text before the first stop string, as
-    ``tokenizer.decode(ids, skip_special_tokens=True)`` gives it, stripped. One thread may add tokens while others take text.
+    ``tokenizer.decode(ids, skip_special_tokens=True)`` gives it, stripped. One thread may add
+    tokens while others take text.
 
     Parameters
     ----------
