@@ -60,8 +60,8 @@ def serve(
     server = Server(config, load)
     with listening:
         asyncio.run(_run(server, listening, lambda: ready and ready(f"http://{host}:{port}")))
-    if server.error is not None:
-        raise server.error
+    if server.failure is not None:
+        raise server.failure
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -112,9 +112,9 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
 
 async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], object]) -> None:
     """Tell when the model is loaded; end when it cannot be."""
-    while not server.ready and server.error is None:
+    while not server.ready and server.failure is None:
         await asyncio.sleep(0.05)
-    if server.error is not None:
+    if server.failure is not None:
         running.should_exit = True
     else:
         ready()
