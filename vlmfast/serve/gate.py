@@ -161,7 +161,7 @@ class Gate:
             "seconds": round(seconds, 4),
             **state["log"],
         }
-        LOG.info(json.dumps(line))
+        LOG.info("request", extra={"fields": line})
 
 
 class _Body:
