@@ -1,0 +1,476 @@
+"""Measure the server: ``python benchmarks/serve.py``.
+
+Starts ``vlmfast serve`` once for each of ``--recipes`` and ``transformers serve``, and sends all of
+them the same requests for captions, greedy and streamed. Each request has an image that its server
+has not seen before: a scene, in which one pixel has the number of the request.
+
+==============  ================================================================================
+``throughput``  answers per second of 1, 4 and 16 clients, each of which sends its next request as
+                soon as it has its answer: over those of 1 client, and over those of
+                ``transformers serve``; with the times to the first token, between pieces of text,
+                and to the end of the answer
+``memory``      resident memory of a new server after 2,000 requests over that after 200
+``gap``         largest gap in a stream while a request with 8 images is read, over the stream's
+                median gap without it
+==============  ================================================================================
+
+All ratios of ``throughput`` and ``gap`` are within one round. In a round each number of clients is
+measured on one server after the other, and each round begins with another server. Servers that wait
+for their turn are stopped by a signal, so that they take no CPU time. Reports medians with
+quartiles, over rounds for ratios and throughput and over the requests of all rounds for times.
+
+* The clients run in one process on the same machine. They read server-sent events with httpx2, and
+  a piece of text has the time at which the client reads it. Servers may send several tokens in one.
+* Answers end with the model's end token, or after ``--max-tokens``. Those of `none` are compared
+  with those of ``transformers serve``. Near ties may go another way in half precision, since
+  batches compute sums in another order; compare with ``--dtype float32``.
+* ``transformers serve`` runs with ``--continuous-batching``. Where it cannot use it for a model it
+  answers one request after the other, which the results say. It has no ``gap``: it reads the images
+  after the stream has ended.
+* For ``memory`` the prefix cache has ``--prefix-cache-bytes``, so that it is full after the first
+  200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
+
+If ``transformers serve`` cannot run, the results contain the reason instead of its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ask
+import httpx2
+import numpy as np
+import torch
+from engine import Row, markdown
+from PIL import Image
+from servers import Answer, Load, Requests, Server, ServerFailed, Spec, load, stalled
+
+from vlmfast.core.files import replace_text
+from vlmfast.eval.bench import facts
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example
+
+NAMES = ("throughput", "memory", "gap")
+TRANSFORMERS = "transformers serve"
+TRANSFORMERS_MODULE = "transformers.cli.transformers"
+SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
+AIMS = {4: 2.5, 16: 3}
+GROWN = 1.05  # largest ratio of `memory`
+MEMORY_CLIENTS = 4
+STREAM = 2048  # most tokens of the stream of `gap`
+PERCENTILES = (25, 50, 75, 95, 99)
+FELL_BACK = "does not support continuous batching"
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+def specs(args: argparse.Namespace, model: str, folder: str, *more: str) -> list[Spec]:
+    """All servers of a run.
+
+    Parameters
+    ----------
+    model : str
+        The model for ``vlmfast serve``.
+    folder : str
+        The same for ``transformers serve``, and its name in the API.
+    more : str
+        Further options of ``vlmfast serve``.
+    """
+    common = ("--device", args.device, "--dtype", args.dtype)
+    found = []
+    for recipe in args.recipes:
+        options = ("--recipe", recipe, *common, *more)
+        command = ("-m", "vlmfast", "serve", model, "--port", "0", "--name", folder, *options)
+        found.append(Spec(recipe, command, shlex.join(["vlmfast", "serve", args.model, *options])))
+    if args.transformers:
+        options = ("--continuous-batching", *common)
+        address = ("--host", "127.0.0.1", "--port", "0")
+        command = ("-m", TRANSFORMERS_MODULE, "serve", folder, *address, *options)
+        shown = shlex.join(["transformers", "serve", args.model, *options])
+        found.append(Spec(TRANSFORMERS, command, shown, is_own=False))
+    return found
+
+
+@dataclass
+class Job:
+    """A run.
+
+    Parameters
+    ----------
+    args : Namespace
+    scratch : Path
+        Empty folder.
+    scenes : list of PIL.Image.Image
+    unavailable : dict of str to str
+        Why a server is left out.
+    details : dict
+        What the results contain beside the rows.
+    """
+
+    args: argparse.Namespace
+    scratch: Path
+    scenes: list[Image.Image]
+    unavailable: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=lambda: {"servers": {}})
+
+    @property
+    def folder(self) -> str:
+        """The model, as ``transformers serve`` names it."""
+        return str(ask.TINY) if self.args.model == "tiny" else self.args.model
+
+    def requests(self, model: str | None = None) -> Requests:
+        return Requests(self.scenes, model or self.folder)
+
+    @contextmanager
+    def started(self, spec: Spec, requests: Requests, clients: int) -> Iterator[Server | None]:
+        """A server that has answered; ``None`` for another project's that cannot run here."""
+        if spec.name in self.unavailable:
+            yield None
+            return
+        about = self.details["servers"].setdefault(spec.name, {"command": spec.shown})
+        try:
+            server = self._start(spec, requests, clients)
+        except (ServerFailed, httpx2.HTTPError) as error:
+            if spec.is_own:
+                raise
+            reason = str(error).replace(self.folder, self.args.model)
+            about["unavailable"] = self.unavailable[spec.name] = reason
+            yield None
+            return
+        if not spec.is_own:
+            about["continuous_batching"] = FELL_BACK not in server.log
+        try:
+            yield server
+        finally:
+            server.close()
+
+    def _start(self, spec: Spec, requests: Requests, clients: int) -> Server:
+        """A server that has answered two requests of each client."""
+        log = self.scratch / f"{re.sub(r'[^a-z0-9]', '-', spec.name)}.log"
+        server = Server(spec, self.args.threads, log)
+        try:
+            load(server.url, requests.bodies(2 * clients, self.args.max_tokens), clients)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+
+# --- throughput ----------------------------------------------------------------------------------
+
+Loads = dict[tuple[str, int], list[Load]]  # by server and clients, one for each round
+
+
+def measured(job: Job) -> Loads:
+    """All servers, interleaved."""
+    args, requests = job.args, job.requests()
+    found: Loads = {}
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        for spec in specs(args, args.model, job.folder):
+            started = job.started(spec, requests, max(args.clients))
+            if (server := stack.enter_context(started)) is not None:
+                server.pause()
+                servers.append(server)
+        for number in range(args.rounds):
+            for clients in args.clients:
+                bodies = requests.bodies(args.requests, args.max_tokens)
+                for at in range(len(servers)):
+                    server = servers[(number + at) % len(servers)]
+                    with server.awake():
+                        sample = load(server.url, bodies, clients)
+                    found.setdefault((server.spec.name, clients), []).append(sample)
+            print(f"throughput: round {number + 1} of {args.rounds}", file=sys.stderr)
+    return dict(sorted(found.items(), key=lambda item: order(args, item[0])))
+
+
+def order(args: argparse.Namespace, key: tuple[str, int]) -> tuple[int, int]:
+    """Servers as in the command, each with its numbers of clients."""
+    return [*args.recipes, TRANSFORMERS].index(key[0]), args.clients.index(key[1])
+
+
+def throughput(job: Job) -> list[Row]:
+    found = measured(job)
+    job.details["loads"] = [summary(name, clients, of) for (name, clients), of in found.items()]
+    return [*scaling(found), *against(found), *equality(found)]
+
+
+def scaling(found: Loads) -> list[Row]:
+    """Throughput of several clients over that of one."""
+    table = []
+    for (name, clients), loads in found.items():
+        if clients == 1:
+            continue
+        ratios = ratio(loads, found[name, 1])
+        bound = SCALING.get(clients) if name != TRANSFORMERS else None
+        what = f"answers per second, {clients} clients over 1, `{name}`"
+        what += "" if bound is None else f" (aim: {AIMS[clients]})"
+        table.append(Row("throughput", what, ratios, bound, least=True))
+    return table
+
+
+def against(found: Loads) -> list[Row]:
+    """Throughput over that of ``transformers serve``."""
+    table = []
+    for (name, clients), loads in found.items():
+        other = found.get((TRANSFORMERS, clients))
+        if name == TRANSFORMERS or other is None:
+            continue
+        what = f"answers per second, `{name}` over `{TRANSFORMERS}`, {plural(clients)}"
+        table.append(Row("throughput", what, ratio(loads, other), 1.0, least=True))
+    return table
+
+
+def equality(found: Loads) -> list[Row]:
+    """The share of the answers of `none` that are those of ``transformers serve``."""
+    table = []
+    for (name, clients), loads in found.items():
+        other = found.get((TRANSFORMERS, clients))
+        if name != "none" or other is None:
+            continue
+        shares = [
+            statistics.mean(a.text == b.text for a, b in zip(x.answers, y.answers, strict=True))
+            for x, y in zip(loads, other, strict=True)
+        ]
+        what = f"share of answers equal to those of `{TRANSFORMERS}`, {plural(clients)}"
+        table.append(Row("throughput", what, shares))
+    return table
+
+
+def plural(clients: int) -> str:
+    return "1 client" if clients == 1 else f"{clients} clients"
+
+
+def ratio(loads: list[Load], others: list[Load]) -> list[float]:
+    """Of answers per second, for each round."""
+    return [a.per_second / b.per_second for a, b in zip(loads, others, strict=True)]
+
+
+def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
+    """JSON values of the rounds of a server at a number of clients; times in milliseconds."""
+    answers = [answer for load in loads for answer in load.answers]
+    times: dict[str, Callable[[Answer], list[float]]] = {
+        "ttft_ms": lambda answer: [answer.ttft],
+        "gap_ms": lambda answer: answer.gaps,
+        "total_ms": lambda answer: [answer.total],
+    }
+    return {
+        "server": name,
+        "clients": clients,
+        "rounds": [
+            {"seconds": of.seconds, "answers": len(of.answers), "tokens": of.tokens} for of in loads
+        ],
+        "answers_per_s": ask.spread([of.per_second for of in loads]),
+        "tokens_per_s": ask.spread([of.tokens / of.seconds for of in loads]),
+        **{
+            key: percentiles([1e3 * value for answer in answers for value in values(answer)])
+            for key, values in times.items()
+        },
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """`PERCENTILES` of values; ``None`` without any."""
+    if not values:
+        return None
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+# --- memory, gap ---------------------------------------------------------------------------------
+
+
+def memory(job: Job) -> list[Row]:
+    """Resident memory after many requests over that after few."""
+    args, table = job.args, []
+    few, many = args.memory_requests
+    sizes = job.details["memory"] = []
+    cache = ("--prefix-cache-bytes", str(args.prefix_cache_bytes))
+    for spec in specs(args, args.model, job.folder, *cache):
+        requests, after = job.requests(), []
+        with job.started(spec, requests, MEMORY_CLIENTS) as server:
+            if server is None:
+                continue
+            sent = 0
+            for count in (few, many):
+                while sent < count:  # in parts, so that not all images are kept
+                    part = min(few, count - sent)
+                    bodies = requests.bodies(part, args.max_tokens)
+                    load(server.url, bodies, MEMORY_CLIENTS)
+                    sent += part
+                after.append(server.resident)
+        sizes.append({"server": spec.name, "requests": [few, many], "bytes": after})
+        what = f"resident memory after {many:,} requests over that after {few:,}, `{spec.name}`"
+        bound = GROWN if spec.is_own else None
+        table.append(Row("memory", what, [after[1] / after[0]], bound))
+        print(f"memory: {spec.name}: {after}", file=sys.stderr)
+    return table
+
+
+def gap(job: Job) -> list[Row]:
+    """Largest gap over median gap, in each round."""
+    args = job.args
+    folder = str(endless(Path(job.folder), job.scratch / "endless"))
+    requests, found = job.requests(folder), {}
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        for spec in specs(args, folder, folder):
+            if not spec.is_own:
+                continue
+            server = stack.enter_context(job.started(spec, requests, 1))
+            assert server is not None
+            server.pause()
+            servers.append(server)
+            found[spec.name] = []
+        for number in range(args.rounds):
+            (stream,) = requests.bodies(1, STREAM)
+            (other,) = requests.bodies(1, 1, args.images)
+            for at in range(len(servers)):
+                server = servers[(number + at) % len(servers)]
+                with server.awake():
+                    found[server.spec.name].append(stalled(server.url, stream, other))
+    return [
+        Row("gap", f"largest gap over median gap, {args.images} images, `{name}`", ratios)
+        for name, ratios in found.items()
+    ]
+
+
+def endless(folder: Path, new: Path) -> Path:
+    """A model that does not generate its end tokens: links to its files, with other settings."""
+    name = "generation_config.json"
+    new.mkdir()
+    for file in folder.iterdir():
+        if file.name != name:
+            (new / file.name).symlink_to(file.resolve())
+    settings = json.loads((folder / name).read_text(encoding="utf-8"))
+    ends = settings["eos_token_id"]
+    settings["suppress_tokens"] = ends if isinstance(ends, list) else [ends]
+    (new / name).write_text(json.dumps(settings), encoding="utf-8")
+    return new
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+MEASURED: dict[str, Callable[[Job], list[Row]]] = {
+    "throughput": throughput,
+    "memory": memory,
+    "gap": gap,
+}
+
+
+def loads_markdown(loads: list[dict[str, Any]]) -> str:
+    """Throughput and times of every server, p50 / p95 / p99."""
+    lines = [
+        "| server | clients | answers/s | tokens/s | TTFT, ms | gap, ms | whole, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for of in loads:
+        times = [
+            "" if (t := of[key]) is None else f"{t['p50']:.1f} / {t['p95']:.1f} / {t['p99']:.1f}"
+            for key in ("ttft_ms", "gap_ms", "total_ms")
+        ]
+        rates = [f"{of[key]['median']:.2f}" for key in ("answers_per_s", "tokens_per_s")]
+        lines.append("| " + " | ".join([of["server"], str(of["clients"]), *rates, *times]) + " |")
+    return "\n".join(lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    add("--model", default="tiny", help="tiny, a folder or a hub id (%(default)s)")
+    add("--recipes", nargs="+", default=["none", "balanced"], help="a server each (%(default)s)")
+    add("--clients", nargs="+", type=int, default=[1, 4, 16], help="1 among them (%(default)s)")
+    add("--requests", type=int, default=96, help="for each number of clients (%(default)s)")
+    add("--rounds", type=int, default=3, help="(%(default)s)")
+    add("--max-tokens", type=int, default=64, help="of an answer (%(default)s)")
+    add(
+        "--memory-requests",
+        nargs=2,
+        type=int,
+        default=[200, 2000],
+        metavar=("FEW", "MANY"),
+        help="requests before each look at the memory (%(default)s)",
+    )
+    add("--prefix-cache-bytes", type=int, default=32 << 20, help="of `memory` (%(default)s)")
+    add("--images", type=int, default=8, help="of the request of `gap` (%(default)s)")
+    add("--transformers", action=argparse.BooleanOptionalAction, default=True)
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--threads", type=int, default=2, help="of each server; 0: PyTorch's default (%(default)s)")
+    add("--out", type=Path, help="default: benchmarks/results/serve-....json")
+    args = parser.parse_args(argv)
+    few, many = args.memory_requests
+    for name in ("requests", "rounds", "max_tokens", "images"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if min(args.clients) < 1 or 1 not in args.clients:
+        parser.error("--clients must be positive numbers, 1 among them")
+    if not 1 <= few < many:
+        parser.error("--memory-requests must be two increasing numbers")
+    args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
+    args.only = args.only or NAMES
+    if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
+        parser.error("gap needs the folder of a model: choose others with --only")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
+    about = facts()
+    report: dict[str, Any] = about | {
+        "command": shlex.join(["python", "benchmarks/serve.py", *arguments]),
+        "device": about["device"] if args.device.startswith("cuda") else args.device,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "requests": args.requests,
+        "load_average": list(os.getloadavg()),
+    }
+    out = args.out or ask.RESULTS / f"serve-{args.device.partition(':')[0]}-{args.dtype}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scenes = [image_example(EVAL_SEED_START + number).image for number in range(args.requests)]
+    table: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(args, Path(scratch), scenes)
+        for name, measure in MEASURED.items():
+            if name not in args.only:
+                continue
+            try:
+                table += measure(job)
+            except (ServerFailed, httpx2.HTTPError) as error:
+                raise SystemExit(f"{name}: {type(error).__name__}: {error}") from error
+            print(f"{name}: done", file=sys.stderr)
+            report |= job.details | {"rows": [row.report() for row in table]}
+            replace_text(out, json.dumps(report, indent=1) + "\n")
+    versions = about["environment"]["packages"]
+    print(
+        f"\n{args.model}, {args.dtype}, {report['device']}, threads: {args.threads}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, {about['date']}\n"
+    )
+    if "loads" in job.details:
+        print(loads_markdown(job.details["loads"]) + "\n")
+    print(markdown(table))
+    for name, reason in job.unavailable.items():
+        print(f"\n{name} is left out: {reason}")
+    print(f"\nwritten: {out}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

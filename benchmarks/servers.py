@@ -1,0 +1,367 @@
+"""Servers with OpenAI's API in their own processes, and clients that measure their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as Many
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ask
+import httpx2
+from PIL import Image
+
+from vlmfast.scenes.examples import CAPTION_QUESTION
+
+BEFORE, AFTER = 24, 8  # pieces of the stream of `stalled` before and after the other request
+START_S, ANSWER_S, STOP_S = 300, 600, 60
+ADDRESS = re.compile(r"(?:served at|running on) (http://[^\s/]+)")
+
+
+class ServerFailed(Exception):
+    """A server did not start, or did not answer a request."""
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+class Requests:
+    """Makes requests for captions, no two of them with the same image.
+
+    Parameters
+    ----------
+    scenes : list of PIL.Image.Image
+    model : str
+        Name of the model in the API.
+    """
+
+    def __init__(self, scenes: list[Image.Image], model: str) -> None:
+        self.scenes, self.model, self._count = scenes, model, 0
+
+    def bodies(self, count: int, max_tokens: int, images: int = 1) -> list[bytes]:
+        """JSON of ``count`` requests; the same scenes in each call, with other pixels."""
+        return [
+            self._body([n * images + k for k in range(images)], max_tokens) for n in range(count)
+        ]
+
+    def _body(self, scenes: list[int], max_tokens: int) -> bytes:
+        parts: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": self._url(number)}} for number in scenes
+        ]
+        content = [*parts, {"type": "text", "text": CAPTION_QUESTION}]
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(body).encode()
+
+    def _url(self, scene: int) -> str:
+        image = self.scenes[scene % len(self.scenes)].copy()
+        image.putpixel((0, 0), tuple(self._count.to_bytes(3, "big")))
+        self._count += 1
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+# --- the client ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """A streamed answer; times in seconds, by `time.perf_counter`.
+
+    Parameters
+    ----------
+    begin, end : float
+        When the request was sent, and when the stream ended.
+    times : list of float
+        Of the pieces of text.
+    text : str
+    tokens : int
+        By the server's usage.
+    """
+
+    begin: float
+    times: list[float]
+    end: float
+    text: str
+    tokens: int
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.begin
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.times)]
+
+    @property
+    def total(self) -> float:
+        return self.end - self.begin
+
+
+async def events(client: httpx2.AsyncClient, body: bytes) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a streamed chat completion.
+
+    Raises
+    ------
+    ServerFailed
+        For a refused request, or an error in the stream.
+    """
+    headers = {"Content-Type": "application/json"}
+    url = "/v1/chat/completions"
+    async with client.stream("POST", url, content=body, headers=headers) as response:
+        if response.status_code != 200:
+            text = (await response.aread()).decode(errors="replace")
+            raise ServerFailed(f"status {response.status_code}: {text[:300]}")
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if line.startswith("data:") and data != "[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerFailed(f"an error in a stream: {data[:300]}")
+                yield event
+
+
+def piece(event: dict[str, Any]) -> str:
+    """Text of a chunk, possibly empty."""
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+async def answer(client: httpx2.AsyncClient, body: bytes) -> Answer:
+    """Send a request and read its answer."""
+    begin = time.perf_counter()
+    times, texts, usage = [], [], None
+    async for event in events(client, body):
+        if text := piece(event):
+            times.append(time.perf_counter())
+            texts.append(text)
+        usage = event.get("usage") or usage
+    if usage is None or not texts:
+        raise ServerFailed("an answer without text or usage")
+    end = time.perf_counter()
+    return Answer(begin, times, end, "".join(texts).strip(), usage["completion_tokens"])
+
+
+def client_of(url: str) -> httpx2.AsyncClient:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx2.AsyncClient(base_url=url, timeout=ANSWER_S, limits=limits, trust_env=False)
+
+
+@dataclass
+class Load:
+    """The answers to the requests of several clients.
+
+    Parameters
+    ----------
+    seconds : float
+        From the first request to the last answer.
+    answers : list of Answer
+        In the order of the requests.
+    """
+
+    seconds: float
+    answers: list[Answer]
+
+    @property
+    def per_second(self) -> float:
+        """Answers per second."""
+        return len(self.answers) / self.seconds
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
+
+
+def load(url: str, bodies: Many[bytes], clients: int) -> Load:
+    """Send requests; each client sends its next one as soon as it has its answer."""
+
+    async def run() -> Load:
+        waiting = iter(enumerate(bodies))
+        found: dict[int, Answer] = {}
+
+        async def one(client: httpx2.AsyncClient) -> None:
+            for place, body in waiting:
+                found[place] = await answer(client, body)
+
+        async with client_of(url) as client:
+            begin = time.perf_counter()
+            await asyncio.gather(*(one(client) for _ in range(clients)))
+            seconds = time.perf_counter() - begin
+        return Load(seconds, [found[place] for place in sorted(found)])
+
+    return asyncio.run(run())
+
+
+def stalled(url: str, stream: bytes, other: bytes) -> float:
+    """`gap_ratio` of a stream, during which another request is sent."""
+
+    async def run() -> float:
+        times: list[float] = []
+        async with client_of(url) as client, aclosing(events(client, stream)) as chunks:
+            sent, left = None, AFTER
+            async for event in chunks:
+                if piece(event):
+                    times.append(time.perf_counter())
+                    if sent is None and len(times) == BEFORE:
+                        sent = asyncio.create_task(answer(client, other))
+                    left -= sent is not None and sent.done()
+                if not left:
+                    break
+            if sent is None or not sent.done():
+                raise ServerFailed(f"a stream of {len(times)} pieces ended before the other answer")
+            found = sent.result()
+        return gap_ratio(times, found.begin, found.times[0])
+
+    return asyncio.run(run())
+
+
+def gap_ratio(times: list[float], begin: float, end: float) -> float:
+    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
+
+    Parameters
+    ----------
+    times : list of float
+        Of the pieces of a stream.
+    begin, end : float
+        When another request was sent, and when its first text came.
+    """
+    within = [b - a for a, b in pairwise(times) if b > begin and a < end]
+    others = [b - a for a, b in pairwise(times) if b <= begin or a >= end]
+    return max(within) / statistics.median(others)
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A server that can be started.
+
+    Parameters
+    ----------
+    name : str
+        A recipe, or `TRANSFORMERS`.
+    command : tuple of str
+        Arguments of Python.
+    shown : str
+        What a user would type, without the folders of this machine.
+    is_own : bool
+        Whether it is this project's server.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    shown: str
+    is_own: bool = True
+
+
+class Server:
+    """A server in its own process.
+
+    Parameters
+    ----------
+    spec : Spec
+    threads : int
+        Of PyTorch; 0 for its default.
+    log : Path
+        File for its output.
+
+    Raises
+    ------
+    ServerFailed
+        If it does not listen in time.
+    """
+
+    def __init__(self, spec: Spec, threads: int, log: Path) -> None:
+        paths = [str(ask.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        variables["HF_HUB_OFFLINE"] = "1"  # which also keeps transformers from looking for updates
+        if threads:
+            variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        self.spec, self._log = spec, log
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, *spec.command],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | variables,
+            )
+        try:
+            self.url = self._address()
+        except BaseException:
+            self.close()
+            raise
+
+    def _address(self) -> str:
+        end = time.monotonic() + START_S
+        while not (found := ADDRESS.search(self.log)):
+            if (code := self._process.poll()) is not None:
+                raise ServerFailed(f"{self.spec.shown} ended with code {code}: {self.last_line}")
+            if time.monotonic() > end:
+                raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
+            time.sleep(0.05)
+        return found[1]
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the output, without folders of this machine."""
+        lines = [line.strip() for line in self.log.splitlines() if line.strip()]
+        line = lines[-1] if lines else "no output"
+        for path, name in ((sys.executable, "python"), (sys.prefix, "."), (str(ask.ROOT), ".")):
+            line = line.replace(path, name)
+        return line[:300]
+
+    @property
+    def resident(self) -> int:
+        """Resident memory in bytes; Linux only."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+
+    def pause(self) -> None:
+        """Stop the process; it takes no CPU time until `resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let a paused server run meanwhile."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def close(self) -> None:
+        self.resume()
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

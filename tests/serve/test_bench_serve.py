@@ -1,0 +1,429 @@
+"""The benchmark of the server: its results, and what they are sensitive to."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+pytest.importorskip("httpx2")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+if not BENCHMARKS.is_dir():
+    pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
+if not Path("/proc/self/status").is_file():
+    pytest.skip("memory of processes is read from /proc", allow_module_level=True)
+
+
+def script(name: str) -> Any:
+    """A benchmark as a module, loaded from its file: `tests` has folders of the same names."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Each is imported by those that follow.
+script("ask")
+script("engine")
+servers = script("servers")
+serve = script("serve")
+
+# A server whose behaviour is known. It refuses an image that it has seen before.
+FAKE = """
+import hashlib, json, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+how = {"pause": 0.01, "pieces": 6, "long": 80, "salt": "", "kept": 0, "stall": 0, "status": 200} | {
+    "sequential": False, "error": False, "usage": True
+} | json.loads(sys.argv[1])
+seen, kept, lock, until = set(), [], threading.Lock(), [0.0]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (message,) = request["messages"]
+        images = [p["image_url"]["url"] for p in message["content"] if p["type"] == "image_url"]
+        again = bool(seen & set(images)) or len(set(images)) < len(images)
+        seen.update(images)
+        self.send_response(400 if again else how["status"])
+        self.end_headers()
+        if again or how["status"] != 200:
+            self.wfile.write(b"the image was seen before" if again else b"no")
+        elif how["sequential"]:
+            with lock:
+                self.answer(request, images)
+        else:
+            self.answer(request, images)
+
+    def answer(self, request, images):
+        kept.append(b"x" * how["kept"])
+        if len(images) > 1:
+            until[0] = time.monotonic() + how["stall"]
+            time.sleep(how["stall"])
+        self.send({"role": "assistant", "content": ""})
+        name = hashlib.sha256((how["salt"] + images[0]).encode()).hexdigest()
+        most = request["max_tokens"]
+        count = min(most, how["pieces" if most < 1000 else "long"])
+        for number in range(count):
+            time.sleep(max(how["pause"], until[0] - time.monotonic()))
+            self.send({"content": f" {name[number % 64]}"})
+            if how["error"]:
+                self.wfile.write(b'data: {"error": {"message": "broken"}}\\n\\n')
+                return
+        usage = {"completion_tokens": count} if how["usage"] else None
+        self.send({}, usage=usage)
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+    def send(self, delta, **more):
+        event = {"choices": [{"index": 0, "delta": delta}], **more}
+        self.wfile.write(f"data: {json.dumps(event)}\\n\\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *given):
+        pass
+
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(f"a fake is served at http://127.0.0.1:{server.server_port}/v1", flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """How each server behaves, by its name; they are started in place of real ones."""
+    file = tmp_path / "fake.py"
+    file.write_text(FAKE)
+    behaviours: dict[str, dict[str, Any]] = {}
+
+    def specs(args: Any, *given: str) -> list[Any]:
+        names = [*args.recipes, *([serve.TRANSFORMERS] if args.transformers else [])]
+        return [
+            servers.Spec(
+                name,
+                (str(file), json.dumps(behaviours.get(name, {}))),
+                f"fake {name}",
+                is_own=name != serve.TRANSFORMERS,
+            )
+            for name in names
+        ]
+
+    monkeypatch.setattr(serve, "specs", specs)
+    return behaviours
+
+
+LITTLE = ["--clients", "1", "4", "--requests", "8", "--rounds", "2", "--images", "3"]
+
+
+def run(tmp_path: Path, *options: str) -> dict[str, Any]:
+    out = tmp_path / "serve.json"
+    assert serve.main([*LITTLE, "--threads", "1", *options, "--out", str(out)]) == 0
+    text = out.read_text()
+    assert str(servers.ask.ROOT) not in text and sys.prefix not in text
+    return json.loads(text)
+
+
+def row_of(report: dict[str, Any], what: str) -> dict[str, Any]:
+    (found,) = [row for row in report["rows"] if what in row["what"]]
+    return found
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+
+def test_a_run_with_vlmfast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--recipes", "none", "--no-transformers", "--only", "throughput"]
+    report = run(tmp_path, *own, "--clients", "1", "2", "--requests", "3", "--rounds", "1")
+    assert report["command"].startswith("python benchmarks/serve.py --clients 1")
+    assert {"date", "device", "environment", "dtype", "threads", "load_average"} <= set(report)
+    (about,) = report["servers"].values()
+    assert about["command"].startswith("vlmfast serve tiny --recipe none --device ")
+    assert [(of["server"], of["clients"]) for of in report["loads"]] == [("none", 1), ("none", 2)]
+    for of in report["loads"]:
+        (sample,) = of["rounds"]
+        assert sample["answers"] == 3 and 3 * 5 < sample["tokens"] < 3 * 64
+        assert of["answers_per_s"]["median"] == pytest.approx(3 / sample["seconds"])
+        assert 0 < of["ttft_ms"]["p50"] <= of["ttft_ms"]["p99"] < of["total_ms"]["p99"]
+        assert 0 <= of["gap_ms"]["p50"] < of["total_ms"]["p50"] < 1e3 * sample["seconds"]
+    one, two = (of["rounds"][0]["tokens"] for of in report["loads"])
+    assert abs(one - two) <= 0.2 * one  # the same scenes
+    assert row_of(report, "2 clients over 1")["median"] > 0
+    assert "| none | 2 | " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_with_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("openai")
+    few = ["--requests", "3", "--rounds", "1", "--memory-requests", "4", "8", "--images", "3"]
+    report = run(tmp_path, "--recipes", "none", "--dtype", "float32", *few)
+    assert report["servers"][serve.TRANSFORMERS]["continuous_batching"] is False
+    shares = [row["ratios"] for row in report["rows"] if "equal to those" in row["what"]]
+    assert shares == [[1], [1]]
+    assert row_of(report, "largest gap")["median"] > 1
+    assert all(row["median"] > 0.9 for row in report["rows"] if row["name"] == "memory")
+
+
+def test_all_parts(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    quick = {"pause": 0.002}
+    fakes |= {"none": quick, "balanced": quick | {"salt": "balanced"}, serve.TRANSFORMERS: quick}
+    report = run(tmp_path, "--memory-requests", "6", "9")
+    names = ["none", "balanced", serve.TRANSFORMERS]
+    assert list(report["servers"]) == names
+    loads = [(of["server"], of["clients"]) for of in report["loads"]]
+    assert loads == [(name, clients) for name in names for clients in (1, 4)]
+    assert all(len(of["rounds"]) == 2 for of in report["loads"])
+    assert all(sample["tokens"] == 8 * 6 for of in report["loads"] for sample in of["rounds"])
+    assert {row["name"] for row in report["rows"]} == set(serve.NAMES)
+    assert row_of(report, "equal to those of `transformers serve`, 4 ")["ratios"] == [1, 1]
+    assert len([row for row in report["rows"] if "over `transformers serve`" in row["what"]]) == 4
+    assert [of["server"] for of in report["memory"]] == names
+    assert all(len(of["bytes"]) == 2 and min(of["bytes"]) > 5e6 for of in report["memory"])
+    gaps = [row["what"] for row in report["rows"] if row["name"] == "gap"]
+    assert len(gaps) == 2 and not any(serve.TRANSFORMERS in what for what in gaps)
+
+
+def test_scaling_tells_batches_from_a_queue(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    fakes[serve.TRANSFORMERS] = {"sequential": True, "salt": "another model"}
+    report = run(tmp_path, "--only", "throughput", "--recipes", "none")
+    batched, queued = (row_of(report, f"4 clients over 1, `{n}`") for n in report["servers"])
+    assert batched["median"] > 1.7 and batched["verdict"] == "ok"
+    assert queued["median"] < 1.6 and queued["verdict"] == ""
+    assert row_of(report, "over `transformers serve`, 4 clients")["median"] > 1.5
+    shares = [row["ratios"] for row in report["rows"] if "equal to those" in row["what"]]
+    assert shares == [[0, 0], [0, 0]]
+
+
+def test_memory_that_grows_is_reported(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    fakes["balanced"] = {"kept": 4_000_000}
+    report = run(tmp_path, "--only", "memory", "--no-transformers", "--memory-requests", "20", "40")
+    assert row_of(report, "`none`")["verdict"] == "ok"
+    grown = row_of(report, "`balanced`")
+    assert grown["verdict"] == "missed" and grown["median"] > 1.3
+    assert row_of(report, "`balanced`")["what"].startswith("resident memory after 40 requests")
+
+
+def test_a_stall_is_reported(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    fakes["balanced"] = {"stall": 1.0}
+    report = run(tmp_path, "--only", "gap", "--no-transformers", "--rounds", "1")
+    smooth, stalled = (row_of(report, f"`{name}`") for name in ("none", "balanced"))
+    assert stalled["median"] > 10 and stalled["median"] > 2 * smooth["median"]
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_transformers_that_cannot_run_is_left_out(
+    fakes: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = serve.specs
+
+    def specs(args: Any, *given: str) -> list[Any]:
+        command = ("-m", "transformers_of_another_time", "serve")
+        missing = servers.Spec(serve.TRANSFORMERS, command, "transformers serve", is_own=False)
+        return [spec for spec in fake(args, *given) if spec.is_own] + [missing]
+
+    monkeypatch.setattr(serve, "specs", specs)
+    few = ["--recipes", "none", "--memory-requests", "2", "4"]
+    fakes["none"] = {"pause": 0.002}
+    report = run(tmp_path, "--only", "throughput", "memory", *few)
+    reason = report["servers"][serve.TRANSFORMERS]["unavailable"]
+    assert reason == (
+        "transformers serve ended with code 1: python: No module named transformers_of_another_time"
+    )
+    assert {of["server"] for of in report["loads"]} == {"none"} and len(report["memory"]) == 1
+    assert not any(serve.TRANSFORMERS in row["what"] for row in report["rows"])
+    assert f"transformers serve is left out: {reason}" in capsys.readouterr().out
+
+
+def test_transformers_that_refuses_is_left_out(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    fakes |= {"none": {"pause": 0.002}, serve.TRANSFORMERS: {"status": 500}}
+    report = run(tmp_path, "--only", "throughput", "--recipes", "none")
+    assert report["servers"][serve.TRANSFORMERS]["unavailable"] == "status 500: no"
+    assert len(report["loads"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"status": 503}, "throughput: ServerFailed: status 503: no"),
+        ({"error": True}, "an error in a stream"),
+        ({"usage": False}, "an answer without text or usage"),
+        ({"pieces": 0}, "an answer without text or usage"),
+    ],
+)
+def test_an_own_server_that_fails_ends_the_run(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path, behaviour: dict[str, Any], message: str
+) -> None:
+    fakes["none"] = behaviour
+    with pytest.raises(SystemExit, match=message):
+        run(tmp_path, "--only", "throughput", "--recipes", "none", "--no-transformers")
+
+
+def test_a_stream_that_ends_early_is_no_gap(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    fakes["none"] = {"long": servers.BEFORE + 2, "sequential": True}
+    with pytest.raises(SystemExit, match="ended before the other answer"):
+        run(tmp_path, "--only", "gap", "--recipes", "none", "--no-transformers")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--clients", "4"],
+        ["--clients", "1", "0"],
+        ["--requests", "0"],
+        ["--memory-requests", "5", "5"],
+        ["--model", "someone/model", "--only", "gap"],
+    ],
+)
+def test_wrong_options_are_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(options)
+    assert serve.parse(["--clients", "4", "1"]).clients == [1, 4]
+
+
+# --- requests and servers ------------------------------------------------------------------------
+
+
+def images_of(bodies: list[bytes]) -> list[Image.Image]:
+    return [
+        Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
+        for body in bodies
+        for part in json.loads(body)["messages"][0]["content"]
+        if part["type"] == "image_url"
+    ]
+
+
+def test_requests_have_the_same_scenes_and_other_images() -> None:
+    scenes = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    requests = serve.Requests(scenes, "m")
+    first, second = requests.bodies(3, 7), requests.bodies(3, 7)
+    images = images_of(first + second)
+    assert len({image.tobytes() for image in images}) == 6
+    assert [image.getpixel((4, 4)) for image in images[:3]] == [
+        image.getpixel((4, 4)) for image in images[3:]
+    ]
+    assert images[0].getpixel((4, 4)) != images[1].getpixel((4, 4))
+    assert scenes[0].getpixel((0, 0)) == (255, 0, 0)
+    (several,) = requests.bodies(1, 7, images=2)
+    assert len(images_of([several])) == 2 and json.loads(several)["max_tokens"] == 7
+
+
+def test_a_server_that_waits_takes_no_time(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    (spec,) = serve.specs(serve.parse(["--recipes", "none", "--no-transformers"]))
+    server = servers.Server(spec, 1, tmp_path / "log")
+
+    def is_stopped() -> bool:
+        """A signal takes effect a little after it is sent."""
+        stat = Path(f"/proc/{server._process.pid}/stat")
+        end = time.monotonic() + 5
+        while not (stopped := stat.read_text().rpartition(")")[2].split()[0] == "T"):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.01)
+        return stopped
+
+    bodies = serve.Requests([Image.new("RGB", (8, 8))], "m").bodies(2, 4)
+    try:
+        server.pause()
+        assert is_stopped()
+        with server.awake():
+            assert [of.tokens for of in servers.load(server.url, bodies, 2).answers] == [4, 4]
+        assert is_stopped()
+    finally:
+        server.close()
+    assert server._process.returncode is not None
+
+
+def test_a_model_without_end(tmp_path: Path) -> None:
+    folder = serve.endless(servers.ask.TINY, tmp_path / "endless")
+    names = {file.name for file in servers.ask.TINY.iterdir()}
+    assert {file.name for file in folder.iterdir()} == names
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["suppress_tokens"] == [2] and settings["eos_token_id"] == 2
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_gap_ratio() -> None:
+    times = [float(at) for at in range(10)] + [14.0, 15.0, 16.0]
+    assert servers.gap_ratio(times, 8.5, 13.0) == 5.0
+    # The controls: a gap outside the time counts for the median only, one that overlaps it does.
+    assert servers.gap_ratio(times, 2.5, 4.0) == 1.0
+    assert servers.gap_ratio(times, 13.9, 13.95) == 5.0
+    assert servers.gap_ratio(times, 14.0, 15.0) == 1.0
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(101)]
+    random.Random(0).shuffle(values)
+    assert serve.percentiles(values) == {f"p{p}": p for p in (25, 50, 75, 95, 99)}
+    assert serve.percentiles([3.0])["p99"] == 3.0 and serve.percentiles([]) is None
+
+
+def an_answer(text: str, begin: float, *times: float) -> Any:
+    return servers.Answer(begin, list(times), times[-1] + 0.5, text, len(times))
+
+
+def test_times_of_an_answer() -> None:
+    answer = an_answer("a", 1.0, 3.0, 4.0, 7.0)
+    assert (answer.ttft, answer.gaps, answer.total) == (2.0, [1.0, 3.0], 6.5)
+
+
+def loads(seconds: list[float], texts: str) -> list[Any]:
+    """One load for each round, with one answer for each text."""
+    answers = [an_answer(text, 0.0, 1.0, 2.0) for text in texts]
+    return [servers.Load(of, answers) for of in seconds]
+
+
+def test_ratios_are_within_rounds() -> None:
+    found = {
+        ("none", 1): loads([10.0, 20.0, 40.0], "abcd"),
+        ("none", 4): loads([5.0, 5.0, 40.0], "abcd"),
+        (serve.TRANSFORMERS, 1): loads([10.0, 10.0, 10.0], "abcx"),
+        (serve.TRANSFORMERS, 4): loads([10.0, 20.0, 10.0], "abcd"),
+    }
+    own, other = serve.scaling(found)
+    assert own.ratios == [2.0, 4.0, 1.0] and own.bound == 1.7 and own.verdict == "ok"
+    assert other.ratios == [1.0, 0.5, 1.0] and other.verdict == ""
+    one, four = serve.against(found)
+    assert one.ratios == [1.0, 0.5, 0.25] and one.verdict == "missed"
+    assert four.ratios == [2.0, 4.0, 0.25] and four.verdict == "ok"
+    assert [row.ratios for row in serve.equality(found)] == [[0.75] * 3, [1.0] * 3]
+    # The control: answers of another recipe are not compared.
+    assert not serve.equality({("balanced", c): of for (_, c), of in found.items()})
+
+
+def test_summary() -> None:
+    found = serve.summary("none", 4, loads([10.0, 20.0, 40.0], "abcd"))
+    rates = [4 / 10, 4 / 20, 4 / 40]
+    assert found["answers_per_s"]["median"] == statistics.median(rates)
+    assert found["tokens_per_s"]["median"] == 2 * statistics.median(rates)
+    assert found["ttft_ms"]["p99"] == 1000 and found["gap_ms"]["p50"] == 1000
+    assert found["total_ms"]["p50"] == 2500
+    assert found["rounds"][2] == {"seconds": 40.0, "answers": 4, "tokens": 8}
