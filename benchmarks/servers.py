@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class Answer:
         return self.end - self.begin
 
 
-async def events(client: httpx2.AsyncClient, body: bytes) -> AsyncIterator[dict[str, Any]]:
+async def events(client: httpx2.AsyncClient, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a streamed chat completion.
 
     Raises
