@@ -176,6 +176,10 @@ def test_jpegs_of_many_scans_are_refused() -> None:
     scan, end = JPEG[last:-2], JPEG[-2:]
     assert end == b"\xff\xd9"
     refused(400, "more than 100 scans", args=(data_url(JPEG[:-2] + 200 * scan + end),))
+    # A restart marker has no length that would hide what follows.
+    hidden = JPEG[:-2] + b"\xff\xd0\xfe\xff" + 110 * scan + end
+    assert len(110 * scan) < 0xFEFF
+    refused(400, "more than 100 scans", args=(data_url(hidden),))
     # Markers in what follows the end, such as a video that a phone appends, are not scans.
     assert read(data_url(JPEG + 200 * scan)).size == (40, 30)
 
@@ -294,6 +298,13 @@ def test_files_outside_the_folder_are_refused(folder: Path, name: str) -> None:
     url = f"{(folder / 'open').as_uri()}/{name}"
     message = refused(400, args=(url, local(folder / "open")))
     assert message == f"{PARAM}: the image is not a file in the folder that the server reads from"
+
+
+def test_links_outside_the_folder_are_not_looked_at(folder: Path) -> None:
+    (folder / "shortcut.png").symlink_to("open/a.png")
+    url = (folder / "shortcut.png").as_uri()
+    refused(400, "is not a file in the folder", args=(url, local(folder / "open")))
+    accepted(read(url, local(folder)))
 
 
 def test_other_folders_with_the_same_beginning_are_refused(folder: Path) -> None:
@@ -744,8 +755,26 @@ def test_bad_videos_are_refused(clip: bytes) -> None:
     refused(400, "is empty", what=media().video, args=("data:video/mp4,",), param=PARAM)
 
 
+def test_formats_that_ffmpeg_finds_differently_are_refused(tmp_path: Path) -> None:
+    stream = fx.write_video(tmp_path / "a.h264", 10, container="h264").read_bytes()
+    disguised = b"G" * 377 + stream
+    assert len(load_video(disguised)) == 8
+    refused(400, "cannot be read as MPEG-TS", what=watch, args=(disguised,))
+    for name, codec, container in (
+        ("a.ts", "libx264", "mpegts"),
+        ("a.mpg", "mpeg1video", "mpeg"),
+        ("a.m1v", "mpeg1video", "mpeg1video"),
+        ("a.flv", "flv1", "flv"),
+        ("a.asf", "mpeg4", "asf"),
+        ("a.mov", "libx264", "mov"),
+    ):
+        path = fx.write_video(tmp_path / name, 10, codec=codec, rate=25, container=container)
+        assert watch(path.read_bytes()) == path.read_bytes()
+
+
+@pytest.mark.timeout(8)
 def test_session_description_in_disguise_is_refused() -> None:
-    """FFmpeg opens sockets for it, whatever `sniff` finds."""
+    """FFmpeg opens sockets for it, whatever `sniff` finds, and waits for packets for 10 s."""
     import av
 
     lines = b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=a\nc=IN IP4 127.0.0.1\nt=0 0\n"
@@ -803,6 +832,7 @@ def test_videos_of_many_frames_are_refused() -> None:
     refused(413, "with at most 72000 frames", what=watch, args=(fast,))
     short = still(1000, 1000)
     assert watch(short) == short
+    assert watch(slow, MediaLimits(max_video_seconds=float("inf"))) == slow
 
 
 def test_videos_that_take_long_to_decode_are_refused(

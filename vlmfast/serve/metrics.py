@@ -113,7 +113,8 @@ class Metrics:
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         names = ["model_name", *labels]
-        return Counter(f"vlmfast:{name}", about, names, registry=self.registry)
+        found = Counter(f"vlmfast:{name}", about, names, registry=self.registry)
+        return found if labels else found.labels(self._model)  # which is 0 from the beginning
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         found = Histogram(
@@ -137,10 +138,10 @@ class Metrics:
             From the request to its first and its last token.
         """
         model, stats = self._model, answer.stats
-        self._prompt.labels(model).inc(prompt_tokens)
-        self._fed.labels(model).inc(stats.prompt_tokens)
-        self._generated.labels(model).inc(stats.generated_tokens)
-        self._cached.labels(model).inc(stats.cached_tokens)
+        self._prompt.inc(prompt_tokens)
+        self._fed.inc(stats.prompt_tokens)
+        self._generated.inc(stats.generated_tokens)
+        self._cached.inc(stats.cached_tokens)
         self._success.labels(model, answer.finish_reason).inc()
         recipe = answer.recipe if answer.recipe in self._recipes else OTHER
         self._recipe.labels(model, recipe).inc()
@@ -148,9 +149,9 @@ class Metrics:
         for stage, kept in stats.visual_tokens_kept.items():
             name = stage if stage in self._stages else OTHER
             self._visual.labels(model, name).inc(kept)
-        self._drafts.labels(model).inc(stats.rounds)
-        self._drafted.labels(model).inc(stats.drafted)
-        self._accepted.labels(model).inc(stats.accepted)
+        self._drafts.inc(stats.rounds)
+        self._drafted.inc(stats.drafted)
+        self._accepted.inc(stats.accepted)
         if first_s is not None:
             self._ttft.observe(first_s)
         if stats.generated_tokens > 1:

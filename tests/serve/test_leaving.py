@@ -1,0 +1,172 @@
+"""Clients that leave: their rows are freed in every phase, and others are not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from vlmfast.media import loading
+
+CHAT = "/v1/chat/completions"
+
+
+def connect(served: Any, body: dict[str, Any]) -> socket.socket:
+    """Send a whole request without waiting for its response."""
+    content = json.dumps(body).encode()
+    port = int(served.url.rpartition(":")[2])
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(content) + content
+    )
+    return connection
+
+
+def idle(served: Any) -> bool:
+    """Whether nothing of any request is left, as `/metrics` says."""
+    names = ("preparing", "running", "decoding", "waiting")
+    return not any(served.metric(f"num_requests_{name}") for name in names)
+
+
+@contextlib.contextmanager
+def held(served: Any, place: Any, name: str) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Holds the first call of a function until an event."""
+    original, reached, release = getattr(place, name), threading.Event(), threading.Event()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not reached.is_set():
+            reached.set()
+            assert release.wait(60)
+        return original(*args, **kwargs)
+
+    setattr(place, name, call)
+    try:
+        yield reached, release
+    finally:
+        release.set()
+        if isinstance(place, type(loading)):
+            setattr(place, name, original)
+        else:
+            delattr(place, name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_while_media_are_read(
+    serve: Callable[..., Any], body: Callable[..., Any], stream: bool
+) -> None:
+    served = serve()
+    with held(served, served.vlm, "submit") as (reached, release):
+        connection = connect(served, body(stream=stream, max_tokens=500))
+        assert reached.wait(60)
+        connection.close()
+        served.until(lambda: served.metric("request_errors_total", status="499") == 1)
+        release.set()
+    served.until(lambda: idle(served))
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_during_prefill_and_queue(
+    serve: Callable[..., Any], body: Callable[..., Any], stream: bool
+) -> None:
+    """The first request is held in its prefill, the second one waits; both clients leave."""
+    served = serve()
+    prefiller = served.vlm.engine.prefiller
+    with held(served, prefiller, "shared") as (reached, release):
+        first = connect(served, body(stream=stream, max_tokens=500, cache_salt="a"))
+        assert reached.wait(60)
+        second = connect(served, body(stream=stream, max_tokens=500, cache_salt="b"))
+        served.until(lambda: served.metric("num_requests_waiting") == 1)
+        first.close()
+        second.close()
+        served.until(lambda: served.metric("request_errors_total", status="499") == 2)
+        steps = served.metric("engine_steps")
+        release.set()
+    served.until(lambda: idle(served))
+    assert served.metric("engine_steps") - steps <= 3  # the held one, and the end of both
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_during_decode(
+    serve: Callable[..., Any], body: Callable[..., Any], stream: bool
+) -> None:
+    served = serve()
+    rounds = served.vlm.engine._rounds
+    original, count, reached = rounds.run, [0], threading.Event()
+    gate = threading.Event()
+
+    def run(batches: Any) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            reached.set()
+            assert gate.wait(60)
+        original(batches)
+
+    rounds.run = run
+    try:
+        connection = connect(served, body("Describe it.", stream=stream))
+        assert reached.wait(60)
+        assert served.metric("num_requests_decoding") == 1
+        connection.close()
+        served.until(lambda: served.metric("request_errors_total", status="499") == 1)
+        steps = served.metric("engine_steps")
+        gate.set()
+        served.until(lambda: idle(served))
+        assert served.metric("engine_steps") - steps <= 2
+    finally:
+        del rounds.run
+        gate.set()
+    assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_one_that_leaves_does_not_disturb_others(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    import httpx2
+
+    served = serve()
+    expected = [
+        served.chat("Describe it.", n, temperature=0, max_tokens=30, cache_salt="x").json()
+        for n in range(4)
+    ]
+
+    async def ask(client: httpx2.AsyncClient, number: int) -> str:
+        asked = body("Describe it.", number, temperature=0, max_tokens=30, stream=True)
+        found = ""
+        async with client.stream("POST", CHAT, json=asked) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    found += choice["delta"].get("content") or ""
+                    if number >= 4 and found:
+                        return found  # leaves
+        return found
+
+    async def all_of_them() -> list[str]:
+        async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(8)))
+
+    found = asyncio.run(all_of_them())
+    texts = [answer["choices"][0]["message"]["content"] for answer in expected]
+    assert found[:4] == texts
+    served.until(lambda: idle(served))
+
+
+def test_a_client_that_does_not_read_is_given_up(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    served = serve(timeout_s=1.0, grace_s=0.5)
+    connection = connect(served, body("Describe it.", stream=True, trace=True))
+    served.until(lambda: served.metric("prompt_tokens_total") > 0 or not idle(served))
+    served.until(lambda: idle(served))
+    connection.close()
+    assert served.chat(max_tokens=1).status_code == 200
