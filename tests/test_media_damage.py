@@ -186,3 +186,14 @@ def test_enormous_images_are_rejected() -> None:
     bomb = fx.png_header(2**31 - 1, 2**31 - 1)
     with pytest.raises(MediaError, match="is too large: 2147483647x2147483647"):
         load_image(bomb)
+
+
+@pytest.mark.timeout(8)
+def test_a_session_description_opens_no_sockets() -> None:
+    """It passes as MPEG-TS; FFmpeg reads it as SDP, opens sockets and waits 10 s for packets."""
+    lines = b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=a\nc=IN IP4 127.0.0.1\nt=0 0\n"
+    text = bytearray(b"G=0\n" + lines + b"m=video 45004 RTP/AVP 96\na=rtpmap:96 H264/90000\n")
+    text += b"a=x:" + b"y" * 600 + b"\n"
+    text[188] = text[376] = ord("G")
+    with pytest.raises(MediaError):
+        load_video(bytes(text))

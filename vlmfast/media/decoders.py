@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AvReader", "DecordReader"]
 
+# For FFmpeg: no protocol has this name. Formats that describe streams would open sockets or files.
+_ALONE = {"protocol_whitelist": "none"}
+
 
 class _Reader:
     """Interface of both readers.
@@ -182,7 +185,7 @@ class AvReader(_Reader):
 
     def _open(self) -> None:
         self._file.seek(0)
-        self._container = self._av.open(self._file, metadata_errors="replace")
+        self._container = self._av.open(self._file, metadata_errors="replace", options=_ALONE)
         stream = self._container.streams.best("video")
         # Cover art of an audio file is a video stream of one frame.
         if stream is None or stream.disposition & self._av.stream.Disposition.attached_pic:
@@ -288,7 +291,7 @@ class DecordReader(_Reader):
         except ImportError:
             return
         self._file.seek(0)
-        with av.open(self._file, metadata_errors="replace") as container:
+        with av.open(self._file, metadata_errors="replace", options=_ALONE) as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise MediaError(f"{self.name}: has no video stream")

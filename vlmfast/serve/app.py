@@ -285,9 +285,14 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         return model_of(name)
 
     def model_of(name: str) -> documents.Model:
-        recipe = server.config.recipes[name]
-        about = {"object": "model", "created": server.created, "owned_by": "vlmfast"}
-        return documents.Model(id=name, **about, recipe=recipe, root=server.config.model)
+        return documents.Model(
+            id=name,
+            object="model",
+            created=server.created,
+            owned_by="vlmfast",
+            recipe=server.config.recipes[name],
+            root=server.config.model,
+        )
 
     @app.post("/v1/chat/completions", tags=["answers"], **documents.posted(ChatRequest))
     async def completions(request: Request) -> Response:

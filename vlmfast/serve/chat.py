@@ -39,7 +39,7 @@ def query_of(request: ChatRequest, recipes: Recipes, config: ServerConfig) -> Qu
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     if request.num_frames is not None and request.fps is not None:
         raise RequestError("num_frames and fps cannot both be given", param="fps")
-    response_format = request.response_format
+    form = request.response_format
     return Query(
         model=request.model,
         recipe=recipes.of(request),
@@ -53,7 +53,7 @@ def query_of(request: ChatRequest, recipes: Recipes, config: ServerConfig) -> Qu
         frequency_penalty=request.frequency_penalty or 0.0,
         stops=stops_of(request.stop, config.max_stops),
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        response_format=response_format and response_format.model_dump(by_alias=True),
+        response_format=None if form is None else form.model_dump(by_alias=True),
         num_frames=request.num_frames,
         fps=request.fps,
         trace=request.trace,

@@ -267,13 +267,14 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> Non
     count = 0
     # No protocol has this name: whatever the format, nothing else is opened.
     nothing = {"protocol_whitelist": "none"}
-    with av.open(file, metadata_errors="replace", options=nothing) as video:
+    with av.open(file, "r", metadata_errors="replace", options=nothing) as video:
         if _DEMUXERS[container].isdisjoint(video.format.name.split(",")):
             raise Refused(f"cannot be read as {container}")
         stream = video.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise Refused("has no video stream that can be decoded")
-        width, height = stream.codec_context.width, stream.codec_context.height
+        frame: Any = stream.codec_context
+        width, height = frame.width, frame.height
         if width * height > limits.max_pixels:
             raise Refused(
                 f"is too large: its frames have {width}x{height} pixels, the limit is "
