@@ -117,6 +117,87 @@ def raises(error: BaseException) -> Callable[..., None]:
 # --- handles -------------------------------------------------------------------------------------
 
 
+def test_a_listener_hears_each_token_and_the_end(vlm: VLM) -> None:
+    expected = alone(vlm, request(1))
+    heard: list[tuple[int, bool]] = []
+    ended = threading.Event()
+    handle = vlm.submit(request(1))
+
+    def listen() -> None:
+        heard.append((handle.sequence.count, handle.done))
+        if handle.done:
+            ended.set()
+
+    handle.listen(listen)
+    assert ended.wait(GUARD)
+    assert handle.result().token_ids == expected
+    assert heard[-1] == (6, True)
+    assert {1, 2, 3, 4, 5} <= {count for count, _ in heard[1:]}
+
+
+def test_a_listener_hears_of_errors(vlm: VLM) -> None:
+    broken = request(1, logits_processor=acting(2, raises(RuntimeError("broken"))))
+    ended = threading.Event()
+    handle = vlm.submit(broken)
+    handle.listen(lambda: handle.done and ended.set())
+    assert ended.wait(GUARD)
+    with pytest.raises(RuntimeError, match="broken"):
+        handle.result()
+    cancelled = vlm.submit(request(2, tokens=500))
+    gone = threading.Event()
+    cancelled.listen(lambda: cancelled.done and gone.set())
+    cancelled.cancel()
+    assert gone.wait(GUARD)
+    with pytest.raises(RequestCancelled):
+        cancelled.result()
+
+
+def test_a_listener_that_fails_ends_its_request_alone(vlm: VLM) -> None:
+    other = vlm.submit(request(2))
+    handle = vlm.submit(request(1))
+
+    def listen() -> None:
+        if handle.sequence.count == 2:
+            raise RuntimeError("deaf")
+
+    handle.listen(listen)
+    with pytest.raises(RuntimeError, match="deaf"):
+        handle.result()
+    assert other.result().token_ids == alone(vlm, request(2))
+
+
+def test_load_counts_requests_by_phase(vlm: VLM) -> None:
+    before = vlm.engine.load()
+    assert (before.waiting, before.prefilling, before.decoding, before.cache_bytes) == (0, 0, 0, 0)
+    vlm.engine.max_rows = 1
+    release = threading.Event()
+    first = vlm.submit(request(1, logits_processor=waits(3, release)))
+    second = vlm.submit(request(2))
+    while vlm.engine.load().decoding == 0:
+        time.sleep(0.001)
+    load = vlm.engine.load()
+    assert (load.waiting, load.prefilling, load.decoding) == (1, 0, 1)
+    assert 0 < load.cache_bytes < load.max_cache_bytes and load.steps > before.steps
+    release.set()
+    assert first.result().token_ids and second.result().token_ids
+    after = vlm.engine.load()
+    assert (after.waiting, after.decoding, after.cache_bytes) == (0, 0, 0)
+
+
+def test_default_length(vlm: VLM) -> None:
+    """It counts where the request sets none, and is cut to the positions of the model."""
+    open_ended = Request(QUESTION, [make_image()], generation={"eos_token_id": None})
+    assert len(vlm.submit(open_ended, default_new_tokens=5).result().token_ids) == 5
+    set_length = request(tokens=3)
+    assert len(vlm.submit(set_length, default_new_tokens=5).result().token_ids) == 3
+    most = vlm.adapter.max_positions
+    found = vlm.submit(open_ended, default_new_tokens=10 * most).result()
+    assert 5 < len(found.token_ids) < most
+    for wrong in (0, -1, 1.5, None, True):
+        with pytest.raises(VLMFastError, match="default_new_tokens"):
+            vlm.submit(open_ended, default_new_tokens=wrong)
+
+
 def test_handles_give_the_answers_of_ask(vlm: VLM) -> None:
     recipes = [None, "hired:0.5", "h2o:0.6", "pyramiddrop"]
     requests = [request(seed, recipe, 5 + seed) for seed, recipe in enumerate(recipes)]

@@ -103,7 +103,7 @@ def serving(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
     thread.start()
     end = time.monotonic() + GUARD
     while not (running.started and server.ready):
-        assert server.error is None, server.error
+        assert server.failure is None, server.failure
         assert time.monotonic() < end and thread.is_alive(), "the server did not start"
         time.sleep(0.01)
     port = running.servers[0].sockets[0].getsockname()[1]
@@ -147,5 +147,5 @@ def body() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def picture() -> Callable[..., str]:
+def image_url() -> Callable[..., str]:
     return data_url

@@ -128,9 +128,9 @@ def test_length_defaults_to_the_limit(served: Any) -> None:
     assert served.chat("Describe it.", 9).json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_conversations(served: Any, picture: Callable[..., str]) -> None:
+def test_conversations(served: Any, image_url: Callable[..., str]) -> None:
     """Former answers and images of former turns are part of the prompt."""
-    image = {"type": "image_url", "image_url": {"url": picture(10)}}
+    image = {"type": "image_url", "image_url": {"url": image_url(10)}}
     turns = [
         {"role": "user", "content": [image, {"type": "text", "text": "What is here?"}]},
         {"role": "assistant", "content": "a shape"},

@@ -22,8 +22,8 @@ def client(served: Any) -> openai.OpenAI:
 
 
 @pytest.fixture
-def messages(picture: Callable[..., str]) -> list[Any]:
-    image = {"type": "image_url", "image_url": {"url": picture(3), "detail": "high"}}
+def messages(image_url: Callable[..., str]) -> list[Any]:
+    image = {"type": "image_url", "image_url": {"url": image_url(3), "detail": "high"}}
     text = {"type": "text", "text": "Describe it."}
     return [{"role": "user", "content": [image, text]}]
 
@@ -130,8 +130,8 @@ def test_keys(serve: Callable[..., Any], messages: list[Any]) -> None:
             assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-def test_responses(client: openai.OpenAI, messages: list[Any], picture: Any) -> None:
-    image = {"type": "input_image", "image_url": picture(3), "detail": "auto"}
+def test_responses(client: openai.OpenAI, messages: list[Any], image_url: Any) -> None:
+    image = {"type": "input_image", "image_url": image_url(3), "detail": "auto"}
     text = {"type": "input_text", "text": "Describe it."}
     given = [{"role": "user", "content": [image, text]}]
     plain = client.responses.create(model="tiny", input=given, temperature=0)

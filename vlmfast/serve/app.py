@@ -55,7 +55,7 @@ class Server:
         Whether a first answer was computed.
     draining : bool
         Whether new work is refused, since the server is about to stop.
-    error : Exception, optional
+    failure : Exception, optional
         Why the model could not be loaded.
     """
 
@@ -66,7 +66,7 @@ class Server:
         self.logprobs: chat.Logprobs | None = None
         self.created = int(time.time())
         self.ready, self.draining = False, False
-        self.error: Exception | None = None
+        self.failure: Exception | None = None
 
     def start(self) -> None:
         """Load the model, and answer a first question; blocks."""
@@ -100,8 +100,8 @@ class Server:
         since = time.perf_counter() - (time.monotonic() - arrived)
         return await self.running.open(query, state.key, since, state.end)
 
-    async def answer(self, request: Request, query: Query) -> Result:
-        """The answer to a query that is not streamed."""
+    async def answer(self, request: Request, query: Query, *, counted: bool = True) -> Result:
+        """The answer to a query that is not streamed; ``counted`` by the metrics."""
         running = None
 
         async def whole() -> Result:
@@ -122,7 +122,8 @@ class Server:
         finally:
             if running is not None:
                 running.cancel()
-        self.count(request, result, running)
+        if counted:
+            self.count(request, result, running)
         return result
 
     async def opened(self, request: Request, query: Query) -> Running:
@@ -241,9 +242,9 @@ def create_app(server: Server) -> Gate:
 async def _loaded(server: Server) -> None:
     try:
         await asyncio.to_thread(server.start)
-    except Exception as error:  # reported by whoever runs the server
+    except Exception as error:  # the one that runs the server reports it
         LOG.error("the model cannot be loaded: %s", error)
-        server.error = error
+        server.failure = error
 
 
 def _add_routes(app: FastAPI, server: Server) -> None:
@@ -319,7 +320,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         asked = await body(request, TokenizeRequest)
         runner = server.running
         query = tokens.query_of(asked, runner.recipes)
-        result = await server.answer(request, query)
+        result = await server.answer(request, query, counted=False)
         return JSONResponse(tokens.tokenized(result, runner.vlm))
 
     @app.post("/v1/responses", tags=["answers"], **documents.posted(ResponsesRequest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from vlmfast.errors import VLMFastError
@@ -117,10 +117,19 @@ class ServerConfig:
             )
         if any(not key.strip() for key in self.api_keys):
             raise VLMFastError("api_keys contains an empty key")
-        for name in ("max_body_bytes", "max_new_tokens", "max_requests_per_key", "max_queue"):
+        for name in (
+            "max_body_bytes",
+            "max_total_body_bytes",
+            "max_new_tokens",
+            "max_requests_per_key",
+            "max_queue",
+            "media_threads",
+        ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_images", "max_pixels", "max_frames", "max_bytes"):
-            _at_least(name, getattr(self.media, name), 1)
+        for f in fields(MediaLimits):
+            value = getattr(self.media, f.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                _at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
         for name, value in (("timeout_s", self.timeout_s), ("grace_s", self.grace_s)):
             _at_least(name, value, 0)
         if self.model in self.aliases:

@@ -48,7 +48,7 @@ class Gate:
         self._app, self._config, self._draining = app, config, draining
         self._digests = [(_digest(key.encode()), key) for key in config.api_keys]
         self._running: Counter[str] = Counter()
-        self._held = 0  # bytes of bodies of all requests
+        self._body_bytes = 0  # bytes of bodies of all requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,7 +111,7 @@ class Gate:
         try:
             await self._app(scope, body.receive, send)
         finally:
-            self._reserve(-body.held)
+            self._reserve(-body.received)
             self._running[key] -= 1
             if not self._running[key]:
                 del self._running[key]
@@ -142,14 +142,14 @@ class Gate:
 
     def _reserve(self, size: int) -> None:
         """Count bytes of bodies; they are in memory until their requests are answered."""
-        if size > 0 and self._held + size > self._config.max_total_body_bytes:
+        if size > 0 and self._body_bytes + size > self._config.max_total_body_bytes:
             raise RequestError(
                 "the bodies of all requests are too large together; try later",
                 429,
                 code="rate_limit_exceeded",
                 retry_after=1,
             )
-        self._held += size
+        self._body_bytes += size
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
@@ -161,7 +161,7 @@ class Gate:
             "seconds": round(seconds, 4),
             **state["log"],
         }
-        LOG.info(json.dumps(line))
+        LOG.info("request", extra={"fields": line})
 
 
 class _Body:
@@ -176,7 +176,7 @@ class _Body:
         reserve: Any,
     ) -> None:
         self._receive, self._end, self._most = receive, end, config.max_body_bytes
-        self._reserve, self.held, self._complete = reserve, 0, False
+        self._reserve, self.received, self._complete = reserve, 0, False
         kind = headers.get("content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise RequestError("the Content-Type must be application/json", 415)
@@ -196,10 +196,10 @@ class _Body:
         except TimeoutError:
             raise RequestError("the body did not arrive in time", 408, code="timeout") from None
         size = len(message.get("body", b""))
-        if self.held + size > self._most:
+        if self.received + size > self._most:
             raise self._too_large()
         self._reserve(size)
-        self.held += size
+        self.received += size
         self._complete = not message.get("more_body", False)
         return message
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from PIL import Image
 from torch import Tensor
@@ -293,7 +293,8 @@ class Runner:
         handle = self.vlm.submit(
             request, deadline=left, default_new_tokens=self.config.max_new_tokens
         )
-        return Running(query, handle, text, arrived)
+        # Without its messages, whose media may be large.
+        return Running(replace(query, turns=()), handle, text, arrived)
 
     def _text(self, query: Query) -> TextStream | None:
         if not query.stream and not query.stops:

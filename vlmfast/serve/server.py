@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 
 import uvicorn
 
@@ -60,8 +62,8 @@ def serve(
     server = Server(config, load)
     with listening:
         asyncio.run(_run(server, listening, lambda: ready and ready(f"http://{host}:{port}")))
-    if server.error is not None:
-        raise server.error
+    if server.failure is not None:
+        raise server.failure
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -112,19 +114,30 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
 
 async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], object]) -> None:
     """Tell when the model is loaded; end when it cannot be."""
-    while not server.ready and server.error is None:
+    while not server.ready and server.failure is None:
         await asyncio.sleep(0.05)
-    if server.error is not None:
+    if server.failure is not None:
         running.should_exit = True
     else:
         ready()
 
 
+class _Json(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": moment, "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 def _log_to_stderr() -> None:
-    """One JSON object a request, on stderr."""
     if not LOG.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        handler.setFormatter(_Json())
         LOG.addHandler(handler)
         LOG.setLevel(logging.INFO)
         LOG.propagate = False
