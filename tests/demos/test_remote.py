@@ -298,8 +298,11 @@ def test_command_line(server: tuple[str, Server], monkeypatch: pytest.MonkeyPatc
 
     vlm, name = model("--server", server[0], "--api-key", KEY)
     assert isinstance(vlm, RemoteVLM) and name == "tiny"
+    vlm.close()
     monkeypatch.setenv("VLMFAST_API_KEY", KEY)
-    assert model("--server", server[0])[1] == "tiny"
+    vlm, name = model("--server", server[0])
+    assert name == "tiny"
+    vlm.close()
     with pytest.raises(VLMFastError, match="Authorization"):
         model("--server", server[0], "--api-key", "another")
     monkeypatch.setattr(cli, "_vlm", lambda args: tiny)

@@ -75,8 +75,12 @@ class RemoteVLM:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
-        self.name = self._first_model()
-        preset = self.recipe("balanced")
+        try:
+            self.name = self._first_model()
+            preset = self.recipe("balanced")
+        except BaseException:
+            self.close()
+            raise
         matching = (source for source in SOURCES if Recipe.parse("balanced", source) == preset)
         self.source = next(matching, SOURCES[0])
 
