@@ -32,6 +32,7 @@ from unittest import mock
 from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
+from vlmfast.serve.commands import config_of
 
 ROOT = Path(cli.__file__).parents[2]
 SHELL = ("bash", "sh", "shell", "console")
@@ -256,6 +257,8 @@ def check_vlmfast(words: list[str], partial: bool) -> None:
         if args.command == "eval":
             check_eval(args)
             return
+        if args.command == "serve":
+            config_of(args)
         recipes = [getattr(args, key, None) or () for key in ("recipe", "recipes", "drafters")]
         for recipe in recipes:
             for text in [recipe] if isinstance(recipe, str) else recipe:
@@ -433,6 +436,43 @@ def check_pytest(words: list[str], partial: bool) -> None:
             raise Wrong(f"there is no {word}")
 
 
+def check_curl(words: list[str], partial: bool) -> None:
+    """Its URL is a route of the server; `test_documented_server` sends the request."""
+    from vlmfast.serve.app import Server, create_app
+    from vlmfast.serve.config import ServerConfig
+
+    address = "http://127.0.0.1:8000"
+    found = [word for word in words if word.startswith("http")]
+    if len(found) != 1 or not found[0].startswith(f"{address}/"):
+        raise Wrong(f"{found} must be one URL of {address}")
+    app = create_app(Server(ServerConfig(), mock.Mock()))._app
+    if found[0].removeprefix(address) not in app.openapi()["paths"]:
+        raise Wrong(f"the server has no route {found[0]}")
+
+
+def check_docker(words: list[str], partial: bool) -> None:
+    """Files and arguments of a build exist."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(required=True)
+    build, run = commands.add_parser("build"), commands.add_parser("run")
+    build.add_argument("-f", default="Dockerfile")
+    build.add_argument("-t")
+    build.add_argument("--build-arg", default=[], action="append")
+    build.add_argument("context")
+    for option in ("-p", "-e", "--stop-timeout", "--gpus"):
+        run.add_argument(option)
+    run.add_argument("--rm", action="store_true")
+    run.add_argument("image", choices=["vlmfast"])
+    args = parsed(parser.parse_args, words, partial)
+    if words[0] == "build":
+        if not (ROOT / args.f).is_file():
+            raise Wrong(f"there is no {args.f}")
+        known = re.findall(r"^ARG (\w+)", (ROOT / args.f).read_text(encoding="utf-8"), re.M)
+        for argument in args.build_arg:
+            if argument.partition("=")[0] not in known:
+                raise Wrong(f"{args.f} has no argument {argument}")
+
+
 def not_ours(words: list[str], partial: bool) -> None:
     """A system command; no part of this project."""
 
@@ -453,8 +493,12 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     "python -m lmms_eval": check_lmms,
     "pytest": check_pytest,
     "python -m pytest": check_pytest,
+    "curl": check_curl,
+    "docker": check_docker,
     "apt-get install": not_ours,
+    "install": not_ours,
     "source": not_ours,
+    "systemctl": not_ours,
 }
 
 

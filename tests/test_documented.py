@@ -65,6 +65,9 @@ PYTHON = {page: found for page, text in PAGES.items() if (found := python_blocks
 NOT_RUN = {
     r"--model (?!tiny\b)": "online: a hub id, or a model of the reader's",
     r"^vlmfast demo": "serves until it is stopped",
+    r"^vlmfast serve": "tests/serve/test_documented_server.py runs it, and what asks it",
+    r"^curl ": "asks a server, as above",
+    r"^docker ": "needs a builder",
     r"^vlmfast train (?!.*(--help|--steps 1 ))": "minutes to days",
     r"^vlmfast eval ": "minutes to hours; recipes and tasks are looked at, some run shortened",
     r"^python benchmarks/": "measures for minutes",
@@ -76,6 +79,8 @@ NOT_RUN = {
     r"^(torchrun|accelerate launch) ": "eight processes on eight GPUs",
     r"^python -m lmms_eval ": "online: data sets",
 }
+# Its blocks of Python ask a server: tests/serve/test_documented_server.py runs them.
+OF_SERVER = "docs/serving.md"
 # Run too, but not in the quick suite.
 SLOW = {r"^vlmfast bench --audit-lossless$": "half a minute: every drafter on 24 prompts"}
 # Long ones that run with less work: each of their options is still exercised.
@@ -321,7 +326,7 @@ def skipped(block: Block) -> bool:
     return any(re.search(pattern, block.text) for pattern in NOT_RUN_PYTHON)
 
 
-@pytest.mark.parametrize("page", PYTHON)
+@pytest.mark.parametrize("page", [page for page in PYTHON if page != OF_SERVER])
 def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture[str]) -> None:
     """Page by page in one namespace, in order."""
     namespace = given(tiny)
@@ -410,6 +415,14 @@ def page_of(*lines: str) -> list[Command]:
         ("python -m lmms_eval --model vlmfast --model_args recipe=hird", "hird"),
         ("python -m lmms_eval --model vlmfast --model_args recipes=hired", "recipes"),
         ("pytest tests/test_nothing.py", "test_nothing"),
+        ("vlmfast serve tiny --recipes hired", "--recipes"),
+        ("vlmfast serve --recipe hird", "hird"),
+        ("vlmfast serve --alias fast=hird", "hird"),
+        ("curl http://127.0.0.1:8000/v1/model", "/v1/model"),
+        ("curl http://127.0.0.1:8080/v1/models", "8080"),
+        ("docker build -f Dockerfiles .", "Dockerfiles"),
+        ("docker build -f examples/Dockerfile --build-arg GPU=1 .", "GPU=1"),
+        ("docker run vlmfats", "vlmfats"),
     ],
 )
 @pytest.mark.parametrize("how", ["block", "console"])

@@ -237,6 +237,12 @@ def _fill_demo(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, json=False)
     parser.add_argument("--recipe", default="balanced", help="initial recipe of the page")
     parser.add_argument(
+        "--server", metavar="URL", help="ask the model of a running `vlmfast serve` instead"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key of this server (default: VLMFAST_API_KEY)"
+    )
+    parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
@@ -481,11 +487,24 @@ def _demo(args: argparse.Namespace) -> None:
     app = _module("demos.app")  # raises for missing packages before a checkpoint is loaded
 
     def ready(address: str) -> None:
-        print(f"{args.model} is served at {address} (stop with Ctrl+C)", flush=True)
+        print(f"{name} is served at {address} (stop with Ctrl+C)", flush=True)
 
-    app.launch(
-        _vlm(args), args.model, recipe=args.recipe, host=args.host, port=args.port, ready=ready
-    )
+    vlm, name = _demo_model(args)
+    app.launch(vlm, name, recipe=args.recipe, host=args.host, port=args.port, ready=ready)
+
+
+def _demo_model(args: argparse.Namespace) -> tuple[Any, str]:
+    """The model of the demo and its name on the page."""
+    if args.server is None:
+        if args.api_key is not None:
+            raise VLMFastError("--api-key needs --server")
+        return _vlm(args), args.model
+    if (args.model, args.device, args.dtype) != ("tiny", None, "auto"):
+        raise VLMFastError("--model, --device and --dtype cannot be combined with --server")
+    # As the server reads it: one key, or several separated by commas.
+    key = args.api_key or os.environ.get("VLMFAST_API_KEY", "").partition(",")[0]
+    remote = _module("demos.remote").RemoteVLM(args.server, key)
+    return remote, remote.name
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ from vlmfast.errors import VLMFastError
 
 from . import builder, panels
 from .drawn import write_examples
+from .remote import RemoteVLM
 from .talk import FULL, RECIPE, Conversation, Desk, Media, Stopped
 
 _LOG = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Panel:
 
 
 def launch(
-    vlm: VLM,
+    vlm: VLM | RemoteVLM,
     name: str,
     *,
     recipe: str = "balanced",
@@ -119,7 +120,7 @@ def launch(
 
     Parameters
     ----------
-    vlm : VLM
+    vlm : VLM or RemoteVLM
     name : str
         Name of the model on the page.
     recipe : str
@@ -135,7 +136,9 @@ def launch(
         If the port is not available.
     """
     with tempfile.TemporaryDirectory(prefix="vlmfast-demo-") as folder:
-        page = build(Desk(vlm, name), Path(folder), recipe, choose_model=host in _LOCAL)
+        desk = Desk(vlm, name)
+        choose_model = host in _LOCAL and not desk.is_remote
+        page = build(desk, Path(folder), recipe, choose_model=choose_model)
         try:
             page.launch(
                 server_name=host,
@@ -190,14 +193,15 @@ def _user(request: gr.Request, kind: str) -> str:
 
 
 def _about(desk: Desk) -> str:
-    return f"Model: `{desk.name}`. " + (_TINY if desk.is_demo_model else "")
+    at = f" at {desk.vlm.url}" if isinstance(desk.vlm, RemoteVLM) else ""
+    return f"Model: `{desk.name}`{at}. " + (_TINY if desk.is_demo_model else "")
 
 
 # --- the recipe ----------------------------------------------------------------------------------
 
 
 def _recipe_area(desk: Desk, recipe: str) -> tuple[Any, Any, Any]:
-    source = desk.vlm.adapter.sources()[0]
+    source = desk.source
     shown = builder.read(recipe, source)
     good = gr.State(recipe)  # last valid recipe, used while the text has an error
     with gr.Row():

@@ -17,6 +17,7 @@ from vlmfast.api.overlays import overlay
 from vlmfast.api.vlm import Answer
 from vlmfast.engine.stats import Stats, Trace
 
+from .remote import RemoteAnswer
 from .talk import FULL, RECIPE, RESTORED, Conversation, Turn
 
 AGAIN = "Looked again at full detail: "
@@ -107,12 +108,15 @@ def frame_strip(answer: Answer) -> list[tuple[Image.Image, str]]:
 
 
 def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
-    """Write recipes, answers, statistics and traces of a turn to a JSON file."""
+    """Write recipes, answers, statistics and traces of a turn to a JSON file.
+
+    Answers of a server have no ids of tokens.
+    """
     answers = {
         side: {
             "recipe": answer.recipe,
             "answer": answer.text,
-            "token_ids": answer.token_ids,
+            **({} if isinstance(answer, RemoteAnswer) else {"token_ids": answer.token_ids}),
             "stats": answer.stats.to_dict(),
             "trace": answer.trace.to_dict(),
         }
@@ -152,6 +156,8 @@ def _kv(stats: Stats) -> str:
 
 
 def _drafts(stats: Stats) -> str:
+    if stats.drafted and not stats.rounds:  # a server counts the drafts only
+        return f"{stats.accepted} of {stats.drafted}"
     if stats.drafted:
         return f"{stats.mean_accepted:.2f} tokens per forward pass"
     return stats.speculation and f"nothing drafted ({stats.speculation})"

@@ -22,6 +22,8 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import kind_of, load_image, load_video
 
+from .remote import RemoteSession, RemoteVLM
+
 FULL, RECIPE, RESTORED = "full", "recipe", "restored"
 _TABS = {"image": "Image", "video": "Video"}
 
@@ -91,20 +93,20 @@ class Conversation:
 
     Parameters
     ----------
-    vlm : VLM
+    vlm : VLM or RemoteVLM
     media : Media
     recipe : Recipe
     history : bool
         Whether earlier questions and answers are part of the context.
     """
 
-    def __init__(self, vlm: VLM, media: Media, recipe: Recipe, history: bool) -> None:
+    def __init__(self, vlm: VLM | RemoteVLM, media: Media, recipe: Recipe, history: bool) -> None:
         self.vlm, self.media, self.recipe, self.history = vlm, media, recipe, history
         self.turns: list[Turn] = []
         self.current: Turn | None = None
         self.closed = self._stopped = False
         self._loaded = media.load()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, Session | RemoteSession] = {}
 
     def ask(self, question: str, **generation: Any) -> Iterator[Turn]:
         """Yield the turn after each new piece of text; a complete turn is added to ``turns``.
@@ -160,11 +162,16 @@ class Conversation:
         return pieces
 
     def _given(self, recipe: Recipe) -> dict[str, Any]:
-        """The decoded input, or the video's path if the recipe selects frames."""
-        chooses = self.media.kind == "video" and recipe.acting(MediaStage)
-        return {"video": self.media.path} if chooses else self._loaded
+        """The decoded input, or the video's path if the recipe selects frames or a server does."""
+        if self.media.kind == "image":
+            return self._loaded
+        if recipe.acting(MediaStage):
+            return {"video": self.media.path}
+        if isinstance(self.vlm, RemoteVLM):
+            return {"video": self.media.path, "num_frames": self.media.num_frames}
+        return self._loaded
 
-    def _session(self, side: str, recipe: Recipe) -> Session:
+    def _session(self, side: str, recipe: Recipe) -> Session | RemoteSession:
         if side not in self._sessions:
             given = self._given(recipe) | {"history": self.history, "tenant": _new()}
             session = self.vlm.session(**given, recipe=recipe)
@@ -235,13 +242,13 @@ class Desk:
 
     Parameters
     ----------
-    vlm : VLM
+    vlm : VLM or RemoteVLM
     name : str
         Name of the model on the page.
     limits : Limits
     """
 
-    def __init__(self, vlm: VLM, name: str, limits: Limits | None = None) -> None:
+    def __init__(self, vlm: VLM | RemoteVLM, name: str, limits: Limits | None = None) -> None:
         self.vlm, self.name, self.limits = vlm, name, limits or Limits()
         self._talks: OrderedDict[str, Conversation] = OrderedDict()
         self._lock = threading.Lock()
@@ -249,6 +256,16 @@ class Desk:
     @property
     def is_demo_model(self) -> bool:
         return self.name == "tiny"
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the model is that of a server."""
+        return isinstance(self.vlm, RemoteVLM)
+
+    @property
+    def source(self) -> str:
+        """The model's source of saliency, which presets depend on."""
+        return self.vlm.source if isinstance(self.vlm, RemoteVLM) else self.vlm.adapter.sources()[0]
 
     def ask(
         self, user: str, media: Media, question: str, recipe: str, tokens: int, history: bool
@@ -306,7 +323,11 @@ class Desk:
         Raises
         ------
         ModelError
+        VLMFastError
+            If the model is that of a server.
         """
+        if self.is_remote:
+            raise VLMFastError("the model is that of the server and cannot be changed here")
         if not name.strip():
             raise VLMFastError("the model is empty: enter tiny, a folder or a hub id")
         vlm = VLM.from_pretrained(name.strip(), **loading)

