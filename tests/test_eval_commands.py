@@ -274,7 +274,7 @@ def test_invalid_input_is_refused_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
     with pytest.raises(error, match=message) as caught:
-        run(*words)
+        run(words[0], "--limit", 1, *words[1:])
     assert "\n" not in str(caught.value)
     assert not fake
 
