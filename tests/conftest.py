@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch and transformers are imported. A parallel run gives each worker one thread: several
@@ -42,6 +43,19 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         from vlmfast.engine.prefix_cache import PrefixCache
 
         monkeypatch.setattr(PrefixCache, "enabled", property(lambda cache: False))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> int:
+    """Number of threads of the run."""
+    return torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def _same_threads(_threads: int) -> Iterator[None]:
+    """More threads than a worker has cores would slow down all tests that follow."""
+    yield
+    assert torch.get_num_threads() == _threads, "the test has changed the number of threads"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

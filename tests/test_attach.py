@@ -121,8 +121,17 @@ def test_padded_batch_equals_hugging_face(pair):
         assert not torch.equal(model.generate(**turned, max_new_tokens=NEW), full)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("recipe", ["random:0.5", "fastv", "snapkv:0.5,window=0.1", "draft-ngram"])
+# Every two of family, recipe and side meet; the other half is slow.
+@pytest.mark.parametrize(
+    ("pair", "recipe", "side"),
+    [
+        pytest.param(family, recipe, side, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, family in enumerate(BUILD)
+        for j, recipe in enumerate(["random:0.5", "fastv", "snapkv:0.5,window=0.1", "draft-ngram"])
+        for k, side in enumerate(["left", "right"])
+    ],
+    indirect=["pair"],
+)
 def test_each_row_equals_its_single_answer(pair, recipe, side):
     model, processor = pair
     vlm = VLM(model, processor)

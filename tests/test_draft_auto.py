@@ -131,7 +131,7 @@ def test_chooses_among_drafters() -> None:
 
 
 def test_draft_auto_in_the_engine(tiny) -> None:
-    given = {"images": "examples/picture.png", "max_new_tokens": 40, "eos_token_id": None}
+    given = {"images": "examples/picture.png", "max_new_tokens": 24, "eos_token_id": None}
     wanted = tiny.ask("Describe the image.", **given)
     for recipe in ("draft-auto", "draft-ngram+draft-auto"):
         fresh, drafted = VLM(tiny.model, tiny.processor), 0

@@ -58,7 +58,7 @@ WAYS = {
 }
 TYPES = {"float64": torch.float64, "float32": torch.float32}
 AXES = (DRAFTERS, list(FAMILIES), [1, 3], RECIPES, list(WAYS), list(TYPES))
-TOKENS = 34
+TOKENS = 24
 COMPRESSOR = {"hidden": 8, "queries": 4, "text": True}
 
 

@@ -223,9 +223,16 @@ def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
     apart(got, control, torch.float32, sums(run))
 
 
-@pytest.mark.parametrize("case", ["one image", "three images", "a video"])
-@pytest.mark.parametrize("policy", ["keep", "compact"])
-@pytest.mark.parametrize("shorten", ["keep", "compact"])
+# Every two values meet; the other half is slow.
+@pytest.mark.parametrize(
+    ("case", "policy", "shorten"),
+    [
+        pytest.param(case, policy, shorten, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, case in enumerate(["one image", "three images", "a video"])
+        for j, policy in enumerate(["keep", "compact"])
+        for k, shorten in enumerate(["keep", "compact"])
+    ],
+)
 def test_dropping_between_layers_equals_the_dense_reference(double, case, policy, shorten):
     run = start(double, (Shorten(shorten), Rank(positions=policy)), **CASES[case])
     got = answer_logits(double, run, TOKENS)

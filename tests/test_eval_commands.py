@@ -274,7 +274,7 @@ def test_invalid_input_is_refused_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").touch()
     with pytest.raises(error, match=message) as caught:
-        run(*words)
+        run(words[0], "--limit", 1, *words[1:])
     assert "\n" not in str(caught.value)
     assert not fake
 
@@ -380,11 +380,12 @@ def test_cache_methods_in_sessions(tmp_path, tiny):
     assert not any("error" in s for s in kept.samples.values())
 
 
-def test_shipped_model_is_above_chance(tmp_path, tiny):
+@pytest.mark.parametrize("limit", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_shipped_model_is_above_chance(tmp_path, tiny, limit):
     """Far above chance, and random selection measurably costs accuracy."""
-    full = evaluate(tiny, "shapes", None, tmp_path, 4)
-    blind = evaluate(tiny, "shapes", None, tmp_path, 4, control="question-only")
-    poor = evaluate(tiny, "shapes", "random:budget=0.05", tmp_path, 4)
+    full = evaluate(tiny, "shapes", None, tmp_path, limit)
+    blind = evaluate(tiny, "shapes", None, tmp_path, limit, control="question-only")
+    poor = evaluate(tiny, "shapes", "random:budget=0.05", tmp_path, limit)
     scores = [summarise(r, full)["accuracy_image"] for r in (full, blind, poor)]
     assert scores[0] > 0.6
     assert scores[0] > scores[1] + 0.15

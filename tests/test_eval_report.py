@@ -6,6 +6,7 @@ import builtins
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,31 @@ def folder(tmp_path_factory) -> Path:
             write_results(out, f"{name}:budget={share}", poor, share, limit=LIMIT)
     write_results(out, "hired:alpha=0.9,budget=0.11", 0.4, 0.11, limit=LIMIT)
     return out
+
+
+@dataclass
+class Report:
+    """What a report of a folder consists of."""
+
+    text: str
+    files: list[Path]
+    figures: list
+
+
+def reported(folder: Path, out: Path) -> Report:
+    """Writes the report, and keeps the figures that are saved."""
+    from matplotlib.figure import Figure
+
+    shown, save = [], Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda s, *a, **k: (shown.append(s), save(s, *a, **k)))
+        return Report(*write_report(folder, out), shown)
+
+
+@pytest.fixture(scope="module")
+def report(folder, tmp_path_factory) -> Report:
+    """Of `folder`, in a folder that does not exist before."""
+    return reported(folder, tmp_path_factory.mktemp("report") / "new")
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -101,10 +127,11 @@ def test_differences_are_paired(folder):
     assert difference(hired, hired, "video") == (0.0, 0.0, 0.0)
 
 
-def test_report(folder, tmp_path):
-    text, files = write_report(folder, tmp_path / "new")
+def test_report(report):
+    text, files = report.text, report.files
     assert [file.name for file in files] == ["report.md", "shapes.png", "report.json"]
-    assert {file.parent for file in files} == {tmp_path / "new"}
+    assert {file.parent.name for file in files} == {"new"}
+    assert len({file.parent for file in files}) == 1
     found = json.loads(files[2].read_text())["tasks"]["shapes"]
     assert found["recipes"]["none"]["loyalty"] == 1.0
     assert len(found["recipes"]) == 11
@@ -133,8 +160,8 @@ def test_report(folder, tmp_path):
         assert sum(f"than `{control}:budget=0.11`" in warning for warning in worse) == 2
 
 
-def test_methods_by_budgets_at_a_glance(folder, tmp_path):
-    text, _ = write_report(folder, tmp_path)
+def test_methods_by_budgets_at_a_glance(report, folder, tmp_path):
+    text = report.text
     table = text.partition("| recipe")[0]
     rows = rows_of(table)
     assert list(rows) == ["hired", "hired:alpha=0.9", "downsample", "grid", "random"]
@@ -159,10 +186,8 @@ def tables_under(text: str, title: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in block.split("\n")][2:]
 
 
-def test_costs(folder, tmp_path):
-    rows = {
-        row[0].strip("`"): row for row in tables_under(write_report(folder, tmp_path)[0], "Cost")
-    }
+def test_costs(report):
+    rows = {row[0].strip("`"): row for row in tables_under(report.text, "Cost")}
     assert len(rows) == 11
     assert rows["none"][1] == "336.0 / 544.0"
     assert number(rows["hired:budget=0.33"][3]) == 29.9
@@ -170,8 +195,8 @@ def test_costs(folder, tmp_path):
     assert rows["none"][6] == "– / –"  # not measured
 
 
-def test_pairs_of_methods(folder, tmp_path):
-    rows = tables_under(write_report(folder, tmp_path)[0], "Pairs")
+def test_pairs_of_methods(report):
+    rows = tables_under(report.text, "Pairs")
     pairs = {(row[0].strip("`"), row[1].strip("`")): row for row in rows}
     good, poor = "hired:budget=0.11", "hired:alpha=0.9,budget=0.11"
     for recipe in (good, poor):
@@ -185,13 +210,8 @@ def test_pairs_of_methods(folder, tmp_path):
     assert number(pairs[good, "none"][2]) < 0
 
 
-def test_plot_shows_every_method(folder, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    shown = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda s, *a, **k: (shown.append(s), save(s, *a, **k)))
-    _, files = write_report(folder, tmp_path)
+def test_plot_shows_every_method(report):
+    files, shown = report.files, report.figures
     with Image.open(files[1]) as image:
         assert image.format == "PNG"
         assert min(image.size) > 600
@@ -309,8 +329,13 @@ def test_numbers_of_a_cache(caches):
     json.dumps(s, allow_nan=False)
 
 
-def test_report_of_caches(caches, tmp_path):
-    text, files = write_report(caches, tmp_path)
+@pytest.fixture(scope="module")
+def cache_report(caches, tmp_path_factory) -> Report:
+    return reported(caches, tmp_path_factory.mktemp("cache-report"))
+
+
+def test_report_of_caches(cache_report):
+    text, files = cache_report.text, cache_report.files
     assert [file.name for file in files] == ["report.md", "shapes-cache.png", "report.json"]
     assert text.startswith("# Accuracy against KV cache\n")
     alone, captions, later, table, sessions = parts_of(text).values()
@@ -380,14 +405,8 @@ def test_report_of_sessions_only(tmp_path):
     assert "the full model is missing" in text
 
 
-def test_plot_of_caches(caches, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    shown = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda s, *a, **k: (shown.append(s), save(s, *a, **k)))
-    write_report(caches, tmp_path)
-    (figure,) = shown
+def test_plot_of_caches(cache_report):
+    (figure,) = cache_report.figures
     titles = [axis.get_title() for axis in figure.axes]
     assert titles[:3] == [
         "Images, single questions",

@@ -226,7 +226,7 @@ evaluate(vlm, task, "random", out=sys.argv[1])
 """
 
 
-@pytest.mark.slow  # two kills, at moments that are waited for, are among the tests of the runner
+@pytest.mark.slow  # kills at moments that are waited for are among the tests of the runner
 def test_run_killed_at_random_equals_an_undisturbed_one(tmp_path):
     """Before the first sample, between samples and in the middle of one."""
     kills = 10

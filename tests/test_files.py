@@ -172,11 +172,12 @@ LIMITED = """
     from vlmfast.eval.runner import evaluate
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-    try:
-        evaluate(fakes.FakeVLM(), "shapes", out=Path(sys.argv[1]), limit=1)
-    except VLMFastError as error:
-        print(error)
+    for limit in map(int, sys.argv[2:]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            evaluate(fakes.FakeVLM(), "shapes", out=Path(sys.argv[1]), limit=1)
+        except VLMFastError as error:
+            print(error)
 """
 
 
@@ -185,17 +186,19 @@ def test_evaluation_on_a_full_disk_resumes_later(tmp_path: Path) -> None:
     root = Path(vlmfast.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
     code = textwrap.dedent(LIMITED)
-    for limit in (100, 2000):  # full at once, and in the middle of the answers
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "out"), str(limit)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith("cannot be written: File too large\n")
-        assert done.stdout.count("\n") == 1 and str(tmp_path / "out") in done.stdout
+    limits = ("100", "2000")  # full at once, and in the middle of the answers
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out"), *limits],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(limits)
+    for line in done.stdout.splitlines():
+        assert line.endswith("cannot be written: File too large")
+        assert str(tmp_path / "out") in line
     run = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
     whole = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "whole", limit=1)
     samples = "samples.jsonl"

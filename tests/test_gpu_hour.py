@@ -9,24 +9,51 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ["probe", "smoke", "step", "serve"]
 
 
-def ran(out: Path, *words: str) -> tuple[subprocess.CompletedProcess, dict[str, Any]]:
-    """The finished process and its result file."""
+SCRIPT = """
+import json, runpy, sys
+import gpu_hour
+
+whole, broken, codes = sys.argv[1:]
+sys.argv = ["benchmarks/gpu_hour.py", "--dry", "--out", whole]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    first = end.code
+
+def planted(bench):
+    raise RuntimeError("planted")
+
+gpu_hour.probe, gpu_hour.serve = planted, lambda bench: None
+second = gpu_hour.main(["probe", "serve", "--dry", "--out", broken])
+json.dump([first, second], open(codes, "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, dict[str, Any]]]:
+    """Exit code and result file of a whole run and of one with a part that fails."""
+    folder = tmp_path_factory.mktemp("gpu_hour")
+    files = [folder / name for name in ("whole.json", "broken.json", "codes.json")]
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words, "--dry", "--out", str(out)],
+        [sys.executable, "-c", SCRIPT, *map(str, files)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    return done, json.loads(out.read_text(encoding="utf-8"))
-
-
-def test_dry_run_covers_every_part(tmp_path: Path) -> None:
-    done, result = ran(tmp_path / "result.json", "benchmarks/gpu_hour.py")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    *results, codes = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    return list(zip(codes, results, strict=True))
+
+
+def test_dry_run_covers_every_part(ran: list) -> None:
+    code, result = ran[0]
+    assert code == 0, result
     assert result["dry"] and result["device"] == "cpu" and result["date"]
     assert result["command"].startswith("python benchmarks/gpu_hour.py --dry")
     assert {"torch", "transformers"} <= set(result["environment"]["packages"])
@@ -51,16 +78,9 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     assert sum(row["verdict"] == "PASS" for row in rows) == 3
 
 
-def test_error_is_reported_and_the_next_part_runs(tmp_path: Path) -> None:
-    script = (
-        "import sys, gpu_hour\n"
-        "def broken(bench):\n"
-        "    raise RuntimeError('planted')\n"
-        "gpu_hour.probe, gpu_hour.serve = broken, lambda bench: None\n"
-        "sys.exit(gpu_hour.main(['probe', 'serve', *sys.argv[1:]]))\n"
-    )
-    done, result = ran(tmp_path / "result.json", "-c", script)
-    assert done.returncode == 1
+def test_error_is_reported_and_the_next_part_runs(ran: list) -> None:
+    code, result = ran[1]
+    assert code == 1
     failed = [row for row in result["rows"] if row["verdict"] == "FAIL"]
     assert [(row["part"], row["value"]) for row in failed] == [("probe", "RuntimeError: planted")]
     assert result["rows"][-1]["what"] == "serve: whole time, s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields, replace
 
 import pytest
@@ -62,16 +63,18 @@ def small_openclip(tmp_path_factory):
         yield
 
 
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REDUCERS)
-def test_reducers_support_all_media(tiny, name) -> None:
-    """With the default parameters and with a budget."""
-    for case, media in MEDIA.items():
-        for stage in (stage_class(name)(), with_budget(name, 0.4)):
-            answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
-            stats = answer.stats
-            assert answer.token_ids, (case, str(stage))
-            assert 0 < stats.equivalent_tokens <= stats.visual_tokens_in, (case, str(stage))
-            assert len(answer.trace.entered) >= stats.visual_tokens_per_layer[0], case
+def test_reducers_support_all_media(tiny, name, turn) -> None:
+    """With the default parameters and with a budget in turn."""
+    stages = (stage_class(name)(), with_budget(name, 0.4))
+    for number, (case, media) in enumerate(MEDIA.items(), REDUCERS.index(name) + turn):
+        stage = stages[number % 2]
+        answer = tiny.ask("what ?", **media, recipe=stage, max_new_tokens=2)
+        stats = answer.stats
+        assert answer.token_ids, (case, str(stage))
+        assert 0 < stats.equivalent_tokens <= stats.visual_tokens_in, (case, str(stage))
+        assert len(answer.trace.entered) >= stats.visual_tokens_per_layer[0], case
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -85,6 +88,12 @@ def test_cache_methods_support_all_media(tiny, name) -> None:
         assert 0 < stats.kv_bytes < stats.kv_bytes_full, case
 
 
+@functools.cache
+def plain(tiny: vlmfast.VLM, case: str, count: int) -> vlmfast.Answer:
+    """The answer of the full model."""
+    return tiny.ask("what ?", **MEDIA[case], max_new_tokens=count)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_text_only_prompts_are_unchanged(tiny, name) -> None:
     stage = with_budget(name, 0.4)
@@ -96,8 +105,8 @@ def test_text_only_prompts_are_unchanged(tiny, name) -> None:
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_budget_1_is_identity(tiny, name) -> None:
+    full = plain(tiny, "two images", 6)
     media = MEDIA["two images"]
-    full = tiny.ask("what ?", **media, max_new_tokens=6)
     same = tiny.ask("what ?", **media, recipe=with_budget(name, 1.0), max_new_tokens=6)
     assert same.token_ids == full.token_ids
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
@@ -108,7 +117,7 @@ def test_share_1_is_identity(tiny, name) -> None:
     """All other parameters have their defaults."""
     stage = with_parameters(stage_class(name)(), keep=1.0)
     for case in ("two images", "a video"):
-        full = tiny.ask("what ?", **MEDIA[case], max_new_tokens=12)
+        full = plain(tiny, case, 12)
         same = tiny.ask("what ?", **MEDIA[case], recipe=stage, max_new_tokens=12)
         assert same.token_ids == full.token_ids, case
         assert same.stats.kv_tokens_per_layer == full.stats.kv_tokens_per_layer
@@ -203,16 +212,24 @@ STACKS = (
 )
 
 
-@pytest.mark.parametrize("recipe", STACKS)
-def test_stacked_methods_cost_less_than_each_alone(tiny, recipe) -> None:
+def in_turn(recipes: tuple[str, ...]) -> list:
+    """Recipe, medium, positions: every two of them meet; the other half is slow."""
+    return [
+        pytest.param(recipe, case, positions, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, recipe in enumerate(recipes)
+        for j, case in enumerate(["two images", "a video"])
+        for k, positions in enumerate(["keep", "compact"])
+    ]
+
+
+@pytest.mark.parametrize(("recipe", "case", "positions"), in_turn(STACKS))
+def test_stacked_methods_cost_less_than_each_alone(tiny, recipe, case, positions) -> None:
     """Several stages in one recipe, on an image and a video, with both position policies."""
-    for case in ("two images", "a video"):
-        for positions in ("keep", "compact"):
-            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
-            first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
-            whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=2)
-            assert whole.stats.equivalent_tokens < first.equivalent_tokens
-            assert whole.token_ids
+    stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
+    first = tiny.ask("what ?", **MEDIA[case], recipe=stages[:1], max_new_tokens=2).stats
+    whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=2)
+    assert whole.stats.equivalent_tokens < first.equivalent_tokens
+    assert whole.token_ids
 
 
 CACHE_STACKS = (
@@ -231,17 +248,17 @@ CACHE_STACKS = (
 )
 
 
-@pytest.mark.parametrize("recipe", CACHE_STACKS)
-def test_stacked_cache_methods_use_less_memory_than_each_alone(tiny, recipe) -> None:
+@pytest.mark.parametrize(("recipe", "case", "positions"), in_turn(CACHE_STACKS))
+def test_stacked_cache_methods_use_less_memory_than_each_alone(
+    tiny, recipe, case, positions
+) -> None:
     """Also if an earlier stage renumbered the rows, or dropped different rows per layer."""
-    for case in ("two images", "a video"):
-        for positions in ("keep", "compact"):
-            stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
-            whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)
-            assert whole.token_ids
-            for part in stages:
-                alone = tiny.ask("what ?", **MEDIA[case], recipe=part, max_new_tokens=1)
-                assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
+    stages = tuple(with_parameters(s, positions=positions) for s in Recipe.parse(recipe))
+    whole = tiny.ask("what ?", **MEDIA[case], recipe=stages, max_new_tokens=4)
+    assert whole.token_ids
+    for part in stages:
+        alone = tiny.ask("what ?", **MEDIA[case], recipe=part, max_new_tokens=1)
+        assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
 
 
 def test_seed_changes_the_selection(tiny) -> None:

@@ -101,13 +101,14 @@ def test_counts_and_weights(vlm, weights, case):
         "pvc:side=4,image_repeat=2,": images // 2 + frames // 4,  # a cell is a whole view
         "pvc:1,": len(layout),
     }.items():
-        answer = vlm.ask("what ?", **CASES[case], recipe=f"{recipe}weights={weights}")
+        trained = f"{recipe}weights={weights}"
+        answer = vlm.ask("what ?", **CASES[case], recipe=trained, max_new_tokens=2)
         kept = answer.trace.entered
         assert len(kept) == tokens, recipe
         assert float(kept.weight.sum()) == len(layout)
         assert answer.stats.visual_tokens_in == len(layout)
         assert torch.equal(kept.order, kept.order.sort().values)
-    assert answer.token_ids[:2] == full.token_ids  # at budget 1
+    assert answer.token_ids == full.token_ids  # at budget 1
 
 
 def test_untrained_tokens_are_local_means(vlm):

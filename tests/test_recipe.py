@@ -87,7 +87,7 @@ def test_stages_declare_name_protocol_and_paper(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 # Few draws satisfy the constraints between parameters.
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 def test_stage_round_trip(name: str, data: st.DataObject) -> None:
     stage = data.draw(stages(name))
     text = str(stage)

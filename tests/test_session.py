@@ -396,10 +396,20 @@ def test_streaming(vlm):
 # --- full images ---------------------------------------------------------------------------------
 
 
+RESTORED = [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample:0.25+kivi"]
+
+
+# Every two of family, recipe and history meet; the other half is slow.
 @pytest.mark.parametrize(
-    "recipe", [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample:0.25+kivi"]
+    ("random_vlm", "recipe", "history"),
+    [
+        pytest.param(family, recipe, history, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, family in enumerate(["llava", "llava_next"])
+        for j, recipe in enumerate(RESTORED)
+        for k, history in enumerate([True, False])
+    ],
+    indirect=["random_vlm"],
 )
-@pytest.mark.parametrize("history", [True, False])
 def test_restore_gives_the_full_model_answer(random_vlm, recipe, history):
     vlm, image = random_vlm, make_image()
     with vlm.prefix_cache.bypassed():

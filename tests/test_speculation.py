@@ -56,6 +56,16 @@ WAYS = {"greedy": {"do_sample": False, "repetition_penalty": 1.1}, "sampled": SA
 QUESTION = "what is here ?"
 
 
+def halves(axis: list) -> list[tuple]:
+    """Family, value, way: every two of different axes meet; the other half is slow."""
+    return [
+        pytest.param(family, value, way, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+        for i, family in enumerate(FAMILIES)
+        for j, value in enumerate(axis)
+        for k, way in enumerate(WAYS)
+    ]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request) -> VLM:
     return VLM(*FAMILIES[request.param](dtype=torch.float64))
@@ -79,8 +89,7 @@ def drafted(vlm: VLM, wanted, recipe: str = "none", knows: Knows | None = None, 
 # --- equality ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("vlm", "recipe", "way"), halves(RECIPES), indirect=["vlm"])
 def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> None:
     more = given(**WAYS[way])
     wanted = vlm.ask(QUESTION, recipe=recipe, **more)
@@ -392,8 +401,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize(("vlm", "size", "way"), halves([2, 5]), indirect=["vlm"])
 def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     """Each row has its own tree or none, and its own end."""
     wanted = [

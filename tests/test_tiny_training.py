@@ -48,7 +48,6 @@ def tokenizer_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def packed(tokenizer_file):
-    torch.set_num_threads(2)
     return Packed(build_model(3), DenseHeads(), FastEncoder(build_tokenizer())).eval()
 
 
@@ -297,14 +296,14 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 def test_phases_run_stop_resume_and_export(tmp_path):
     """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
-    assert training.run(_args(out, max_steps=6, stop_after=2)) == 0
+    assert training.run(_args(out, max_steps=5, stop_after=2)) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
     assert not (out / "log.jsonl").exists()  # too short for a log line
-    assert training.run(_args(out, max_steps=6, smoke=True)) == 0
-    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 6
+    assert training.run(_args(out, max_steps=5, smoke=True)) == 0
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 5
     assert "final" in _lines(out)[-1]
     with pytest.raises(training.TrainingError, match="seed"):
-        training.run(_args(out, max_steps=6, seed=9))
+        training.run(_args(out, max_steps=5, seed=9))
 
     folder = tmp_path / "exported"
     export(out, folder)

@@ -194,8 +194,19 @@ def compare(forward_pass: ForwardPass) -> None:
     apart(forward_pass.fused(later, later=1)[0], expected, terms=terms)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("case", RECIPES)
+# Qwen2 differs in the biases of its projections, whatever the cache contains.
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("llama", case) for case in RECIPES),
+        *(
+            pytest.param(
+                "qwen2", case, marks=[] if case in ("full", "biased") else pytest.mark.slow
+            )
+            for case in RECIPES
+        ),
+    ],
+)
 @torch.no_grad()
 def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkeypatch) -> None:
     vlm = build(kind, monkeypatch, device)

@@ -13,19 +13,20 @@ from vlmfast import VLM
 
 pytestmark = pytest.mark.cold
 
+# Number of layers, and the recipe: dropping between layers needs more of them.
 RECIPES = [
-    "none",
-    "mustdrop",
-    "fastv",
-    "snapkv:keep=0.7,window=4",
-    pytest.param("lookm:keep=0.8", marks=pytest.mark.slow),
-    "h2o:0.7",
-    "pyramidkv:keep=0.8,window=4",
-    "vlcache:0.7",
-    "cake:keep=0.7,window=4",
-    "zipvl:tau=0.9",
-    "zipcache:page=8",
-    "downsample:0.3,proportional_attention=true",
+    (2, "none"),
+    (4, "mustdrop"),
+    (4, "fastv"),
+    (2, "snapkv:keep=0.7,window=4"),
+    pytest.param(2, "lookm:keep=0.8", marks=pytest.mark.slow),
+    (2, "h2o:0.7"),
+    (2, "pyramidkv:keep=0.8,window=4"),
+    (2, "vlcache:0.7"),
+    (2, "cake:keep=0.7,window=4"),
+    (2, "zipvl:tau=0.9"),
+    (2, "zipcache:page=8"),
+    (2, "downsample:0.3,proportional_attention=true"),
 ]
 IMAGES = [make_image(seed=seed) for seed in range(5)]
 
@@ -48,8 +49,9 @@ class Maps(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def vlm(device: torch.device) -> VLM:
-    model, processor = build_llava(layers=4)
+def vlm(request: pytest.FixtureRequest, device: torch.device) -> VLM:
+    """Of two layers, or of as many as the test names."""
+    model, processor = build_llava(layers=getattr(request, "param", 2))
     return VLM(model.to(device), processor, decoding="eager")
 
 
@@ -63,7 +65,7 @@ def maps(vlm: VLM, recipe: str) -> list:
     return [entry for entry in watch.found if entry[1][-1] not in (64, 128)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("vlm", "recipe"), RECIPES, indirect=["vlm"])
 @pytest.mark.usefixtures("triton")
 def test_no_attention_map_is_materialized(vlm: VLM, recipe: str) -> None:
     assert maps(vlm, recipe) == []
