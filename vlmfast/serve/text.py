@@ -39,7 +39,7 @@ class TextStream:
         self._lock = threading.Lock()
         self._final: list[str] = []
         self._taken = 0
-        self._held = ""  # decoded; it may be the beginning of a stop string, or end the answer
+        self._pending = ""  # decoded; it may be the beginning of a stop string, or end the answer
         self._stopped = self._ended = False
 
     @property
@@ -74,10 +74,10 @@ class TextStream:
                 return
             checked = _CHECKED if self._stops else 0
             settled, tentative = self._decoder.add(int(token), checked)
-            self._held += settled
+            self._pending += settled
             if self._is_cut(tentative):
                 return
-            end = len(self._held) - _overlap(self._held, self._stops)
+            end = len(self._pending) - _overlap(self._pending, self._stops)
             self._release(end)
 
     def end(self) -> None:
@@ -86,9 +86,9 @@ class TextStream:
             if self._stopped or self._ended:
                 return
             self._ended = True
-            self._held += self._decoder.end()
+            self._pending += self._decoder.end()
             if not self._is_cut():
-                self._release(len(self._held))
+                self._release(len(self._pending))
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> bool:
         """As a stopping criterion, called after `put` for the same token."""
@@ -96,24 +96,24 @@ class TextStream:
 
     def _is_cut(self, tentative: str = "") -> bool:
         """End the text at a stop string, if there is one."""
-        text = self._held + tentative
+        text = self._pending + tentative
         found = [begin for stop in self._stops if (begin := text.find(stop)) >= 0]
         if not found:
             return False
-        self._held = text
+        self._pending = text
         self._release(min(found))
-        self._held, self._stopped = "", True
+        self._pending, self._stopped = "", True
         return True
 
     def _release(self, end: int) -> None:
         """Make held text before ``end`` final, but whitespace only between other text."""
-        text, rest = self._held[:end], self._held[end:]
+        text, rest = self._pending[:end], self._pending[end:]
         if not self._final:
             text = text.lstrip()
         final = text.rstrip()
         if final:
             self._final.append(final)
-        self._held = text[len(final) :] + rest
+        self._pending = text[len(final) :] + rest
 
 
 def _overlap(text: str, stops: Sequence[str]) -> int:
