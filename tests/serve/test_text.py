@@ -1,153 +1,413 @@
-"""Text of an answer, token by token: as the whole answer is decoded, up to a stop string."""
+"""Incremental text: equal to the whole decode for every kind of tokenizer, and cut at stops."""
 
 from __future__ import annotations
 
 import random
+import string
+import threading
 from typing import Any
 
 import pytest
+
+pytest.importorskip("fastapi")
+
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import tiny_families
+from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.serve.text import TextStream
 
-TEXT = "A 🦊 jumps — naïve,\n\n  twice!  日本語 don 't do n't stop . "
-
-
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """Words with a leading mark, and single bytes for what is missing, as Llama's tokenizer."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "▁A", "▁jumps", "▁twice", "!", "▁don", "'t", "▁'t", ",", "a", "b", "▁."]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 @pytest.fixture(scope="module")
-def tokenizers(shipped: VLM) -> dict[str, Any]:
-    cleaned = sentencepiece()
-    cleaned.clean_up_tokenization_spaces = True
-    return {
-        "bytes": shipped.processor.tokenizer,
-        "sentencepiece": sentencepiece(),
-        "cleaned": cleaned,
-    }
+def vlm() -> VLM:
+    return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
 
 
-def streamed(tokenizer: Any, ids: list[int], stops: tuple[str, ...] = ()) -> tuple[str, list[str]]:
-    """The whole text, and what was available after each token."""
-    stream, seen = TextStream(tokenizer, stops), []
-    for token in ids:
-        stream.put(token)
-        seen.append(stream.take())
+def fast(model: Any, decoder: Any, clean: bool = False) -> Any:
+    made = Tokenizer(model)
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if decoder is not None:
+        made.decoder = decoder
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=clean,
+    )
+
+
+def numbered(*tokens: str) -> dict[str, int]:
+    return {token: index for index, token in enumerate(dict.fromkeys((*SPECIAL, *tokens)))}
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = (
+    "n",
+    "'",
+    "t",
+    "s",
+    "m",
+    ".",
+    "?",
+    ",",
+    "!",
+    "n't",
+    "'s",
+    "'ve",
+    "a",
+    "do",
+    "been",
+    "\ufffd",
+)
+
+
+def sentencepiece(clean: bool = False) -> Any:
+    """As Llama's: spaces are part of tokens, and unknown characters are byte tokens."""
+    tokens = numbered(*BYTES, "▁", "▁▁", "▁▁▁", "▁he", "llo", "▁a", "\n", *string.ascii_lowercase)
+    model = models.BPE(vocab=tokens, merges=[], byte_fallback=True, unk_token="<unk>")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return fast(model, decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)]), clean)
+
+
+def unigram() -> Any:
+    tokens = [(token, 0.0) for token in (*SPECIAL, "▁", *WORDS, *(f"▁{word}" for word in WORDS))]
+    return fast(models.Unigram(tokens, unk_id=3), decoders.Metaspace(), clean=True)
+
+
+def wordpiece() -> Any:
+    tokens = numbered(*WORDS, *(f"##{word}" for word in WORDS))
+    return fast(models.WordPiece(tokens, unk_token="<unk>"), decoders.WordPiece(), clean=True)
+
+
+def words() -> Any:
+    """Without a decoder: tokens are joined by spaces."""
+    return fast(models.WordLevel(numbered(*WORDS), unk_token="<unk>"), None, clean=True)
+
+
+def byte_level() -> Any:
+    """One token per byte, and one that is not special and not of the alphabet of bytes."""
+    made = tiny_families.tokenizer("<image>")
+    made.add_tokens(["a😀 b"])
+    return made
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "sentencepiece": sentencepiece,
+    "sentencepiece_clean": lambda: sentencepiece(clean=True),
+    "unigram": unigram,
+    "wordpiece": wordpiece,
+    "words": words,
+}
+
+
+@pytest.fixture(scope="module", params=["tiny", *KINDS])
+def tokenizer(request: pytest.FixtureRequest, vlm: VLM) -> Any:
+    if request.param == "tiny":
+        return vlm.processor.tokenizer
+    return KINDS[request.param]()
+
+
+def put_all(stream: TextStream, ids: list[int]) -> tuple[list[str], int]:
+    """Pieces after each token and after the end, and the number of tokens until it stopped."""
+    pieces = []
+    for count, token in enumerate(ids, 1):
+        stream.put(torch.tensor([token]))
+        pieces.append(stream.take())
         if stream(None, None):
-            break
+            return pieces, count
     stream.end()
-    seen.append(stream.take())
-    assert "".join(seen) == stream.text
-    return stream.text, seen
+    return [*pieces, stream.take()], len(ids)
 
 
 def whole(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True).strip()
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "cleaned"])
-@given(seed=st.integers(0, 2**32), count=st.integers(0, 60), common=st.booleans())
-@settings(max_examples=120, deadline=None)
-def test_any_ids(tokenizers: Any, kind: str, seed: int, count: int, common: bool) -> None:
-    tokenizer, draw = tokenizers[kind], random.Random(seed)
-    known = tokenizer(TEXT, add_special_tokens=False).input_ids
-    ids = [draw.choice(known) if common else draw.randrange(len(tokenizer)) for _ in range(count)]
-    assert streamed(tokenizer, ids)[0] == whole(tokenizer, ids)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "cleaned"])
-def test_a_text_arrives_in_pieces(tokenizers: Any, kind: str) -> None:
-    tokenizer = tokenizers[kind]
-    ids = tokenizer(TEXT * 3, add_special_tokens=False).input_ids
-    text, seen = streamed(tokenizer, ids)
-    assert text == whole(tokenizer, ids)
-    assert sum(map(bool, seen)) > 5
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in seen)
-
-
-@given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_text_ends_before_the_first_stop_string(tokenizers: Any, data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["bytes", "sentencepiece"]))
-    tokenizer = tokenizers[kind]
-    text = data.draw(st.text(alphabet="abc! ,A", max_size=40))
-    stops = tuple(
-        data.draw(st.lists(st.text(alphabet="abc! ", min_size=1, max_size=4), max_size=3))
+@given(data=st.data())
+def test_pieces_add_up_to_the_whole_decode(tokenizer: Any, data: st.DataObject) -> None:
+    size = len(tokenizer)
+    one = st.integers(0, size + 3)  # also ids outside the vocabulary
+    run = st.tuples(one, st.integers(1, 12)).map(lambda pair: [pair[0]] * pair[1])
+    parts = data.draw(st.lists(st.one_of(one.map(lambda token: [token]), run), max_size=40))
+    ids = [token for part in parts for token in part]
+    stream = TextStream(tokenizer, ())
+    pieces, _ = put_all(stream, ids)
+    assert "".join(pieces) == stream.text == whole(tokenizer, ids).strip()
+    assert not stream.stopped
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=60))
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_any_text_is_streamed(kind: str, text: str) -> None:
+    tokenizer = KINDS[kind]()
+    if kind == "sentencepiece":
+        pieces: list[str] = []
+        for sign in text:
+            known = sign in string.ascii_lowercase
+            pieces += [sign] if known else [f"<0x{byte:02X}>" for byte in sign.encode()]
+        ids = tokenizer.convert_tokens_to_ids(pieces)
+    else:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    stream = TextStream(tokenizer, ())
+    pieces, _ = put_all(stream, ids)
+    assert "".join(pieces) == whole(tokenizer, ids).strip()
+    assert "".join(pieces) == text.strip() or kind == "sentencepiece"
+
+
+def test_long_words_are_cleaned_as_a_whole() -> None:
+    """A control of the context: one word longer than it, before a space that is removed."""
+    tokenizer = wordpiece()
+    ids = tokenizer.convert_tokens_to_ids(
+        ["a", *["##do"] * 40, "'", "s", *["##n"] * 30, ",", "n", "'", "t"]
     )
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    full = tokenizer.decode(ids, skip_special_tokens=True)
-    found, _ = streamed(tokenizer, ids, stops)
-    # Ends at the first token that completes one, where the earliest begins.
-    expected = full
-    for count in range(1, len(ids) + 1):
-        part = tokenizer.decode(ids[:count], skip_special_tokens=True)
-        begins = [part.find(stop) for stop in stops if stop in part]
+    stream = TextStream(tokenizer, ())
+    put_all(stream, ids)
+    assert stream.text == whole(tokenizer, ids)
+    assert stream.text != tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def test_cleaning_of_bpe_follows_transformers() -> None:
+    """Which leaves the spaces of such a tokenizer unless it is forced."""
+    tokenizer = sentencepiece(clean=True)
+    ids = tokenizer.convert_tokens_to_ids(["▁a", "▁", "<0x2E>", "▁", "<0x27>", "s", "▁a"])
+    texts = set()
+    for forced in (False, True):
+        name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+        setattr(tokenizer, name, forced)
+        stream = TextStream(tokenizer, ())
+        put_all(stream, ids)
+        assert stream.text == whole(tokenizer, ids)
+        texts.add(stream.text)
+    assert texts == {"a . 's a", "a.'s a"}
+
+
+# --- what is held back ---------------------------------------------------------------------------
+
+
+BYTE_LEVEL = byte_level()
+
+
+def spelled(text: str) -> list[int]:
+    """One id per byte."""
+    return BYTE_LEVEL(text, add_special_tokens=False).input_ids
+
+
+def test_an_incomplete_character_is_held_back() -> None:
+    ids = spelled("a😀b")
+    stream = TextStream(BYTE_LEVEL, ())
+    pieces, _ = put_all(stream, ids)
+    assert pieces == ["a", "", "", "", "😀", "b", ""]
+    stream = TextStream(BYTE_LEVEL, ())
+    pieces, _ = put_all(stream, ids[:3])
+    assert pieces == ["a", "", "", "\ufffd"]
+
+
+def test_invalid_bytes_are_not_held_back() -> None:
+    """Only the last one may still be a part of a character."""
+    tokenizer = BYTE_LEVEL
+    token = spelled("é")[0]
+    stream = TextStream(tokenizer, ())
+    pieces, _ = put_all(stream, [token] * 500)
+    assert pieces == ["", *["\ufffd"] * 500]
+
+
+def test_byte_tokens_are_held_until_another_token() -> None:
+    """tokenizers decodes a row of them together: an invalid one changes all."""
+    tokenizer = sentencepiece()
+    valid = ["<0xC3>", "<0xA9>", "a"]
+    pieces, _ = put_all(TextStream(tokenizer, ()), tokenizer.convert_tokens_to_ids(valid))
+    assert pieces == ["", "", "éa", ""]
+    ids = tokenizer.convert_tokens_to_ids(["<0xC3>", "<0xA9>", "<0xC3>", "a"])
+    pieces, _ = put_all(TextStream(tokenizer, ()), ids)
+    assert pieces == ["", "", "", "\ufffd\ufffd\ufffda", ""]
+    # Special tokens do not end the row.
+    ids = tokenizer.convert_tokens_to_ids(["<0xC3>", "<pad>", "<0xA9>", "a"])
+    pieces, _ = put_all(TextStream(tokenizer, ()), ids)
+    assert pieces == ["", "", "", "éa", ""]
+
+
+def test_outer_spaces_are_dropped_and_inner_ones_wait() -> None:
+    stream = TextStream(BYTE_LEVEL, ())
+    pieces, _ = put_all(stream, spelled(" \n a  b \n"))
+    assert pieces == ["", "", "", "a", "", "", "  b", "", "", ""]
+    assert stream.text == "a  b"
+
+
+def test_text_of_a_possible_stop_waits() -> None:
+    stream = TextStream(BYTE_LEVEL, ("bcde", "cx"))
+    pieces, _ = put_all(stream, spelled("abcdfbcy"))
+    assert pieces == ["a", "", "", "", "bcdf", "", "", "bcy", ""]
+    stream = TextStream(BYTE_LEVEL, ("bcde", "cx"))
+    pieces, _ = put_all(stream, spelled("abcd"))
+    assert pieces == ["a", "", "", "", "bcd"]
+    assert not stream.stopped
+
+
+# --- stop strings --------------------------------------------------------------------------------
+
+
+def test_text_ends_before_the_stop() -> None:
+    stream = TextStream(BYTE_LEVEL, ("STOP",))
+    ids = spelled("one two STOP three")
+    pieces, count = put_all(stream, ids)
+    assert "".join(pieces) == stream.text == "one two" and count == 12
+    stream.put(ids[0])
+    stream.end()
+    assert stream.text == "one two" and stream.take() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("xabcy", ("abc", "bc"), "x"),  # the same token completes both: the first to begin
+        ("xabcy", ("bc", "abc"), "x"),
+        ("xabcy", ("abcy", "b"), "xa"),  # complete earlier
+        ("\n\nhello", ("\n",), ""),
+        ("a \n\nb", ("\n\n",), "a"),
+        ("aaab", ("aab",), "a"),
+        ("é😀x", ("😀",), "é"),
+        ("ab", ("abc",), "ab"),
+        ("ab", ("ab",), ""),
+    ],
+)
+def test_earliest_stop_ends(text: str, stops: tuple[str, ...], expected: str) -> None:
+    stream = TextStream(BYTE_LEVEL, stops)
+    pieces, _ = put_all(stream, spelled(text))
+    assert "".join(pieces) == stream.text == expected
+    assert stream.stopped is any(stop in text for stop in stops)
+
+
+def test_a_newline_of_byte_tokens_stops_at_once() -> None:
+    """Llama writes it as a byte token, whose text is otherwise held."""
+    tokenizer = sentencepiece()
+    ids = tokenizer.convert_tokens_to_ids(["▁he", "llo", "<0x0A>", "▁a"])
+    stream = TextStream(tokenizer, ("\n",))
+    assert put_all(stream, ids) == (["he", "llo", ""], 3)
+    long = tokenizer.convert_tokens_to_ids(["a", *["<0x41>"] * 60, "<0x0A>", "b", "b"])
+    stream = TextStream(tokenizer, ("\n",))
+    assert put_all(stream, long)[1] == 63  # with the token after the row
+    assert stream.text == "a" + "A" * 60
+    stream = TextStream(tokenizer, ("\n",))
+    put_all(stream, long[:-2])
+    assert stream.stopped and stream.text == "a" + "A" * 60
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab \n", max_size=25),
+    stops=st.lists(st.text("ab \n", min_size=1, max_size=5), max_size=4),
+)
+def test_stops_against_a_plain_search(text: str, stops: list[str]) -> None:
+    expected, length = text, len(text)
+    for end in range(1, len(text) + 1):
+        begins = [begin for stop in stops if (begin := text[:end].find(stop)) >= 0]
         if begins:
-            expected = part[: min(begins)]
+            expected, length = text[: min(begins)], end
             break
-    assert found == expected.strip()
+    stream = TextStream(BYTE_LEVEL, stops)
+    pieces, count = put_all(stream, spelled(text))
+    assert ("".join(pieces), count) == (expected.strip(), length)
+    assert stream.stopped == any(stop in text for stop in stops)
 
 
-def test_a_stop_string_is_never_shown(tokenizers: Any) -> None:
-    tokenizer = tokenizers["bytes"]
-    ids = tokenizer("abc abd abe", add_special_tokens=False).input_ids
-    text, seen = streamed(tokenizer, ids, ("abe",))
-    assert text == "abc abd" and not any("abe" in piece for piece in seen)
-    assert streamed(tokenizer, ids)[0] == "abc abd abe"  # the control
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_stops_of_every_tokenizer(tokenizer: Any, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=30))
+    text = whole(tokenizer, ids)
+    begin = data.draw(st.integers(0, max(len(text) - 1, 0)))
+    stop = text[begin : begin + data.draw(st.integers(1, 6))] or "a"
+    stream = TextStream(tokenizer, (stop,))
+    pieces, count = put_all(stream, ids)
+    assert "".join(pieces) == stream.text
+    if stream.stopped:
+        read = whole(tokenizer, ids[:count])
+        assert stream.text == read[: read.index(stop)].strip()
+    else:
+        assert stop not in text
 
 
-def test_nothing_follows_a_stop(tokenizers: Any) -> None:
-    tokenizer = tokenizers["bytes"]
-    stream = TextStream(tokenizer, ("b",))
-    for token in tokenizer("a b a a", add_special_tokens=False).input_ids:
+# --- cost and threads ----------------------------------------------------------------------------
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.decoded = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: list[int], **more: Any) -> str:
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, **more)
+
+
+def test_cost_is_linear(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    costs = []
+    for length in (500, 2000):
+        counting = Counting(tokenizer)
+        ids = [rng.randrange(len(tokenizer)) for _ in range(length)]
+        put_all(TextStream(counting, ("never said",)), ids)
+        costs.append(counting.decoded / length)
+    assert max(costs) < 60 and costs[1] < 1.5 * costs[0]
+
+
+@pytest.mark.parametrize("token", ["<0x41>", "<0xFF>", "<pad>", "a", "▁"])
+def test_cost_of_one_token_repeated_is_linear(token: str) -> None:
+    counting = Counting(sentencepiece())
+    put_all(TextStream(counting, ("never said",)), [counting.convert_tokens_to_ids(token)] * 2000)
+    assert counting.decoded < 60 * 2000
+
+
+def test_threads_share_a_stream(vlm: VLM) -> None:
+    tokenizer = vlm.processor.tokenizer
+    ids = tokenizer("a small red circle left of a large blue star. " * 40).input_ids
+    stream, found, done = TextStream(tokenizer, ()), [], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            found.append(stream.take())
+        found.append(stream.take())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for token in ids:
         stream.put(token)
     stream.end()
-    assert stream.text == "a" and stream.stopped
+    done.set()
+    reader.join()
+    assert "".join(found) == whole(tokenizer, ids).strip()
 
 
-def test_special_tokens_have_no_text(tokenizers: Any) -> None:
-    for tokenizer in tokenizers.values():
-        ids = tokenizer("A a", add_special_tokens=False).input_ids
-        end = tokenizer.eos_token_id
-        mixed = [end, *(part for token in ids for part in (token, end))]
-        assert streamed(tokenizer, mixed)[0] == whole(tokenizer, ids)
+# --- in the engine -------------------------------------------------------------------------------
 
 
-def test_cost_is_linear(tokenizers: Any) -> None:
-    """Each token is decoded with a few preceding ones, however long the answer is."""
-    longest = []
+@pytest.mark.parametrize("recipe", ["none", "draft-ngram"])
+def test_stream_of_an_answer(vlm: VLM, recipe: str) -> None:
+    ask = {"images": make_image(), "recipe": recipe, "max_new_tokens": 40}
+    tokenizer = vlm.processor.tokenizer
+    plain = vlm.ask("Describe the image.", **ask)
+    stream = TextStream(tokenizer, ())
+    vlm.ask("Describe the image.", streamer=stream, stopping_criteria=[stream], **ask)
+    assert stream.text == plain.text and not stream.stopped
 
-    class Counting:
-        clean_up_tokenization_spaces = False
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def decode(self, ids: list[int], **more: Any) -> str:
-            longest.append(len(ids))
-            return self.inner.decode(ids, **more)
-
-    tokenizer = tokenizers["bytes"]
-    ids = tokenizer(TEXT * 40, add_special_tokens=False).input_ids
-    assert streamed(Counting(tokenizer), ids)[0] == whole(tokenizer, ids)
-    assert max(longest) < 40 and len(longest) < 3 * len(ids) + 10
+    stop = plain.text[len(plain.text) // 2 :][:4]
+    stream = TextStream(tokenizer, (stop,))
+    stopped = vlm.ask("Describe the image.", streamer=stream, stopping_criteria=[stream], **ask)
+    assert stream.stopped
+    assert stream.text == plain.text[: plain.text.index(stop)].strip()
+    assert len(stopped.token_ids) < len(plain.token_ids)
+    assert stopped.token_ids == plain.token_ids[: len(stopped.token_ids)]

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 
-class OpenAIPenalties(LogitsProcessor):
-    """Lowers the logits of tokens that are in the answer already.
+class OpenAIPenalties:
+    """A logits processor that lowers the scores of tokens that the answer contains.
 
-    With c[j] the number of times that token j was generated, prompt excluded::
+    With ``c[j]`` occurrences of token ``j`` in the answer so far (the prompt does not count) its
+    score decreases by ``c[j] * frequency + (c[j] > 0) * presence``.
 
-        mu[j] <- mu[j] - c[j] * frequency - (c[j] > 0) * presence
-
-    (OpenAI API reference, "frequency and presence penalties"). One object serves one request: the
-    first call gives the length of its prompt.
+    Made for one request: the ids of its first call are the prompt.
 
     Parameters
     ----------
     presence, frequency : float
+        From -2 to 2 in OpenAI's API; negative values make repetition more probable.
     """
 
     def __init__(self, presence: float, frequency: float) -> None:
-        self._presence, self._frequency = presence, frequency
+        self.presence, self.frequency = presence, frequency
         self._prompt: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -32,12 +30,19 @@ class OpenAIPenalties(LogitsProcessor):
         Parameters
         ----------
         input_ids : Tensor, int64, (1, S + T)
-        scores : Tensor, floating, (1, V)
+            Prompt and answer so far.
+        scores : Tensor, float32, (1, V)
             Not modified.
+
+        Returns
+        -------
+        Tensor, float32, (1, V)
         """
         if self._prompt is None:
             self._prompt = input_ids.shape[1]
         answer = input_ids[:, self._prompt :]
-        count = torch.zeros_like(scores)
-        count.scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
-        return scores - count * self._frequency - (count > 0) * self._presence
+        # Counted again in each step: the same ids get the same penalties, in whatever order.
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, answer, torch.ones_like(answer, dtype=scores.dtype)
+        )
+        return scores - counts * self.frequency - (counts > 0) * self.presence

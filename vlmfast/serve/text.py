@@ -7,19 +7,23 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers.models import BPE
+
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONTEXT = 8  # tokens that the next one is decoded after; an incomplete character has at most 3
 _CHECKED = 16  # byte tokens in a row that are searched for stop strings before the row ends
 _REPLACEMENT = "\ufffd"
+# Where a text may be cut before spaces are cleaned up: before a space, but not inside of what
+# ``clean_up_tokenization`` replaces, also one replacement after another (" n ' t").
+_CLEAN_CUT = re.compile(r"[^ 'n](?= )")
 
 
 class TextStream:
     """Text of an answer, token by token, up to a stop string.
 
     A streamer and a stopping criterion in one: pass it to ``generate`` as both. The pieces that
-    `take` returns add up to the text before the first stop string, as
-    ``tokenizer.decode(ids, skip_special_tokens=True)`` gives it, stripped. One thread may add
-    tokens while others take text.
+    `take` returns add up to what ``tokenizer.decode(ids, skip_special_tokens=True)`` has before the
+    first stop string, stripped. One thread may add tokens while others take text.
 
     Parameters
     ----------
@@ -135,8 +139,7 @@ class _Decoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._is_cleaned = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        self._skipped: dict[int, bool] = {}
+        self._is_cleaned = _is_cleaned(tokenizer)
         self._ids: list[int] = []
         self._size = 0  # of the settled text of these ids
         self._bytes = 0  # byte tokens among the last ids that are not decoded yet
@@ -169,10 +172,10 @@ class _Decoder:
         new = settled[self._size :]
         self._size = max(self._size, len(settled))
         if len(self._ids) > 2 * _CONTEXT:
-            # The beginning of a text is decoded in another way, its end is not.
-            size = len(self._decode(self._ids[-_CONTEXT:])) - (len(text) - self._size)
-            if size >= 0:
-                self._ids, self._size = self._ids[-_CONTEXT:], size
+            # The beginning of a text may be decoded in another way, as without its first space.
+            rest, last = text[self._size :], self._decode(self._ids[-_CONTEXT:])
+            if len(last) > len(rest) and last.endswith(rest):
+                self._ids, self._size = self._ids[-_CONTEXT:], len(last) - len(rest)
         return new, ""
 
     def end(self) -> str:
@@ -184,13 +187,23 @@ class _Decoder:
 
     def _is_skipped(self, token: int) -> bool:
         """Whether a token has no text, as special ones and ids outside the vocabulary."""
-        if token not in self._skipped:
-            # Twice: a leading space is stripped from the first token of a text.
-            self._skipped[token] = not self._decode([token, token])
-        return self._skipped[token]
+        # Twice: a leading space is stripped from the first token of a text.
+        return not self._decode([token, token])
 
     def _settled(self, text: str) -> str:
         """The part of the text of the current ids that following ones do not change."""
-        text = text.rstrip(_REPLACEMENT)
-        # What is cleaned up, such as " n't", begins with a space.
-        return text[: max(text.rfind(" "), 0)] if self._is_cleaned else text
+        if text.endswith(_REPLACEMENT):
+            text = text[:-1]
+        if self._is_cleaned:
+            cuts = [match.start() + 1 for match in _CLEAN_CUT.finditer(text)]
+            text = text[: cuts[-1]] if cuts else ""
+        return text
+
+
+def _is_cleaned(tokenizer: Any) -> bool:
+    """Whether ``decode`` removes spaces before punctuation; transformers does not for BPE."""
+    if not tokenizer.clean_up_tokenization_spaces:
+        return False
+    model = type(tokenizer.backend_tokenizer.model) if tokenizer.is_fast else None
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    return model is not BPE or bool(getattr(tokenizer, forced, False))
