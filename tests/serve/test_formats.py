@@ -1,0 +1,106 @@
+"""Response formats and penalties over HTTP, and text that streams: settings reach the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+
+from tiny_models import make_image
+from vlmfast import VLM
+from vlmfast.serve.penalties import OpenAIPenalties
+
+ENUM = {
+    "type": "object",
+    "properties": {"shape": {"enum": ["square", "circle", "star"]}},
+    "required": ["shape"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {
+        "box": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "number", "minimum": 0, "maximum": 1},
+                "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+            },
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["box"],
+    "additionalProperties": False,
+}
+FORCED = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"next": {"$ref": "#/$defs/node"}},
+            "required": ["next"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+def as_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def test_a_schema_that_never_ends_is_followed_to_the_length(served: Any) -> None:
+    found = served.chat(response_format=as_format(FORCED), max_tokens=60).json()["choices"][0]
+    assert found["finish_reason"] == "length"
+    assert found["message"]["content"].startswith('{"next":')
+
+
+def test_a_schema_that_would_stop_the_process_is_refused(served: Any) -> None:
+    """References in a chain are compiled by recursion."""
+    chain = {f"n{n}": {"type": "array", "items": {"$ref": f"#/$defs/n{n + 1}"}} for n in range(400)}
+    schema = {"$ref": "#/$defs/n0", "$defs": {**chain, "n400": {"type": "null"}}}
+    for bad in (schema, {"type": "integer", "multipleOf": 62710561}):
+        found = served.chat(response_format=as_format(bad), max_tokens=4)
+        assert found.status_code == 400, found.text
+        assert found.json()["error"]["param"] == "response_format.json_schema.schema"
+
+
+def test_large_patterns_are_answered_or_refused(served: Any) -> None:
+    bomb = {"type": "string", "pattern": "(((a{1,1000}){1,1000}){1,1000}){1,1000}"}
+    found = served.chat(response_format=as_format(bomb), max_tokens=8)
+    assert found.status_code in (200, 400)
+
+
+def test_streamed_json_validates(served: Any) -> None:
+    schema = NESTED
+    options = {"response_format": as_format(schema), "temperature": 1.2, "seed": 3}
+    plain = served.chat(max_tokens=150, **options).json()["choices"][0]
+    streamed = served.chat(max_tokens=150, stream=True, **options).text
+    lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
+    text = "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
+    assert text == plain["message"]["content"] and plain["finish_reason"] == "stop"
+    jsonschema_rs.validate(schema, json.loads(text))
+
+
+def test_responses_have_the_same_formats(served: Any) -> None:
+    form = {"type": "json_schema", "name": "answer", "schema": ENUM, "strict": True}
+    body = {"model": "tiny", "input": "Which?", "text": {"format": form}}
+    found = served.post("/v1/responses", body).json()["output"][0]["content"][0]["text"]
+    jsonschema_rs.validate(ENUM, json.loads(found))
+    bad = {"type": "json_schema", "name": "answer", "schema": {"type": "thing"}}
+    assert served.post("/v1/responses", {**body, "text": {"format": bad}}).status_code == 400
+
+
+def test_penalties_reach_the_engine(served: Any, shipped: VLM) -> None:
+    changed = 0
+    for seed in range(5):
+        given = {"logits_processor": [OpenAIPenalties(2.0, 2.0)], "max_new_tokens": 24}
+        expected = shipped.ask("Describe it.", make_image(seed=seed), **given).text
+        body = {"max_tokens": 24, "model": "full"}
+        plain = served.chat("Describe it.", seed, **body).json()
+        body |= {"frequency_penalty": 2, "presence_penalty": 2}
+        found = served.chat("Describe it.", seed, **body).json()
+        assert found["choices"][0]["message"]["content"] == expected
+        changed += expected != plain["choices"][0]["message"]["content"]
+    assert changed  # the control
