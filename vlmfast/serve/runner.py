@@ -12,13 +12,13 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from PIL import Image
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from vlmfast.api.answer import Answer, Request
 from vlmfast.api.vlm import VLM
@@ -301,8 +301,8 @@ class Runner:
             return None
         return TextStream(self.vlm.processor.tokenizer, query.stops)
 
-    def _processors(self, query: Query) -> list[LogitsProcessor]:
-        found: list[LogitsProcessor] = []
+    def _processors(self, query: Query) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        found: list[Callable[[Tensor, Tensor], Tensor]] = []
         if query.presence_penalty or query.frequency_penalty:
             found.append(OpenAIPenalties(query.presence_penalty, query.frequency_penalty))
         if query.response_format is not None:
