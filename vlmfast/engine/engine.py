@@ -45,7 +45,7 @@ from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
 from .stats import clock
 
-_PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
+_MOST_PAUSE = 4.0  # largest pause between two interleaved decode steps, in mean decode steps
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
@@ -289,6 +289,28 @@ class Engine:
             self._thread = threading.Thread(target=self._serve, name="vlmfast", daemon=True)
             self._thread.start()
 
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Run the engine in this thread, and wait for requests when there are none.
+
+        A thread that lasts keeps PyTorch's own threads; requests start no thread of their own then.
+
+        Parameters
+        ----------
+        until : callable
+            Whether to return; evaluated after each step, and on `notify`.
+        """
+        self._check_process()
+        with self._changed:
+            self._serving = True
+        try:
+            while not until():
+                with suppress(Exception):  # which the requests concerned have as their error
+                    self.run(until)
+        finally:
+            with self._changed:
+                self._serving = False
+                self._changed.notify_all()
+
     def _serve(self) -> None:
         while True:
             with suppress(BaseException):  # which the requests concerned have as their error
@@ -445,9 +467,19 @@ class Engine:
             raise _stopped(sequence)
         if not self._scheduler.streams or self.adapter.decoding == "compile":
             return
-        if time.monotonic() - self._decoded_at >= _PAUSE * self._decode_s:
+        if time.monotonic() - self._decoded_at >= self._pause * self._decode_s:
             self._end_those_that_must(list(self._scheduler.active))
             self._decode()
+
+    @property
+    def _pause(self) -> float:
+        """Least time between two interleaved decode steps, in mean decode steps.
+
+        Where more prompts wait than rows are decoded, prompts get more of the time: each decode
+        step is cheaper with more rows.
+        """
+        waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
+        return min(1.0 + waiting / max(active, 1), _MOST_PAUSE)
 
     def _decode(self) -> None:
         """Decode one token of every row."""

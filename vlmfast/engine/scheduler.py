@@ -37,6 +37,10 @@ class Scheduler:
         return [sequence for _, _, sequence in self._waiting]
 
     @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
     def streams(self) -> bool:
         """Whether any row is streamed."""
         return any(sequence.streamed for sequence in self.active)

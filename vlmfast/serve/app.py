@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,13 +69,28 @@ class Server:
         self.ready, self.draining = False, False
         self.failure: Exception | None = None
 
-    def start(self) -> None:
-        """Load the model, and answer a first question; blocks."""
-        vlm = self._load()
-        runner = Runner(vlm, self.config)
-        self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(vlm.processor.tokenizer)
-        runner.warm_up()
+    def run(self) -> None:
+        """Load the model, answer a first question, and run the engine until `close`.
+
+        One thread does all of it: each thread that has computed keeps threads of PyTorch's, which
+        would take the cores of the engine's.
+        """
+        try:
+            vlm = self._load()
+            runner = Runner(vlm, self.config)
+            self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(vlm.processor.tokenizer)
+            runner.warm_up()
+        except Exception as error:
+            LOG.error("the model cannot be loaded: %s", error)
+            self.failure = error
+            return
         self.runner, self.ready = runner, True
+        runner.run()
+
+    def close(self) -> None:
+        """Let `run` return."""
+        if self.runner is not None:
+            self.runner.close()
 
     @property
     def running(self) -> Runner:
@@ -201,11 +217,9 @@ def create_app(server: Server) -> Gate:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_loaded(server))
+        threading.Thread(target=server.run, name="vlmfast", daemon=True).start()
         yield
-        loading.cancel()
-        if server.runner is not None:
-            server.runner.close()
+        server.close()
 
     app = FastAPI(
         title="vlmfast",
@@ -237,14 +251,6 @@ def create_app(server: Server) -> Gate:
         return JSONResponse(found.body, found.status, getattr(error, "headers", None))
 
     return Gate(app, server.config, lambda: server.draining)
-
-
-async def _loaded(server: Server) -> None:
-    try:
-        await asyncio.to_thread(server.start)
-    except Exception as error:  # the one that runs the server reports it
-        LOG.error("the model cannot be loaded: %s", error)
-        server.failure = error
 
 
 def _add_routes(app: FastAPI, server: Server) -> None:

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+import torch
 from PIL import Image
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -173,7 +175,8 @@ class Runner:
             [] if ends is None else ends if isinstance(ends, list) else [ends],
         )
         self._samples = bool(own.do_sample)
-        self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media")
+        self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", _alone)
+        self._closed = False
         self._preparing = 0
 
     @property
@@ -240,9 +243,15 @@ class Runner:
         running.start()
         return running
 
+    def run(self) -> None:
+        """Run the engine in this thread until `close`."""
+        self.vlm.engine.serve(lambda: self._closed)
+
     def close(self) -> None:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        self.vlm.engine.notify()
 
     def _check_queue(self) -> None:
         waiting = self._preparing + self.vlm.engine.load().waiting
@@ -309,6 +318,16 @@ class Runner:
             grammar = self._grammars.processor(query.response_format)
             found += [] if grammar is None else [grammar]
         return found
+
+
+def _alone() -> None:
+    """Compute in this thread alone.
+
+    Threads of OpenMP that belong to it would take the cores of the engine's, and, since there are
+    more of them than cores, make libgomp put threads to sleep between any two operations.
+    """
+    torch.get_num_threads()  # otherwise PyTorch's first operation sets it
+    threadpool_limits(1, "openmp")
 
 
 def _tenant(key: str, salt: str) -> str:
