@@ -227,6 +227,7 @@ def create_app(server: Server) -> Gate:
         summary="OpenAI's API for vision-language models with compression recipes",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         lifespan=lifespan,
     )
     _add_routes(app, server)

@@ -195,6 +195,8 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             raise RequestError("the body did not arrive in time", 408, code="timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
         size = len(message.get("body", b""))
         if self.received + size > self._most:
             raise self._too_large()

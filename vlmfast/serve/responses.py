@@ -288,6 +288,7 @@ class Events:
     def failed(self, error: Exception) -> str:
         """The event that ends a response without an answer."""
         found = as_request_error(error)
-        told = {"code": found.code or "server_error", "message": found.message}
+        other = "invalid_prompt" if found.status < 500 else "server_error"
+        told = {"code": found.code or other, "message": found.message}
         failure = {**self._response(None), "status": "failed", "error": told}
         return self._event("response.failed", response=failure)

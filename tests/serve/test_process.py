@@ -1,0 +1,261 @@
+"""``vlmfast serve`` as a process: how it starts, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+
+import server_fuzz
+
+ROOT = Path(__file__).parents[2]
+GUARD = 120.0  # seconds; only a test that fails waits as long
+# An answer that ends after many tokens, however many the model would write.
+LONG = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "long",
+        "schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 120, "maxItems": 120},
+    },
+}
+
+
+def started(*options: str, **environment: str) -> subprocess.Popen[str]:
+    """A process of ``vlmfast serve``."""
+    inherited = {key: value for key, value in os.environ.items() if key != "VLMFAST_API_KEY"}
+    paths = os.pathsep.join([str(ROOT), inherited.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "vlmfast", "serve", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=inherited | {"PYTHONPATH": paths} | environment,
+    )
+
+
+@dataclass
+class Process:
+    """A server that has told its URL.
+
+    Parameters
+    ----------
+    popen : Popen
+    port : int
+    output : str
+        Of stdout.
+    errors : list of str
+        Of stderr, as they come.
+    """
+
+    popen: subprocess.Popen[str]
+    port: int
+    output: str
+    errors: list[str] = field(default_factory=list)
+
+    def request(
+        self, method: str, path: str, body: Any = None, key: str = "", **more: Any
+    ) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GUARD)
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        content = None if body is None else json.dumps(body | more)
+        connection.request(method, path, content, headers)
+        return connection.getresponse()
+
+    def chat(self, key: str = "", **more: Any) -> http.client.HTTPResponse:
+        return self.request("POST", server_fuzz.CHAT, question(**more), key)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.popen.send_signal(number)
+
+    def ended(self) -> int:
+        """The exit code, as soon as there is one."""
+        return self.popen.wait(GUARD)
+
+
+def question(text: str = "What is here?", **more: Any) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": server_fuzz.data_url(server_fuzz.IMAGE)}}
+    content = [image, {"type": "text", "text": text}]
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
+
+
+@contextlib.contextmanager
+def running(*options: str, **environment: str) -> Iterator[Process]:
+    """A server that is ready."""
+    if "--port" not in options:
+        options = ("--port", "0", *options)
+    popen = started("tiny", *options, **environment)
+    errors: list[str] = []
+    # Read all the time: a full pipe would stop the server.
+    reader = threading.Thread(target=lambda: errors.extend(popen.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        line = popen.stdout.readline() if popen.stdout else ""
+        assert "is served at http://" in line, (line, errors)
+        port = int(line.partition("/v1")[0].rpartition(":")[2])
+        yield Process(popen, port, line, errors)
+    finally:
+        popen.kill()
+        popen.wait()
+        reader.join(GUARD)
+        for pipe in (popen.stdout, popen.stderr):
+            if pipe:
+                pipe.close()
+
+
+def streamed(response: http.client.HTTPResponse) -> tuple[str, bool]:
+    """The text of a stream, and whether it is complete."""
+    text, done = "", False
+    with contextlib.suppress(http.client.HTTPException, ConnectionError):
+        for line in response:
+            if line.strip() == b"data: [DONE]":
+                done = True
+            elif line.startswith(b"data: "):
+                text += _delta(line)
+    return text, done
+
+
+def first_text(response: http.client.HTTPResponse) -> str:
+    """Read a stream up to its first text."""
+    for line in response:
+        if line.startswith(b"data: {") and (text := _delta(line)):
+            return text
+    raise AssertionError("the stream has no text")
+
+
+def _delta(line: bytes) -> str:
+    (choice,) = json.loads(line[6:])["choices"]
+    return choice["delta"].get("content") or ""
+
+
+# --- how it starts -------------------------------------------------------------------------------
+
+
+def test_servers_that_cannot_start_exit_with_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        # In parallel, since most of the time is spent on imports.
+        processes = {
+            f"cannot listen on 127.0.0.1 port {port}": started("tiny", "--port", port),
+            "no-such-model": started("no-such-model", "--port", "0", HF_HUB_OFFLINE="1"),
+            # Before anything is loaded: the model is unknown, too.
+            "lets other machines connect": started("no-such-model", "--host", "0.0.0.0"),
+        }
+        try:
+            for reason, process in processes.items():
+                output, errors = process.communicate(timeout=GUARD)
+                assert process.returncode == 2, errors
+                lines = [line for line in errors.splitlines() if "vlmfast: error:" in line]
+                assert len(lines) == 1 and reason in lines[0], errors
+                assert "Traceback" not in errors and not output
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+
+
+# --- how it ends ---------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
+    """Keys, the log, a request whose headers stall, and a signal while an answer is streamed."""
+    file = tmp_path / "keys"
+    file.write_text("key-in-file\n\nsecond-in-file\n")
+    options = ("--api-key-file", str(file), "--timeout", "60", "--grace", "60")
+    with running(*options, VLMFAST_API_KEY="key-in-environment,other-one") as server:
+        keys = ("key-in-file", "second-in-file", "key-in-environment", "other-one")
+        for key in keys:
+            assert server.request("GET", "/v1/models", key=key).status == 200
+        for key in ("", "key-in-environment,other-one", "key"):
+            assert server.request("GET", "/v1/models", key=key).status == 401
+        assert server.chat("key-in-file", text="hidden words", max_tokens=2).status == 200
+
+        options = {"stream": True, "response_format": LONG, "temperature": 0}
+        response = server.chat("other-one", **options)
+        text = first_text(response)
+        server.stop()
+        status = 503
+        with contextlib.suppress(ConnectionError):
+            status = server.chat("other-one", max_tokens=1).status
+        assert status == 503
+        rest, done = streamed(response)
+        assert done and len(json.loads(text + rest)) == 120
+        assert server.ended() == 0
+    printed = "".join([server.output, *server.errors])
+    assert "completion_tokens" in printed  # the log is there
+    for secret in (*keys, "hidden", "base64"):
+        assert secret not in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once() -> None:
+    with running("--grace", "100") as server:
+        response = server.chat(stream=True, response_format=LONG)
+        first_text(response)
+        server.stop()
+        server.stop()
+        assert server.ended() == 0
+        assert not streamed(response)[1]
+    # The control: the same answer is complete after one signal.
+    with running("--grace", "100") as server:
+        response = server.chat(stream=True, response_format=LONG)
+        first_text(response)
+        server.stop()
+        assert streamed(response)[1]
+
+
+@pytest.mark.slow
+def test_the_grace_ends() -> None:
+    with running("--grace", "1") as server:
+        responses = [server.chat(stream=True, response_format=LONG, seed=n) for n in range(40)]
+        server.stop()
+        assert server.ended() == 0
+        assert not all(streamed(response)[1] for response in responses)
+
+
+@pytest.mark.slow
+def test_a_killed_server_can_be_started_again() -> None:
+    with running() as server:
+        response = server.chat(stream=True, response_format=LONG)
+        first_text(response)
+        server.stop(signal.SIGKILL)
+        assert server.ended() == -signal.SIGKILL
+        assert not streamed(response)[1]
+    with running("--port", str(server.port)) as again:
+        assert again.port == server.port
+        assert again.chat(max_tokens=2).status == 200
+        assert again.request("GET", "/health").status == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True], ids=["first", "second"])
+def test_headers_that_stall_end(keep: bool) -> None:
+    """Also on a connection that has carried a request already."""
+    with (
+        running("--timeout", "1") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=GUARD) as stalled,
+    ):
+        if keep:
+            stalled.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert stalled.recv(65536).startswith(b"HTTP/1.1 200")
+        stalled.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
+        assert stalled.recv(65536) == b""
+        assert server.request("GET", "/health").status == 200

@@ -1,0 +1,840 @@
+"""Fuzzing of the server: requests that are wrong in every part, and checks of its responses.
+
+A seed and a number determine a request. `Fuzz` draws them, `send` sends one over a socket of its
+own, and `violation` tells what is wrong with its response.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import http.server
+import io
+import json
+import random
+import socket
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import media_fixtures as fx
+import vlmfast
+from damaged_media import damaged
+from tiny_models import make_image
+from vlmfast.api.vlm import methods
+
+CHAT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
+KINDS = ("fields", "fields", "media", "recipe", "settings", "http", "leaving")
+# Of a response; its type is named by what was wrong. 503 only with these codes.
+STATUSES = {200, 400, 404, 405, 408, 413, 415, 429, 503}
+TEMPORARY = {"loading", "out_of_memory"}
+# uvicorn's answer to what is not HTTP.
+NOT_HTTP = b"Invalid HTTP request received."
+# What a response must not contain unless its request did.
+SECRETS = (
+    "Traceback",
+    'File "',
+    "site-packages",
+    str(Path(vlmfast.__file__).parents[1]),
+    str(Path.home()) + "/",
+    tempfile.gettempdir() + "/",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request as it is sent.
+
+    Parameters
+    ----------
+    name : str
+        How it was drawn, for messages.
+    content : bytes
+        All that is sent, HTTP included.
+    received : int, optional
+        Number of bytes of the response after which the client leaves; all if ``None``.
+    ends : bool
+        Whether the client closes its side after the request, as one that is cut off.
+    responses : int
+        How many are expected on the connection.
+    """
+
+    name: str
+    content: bytes = field(repr=False)
+    received: int | None = None
+    ends: bool = False
+    responses: int = 1
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response: its status and headers, and all of its body; status 0 is a closed connection."""
+
+    status: int
+    kind: str = ""
+    body: bytes = b""
+
+
+# --- sending -------------------------------------------------------------------------------------
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A whole request."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def send(port: int, case: Case, guard: float) -> list[Reply]:
+    """Send a request, and read what comes back.
+
+    Raises
+    ------
+    TimeoutError
+        If the server does not say anything for `guard` seconds.
+    """
+    with socket.create_connection(("127.0.0.1", port), timeout=guard) as connection:
+        with contextlib.suppress(ConnectionError):  # the server may answer before it has read all
+            connection.sendall(case.content)
+            if case.ends:
+                connection.shutdown(socket.SHUT_WR)
+        if case.received is not None:
+            with contextlib.suppress(ConnectionError):
+                connection.recv(max(case.received, 1)) if case.received else b""
+            return []
+        return list(_replies(connection, case))
+
+
+def _replies(connection: socket.socket, case: Case) -> Iterator[Reply]:
+    method = case.content.split(b" ", 1)[0].decode("latin-1")
+    for _ in range(case.responses):
+        response = http.client.HTTPResponse(connection, method=method)
+        try:
+            response.begin()
+            body = response.read()
+        except (ConnectionError, http.client.HTTPException):
+            yield Reply(0)
+            return
+        yield Reply(response.status, response.headers.get("content-type", ""), body)
+        if response.will_close:
+            return
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def violation(case: Case, reply: Reply) -> str | None:
+    """What is wrong with a response; ``None`` if nothing is."""
+    if reply.status == 0:
+        return None if case.name.startswith("http") else "the connection was closed"
+    text = reply.body.decode("utf-8", "replace")
+    sent = case.content.decode("utf-8", "replace")
+    shown = [secret for secret in SECRETS if secret in text and secret not in sent]
+    if shown:
+        return f"{shown} in {text[:300]}"
+    if reply.status not in STATUSES:
+        return f"status {reply.status}: {text[:300]}"
+    if reply.status == 200:
+        return _wrong_answer(reply, text) if text else None  # to HEAD
+    if case.name.startswith("http") and (not text or reply.body == NOT_HTTP):
+        return None  # to HEAD, and to what is not HTTP
+    if reply.kind != "application/json":
+        return f"an error of type {reply.kind!r}: {text[:300]}"
+    return wrong_error(text, reply.status)
+
+
+def _wrong_answer(reply: Reply, text: str) -> str | None:
+    if reply.kind.startswith("application/json"):
+        json.loads(text, parse_constant=_refuse)
+    elif reply.kind.startswith("text/event-stream"):
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if not events:
+            return "a stream without events"
+        for event in events:
+            if event == "[DONE]":
+                continue
+            found = json.loads(event, parse_constant=_refuse)
+            error = found.get("error") or (found.get("response") or {}).get("error")
+            if error and error["code"] in ("internal_error", "server_error"):
+                return f"a stream with {error}"
+    return None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def wrong_error(text: str, status: int) -> str | None:
+    """Where an error does not have OpenAI's form."""
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"no error object: {text[:300]}"
+    if error.keys() != {"message", "type", "param", "code"} or not error["type"]:
+        return f"another form: {error}"
+    message = error["message"]
+    if not message or not all(char.isprintable() for char in message) or len(message) > 2000:
+        return f"the message is not a line: {message[:300]!r}"
+    if status == 503 and error["code"] not in TEMPORARY:
+        return f"503 with code {error['code']}"
+    return None
+
+
+@dataclass
+class Report:
+    """What came of many requests.
+
+    Attributes
+    ----------
+    statuses : Counter
+        By kind of request and status.
+    violations : list of str
+    """
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+
+    def count(self, status: int, kind: str = "") -> int:
+        return sum(n for (name, of), n in self.statuses.items() if of == status and kind in name)
+
+
+def run(port: int, cases: Iterable[Case], connections: int, guard: float) -> Report:
+    """Send requests over several connections at a time."""
+    report = Report()
+
+    def one(case: Case) -> None:
+        try:
+            replies = send(port, case, guard)
+            found = [violation(case, reply) for reply in replies]
+        except Exception as error:
+            replies, found = [], [f"{type(error).__name__}: {error}"]
+        for reply in replies:
+            report.statuses[case.name.split(" ")[0], reply.status] += 1
+        report.violations += [f"{case.name}: {text}" for text in found if text]
+
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(one, cases))
+    return report
+
+
+# --- what must not be reached --------------------------------------------------------------------
+
+
+@dataclass
+class Canary:
+    """An HTTP server that counts who connects.
+
+    Attributes
+    ----------
+    url : str
+    count : int
+    """
+
+    url: str
+    count: int = 0
+
+
+@contextlib.contextmanager
+def canary(host: str = "127.0.0.1", answer: Callable[[str], str] | None = None) -> Iterator[Canary]:
+    """Listen on an address; ``answer`` maps a path to the URL of a redirect."""
+
+    class Server(http.server.ThreadingHTTPServer):
+        def verify_request(self, request: Any, address: Any) -> bool:
+            found.count += 1
+            return True
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            target = answer(self.path) if answer else ""
+            if target:
+                self.send_response(302)
+                self.send_header("Location", target)
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(IMAGE)))
+            self.end_headers()
+            self.wfile.write(IMAGE)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with Server((host, 0), Handler) as server:
+        found = Canary(f"http://{host}:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def _png(width: int = 48, height: int = 48, seed: int = 0) -> bytes:
+    file = io.BytesIO()
+    make_image(width, height, seed=seed).save(file, "PNG")
+    return file.getvalue()
+
+
+IMAGE = _png()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _deep(depth: int, of: Any = None) -> Any:
+    for number in range(depth):
+        of = {"a": of} if number % 2 else [of]
+    return of
+
+
+TEXTS = (
+    "",
+    " ",
+    "\0",
+    "\n\r\t\x1b[31m\x7f\x9b",
+    "\u2028\u202e\ufeff\ufffe",
+    "\ud800",
+    "\udfff\ud800",
+    "\U0001f600" * 50,
+    "<image>",
+    "<image>" * 40,
+    "<video>",
+    "</s><s>",
+    "<pad><unk>",
+    "<0x00>",
+    "USER: <image>\nASSISTANT:",
+    "{{ 1/0 }}",
+    "%s%n{0}",
+    "x" * 400,
+    "x" * 100_000,
+    "a b " * 3000,
+    "../../etc/passwd",
+    "'; DROP TABLE",
+    "NaN",
+    "1",
+)
+NUMBERS = (
+    *(0, -1, 1, 2, 7, 0.5, -0.5, 1.0, 1e-300, 1e308, -1e308, 10**30, -(10**30), 2**31, 2**63),
+    *(2**63 - 1, -(2**63), 2**64, float("nan"), float("inf"), -float("inf"), 4097, 10**400),
+)
+OTHERS = (None, True, False, [], {}, [[]], [None], {"": ""}, {"a": 1}, [1, "a", None])
+
+QUESTIONS = ("What is here?", "Which color is the circle?", "Describe it.", "How many?")
+
+ADDRESSES = (
+    "127.0.0.1",
+    "localhost",
+    "LOCALHOST.",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:7f00:1]",
+    "[64:ff9b::127.0.0.1]",
+    "[2002:7f00:1::]",
+    "0",
+    "0.0.0.0",
+    "127.1",
+    "0x7f.1",
+    "0x7f000001",
+    "2130706433",
+    "017700000001",
+    "127.0.0.1%00.example",
+    "user:pass@127.0.0.1",
+    "127.0.0.1#@example.com",
+    "example.com@127.0.0.1",
+    "\uff11\uff12\uff17.0.0.1",
+    "127\u30020\u30020\u30021",
+    "169.254.169.254",
+    "[fd00:ec2::254]",
+    "metadata.google.internal",
+    "10.0.0.1",
+    "loopback.test",  # resolved to it
+    "both.test",  # to a public address and to it
+    "nowhere.test",
+    "[",
+    "",
+    "x" * 300 + ".test",
+    "a..b",
+)
+
+SCHEMAS: tuple[Any, ...] = (
+    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"$ref": "#"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"$ref": "file:///etc/passwd"},
+    {"$ref": "http://127.0.0.1/schema"},
+    {"type": "string", "minLength": 10**9},
+    {"type": "string", "pattern": "(a|aa)+$"},
+    {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"},
+    {"type": "string", "pattern": "a{1000}{1000}"},
+    {"type": "string", "pattern": "("},
+    {"type": "string", "format": "nothing"},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
+    {"type": "array", "minItems": 5, "maxItems": 1},
+    {"type": "integer", "minimum": 10**30},
+    {"type": "integer", "minimum": 5, "maximum": 1},
+    {"type": "number", "multipleOf": 1e-300},
+    {"enum": []},
+    {"enum": [f"value {number}" for number in range(3000)]},
+    {"const": "\n\u2028"},
+    {"type": "wizard"},
+    {"type": 5},
+    {"not": {}},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"anyOf": [{"type": "object", "properties": {str(n): {"$ref": "#"}}} for n in range(50)]},
+    {"oneOf": [{"minimum": n} for n in range(100)]},
+    {"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False},
+    {"type": "object", "required": [f"a{n}" for n in range(500)]},
+    {"properties": _deep(150)},
+    {"properties": {"a": _deep(100, {"type": "string"})}},
+    {"if": {"type": "string"}, "then": False, "else": False},
+    {"x" * 60_000: True},
+    {"description": "x" * 70_000},
+    {},
+)
+
+
+class Fuzz:
+    """Draws requests.
+
+    Parameters
+    ----------
+    seed : str
+    models : sequence of str
+        Names of the served model.
+    canary : str
+        URL of a server that must not be reached.
+    redirects : str
+        URL of one that answers every path with a redirect to the URL in it.
+    folder : Path, optional
+        From which the server may read files.
+    """
+
+    def __init__(
+        self,
+        seed: str,
+        models: tuple[str, ...],
+        canary: str = "http://127.0.0.1:9",
+        redirects: str = "",
+        folder: Path | None = None,
+    ) -> None:
+        self._seed, self._models = seed, models
+        self._port = canary.rpartition(":")[2]
+        self._redirects, self._folder = redirects, folder
+        self._methods = methods()
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "a.mp4"
+            self._video = fx.write_video(path, 6, height=32, width=48).read_bytes()
+        self._long = _still(100_000)
+        image = Image.fromarray(fx.make_image(20, 24))
+        self._images = [fx.encoded(image, kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP")]
+
+    def case(self, number: int, kind: str = "") -> Case:
+        """Request ``number``."""
+        rng = random.Random(f"{self._seed}/{number}")
+        kind = kind or rng.choice(KINDS)
+        case: Case = getattr(self, f"_{kind}")(rng)
+        what = case.name or case.content[-200:].decode("utf-8", "replace")
+        name = f"{kind} #{number} {what}"
+        return Case(name, case.content, case.received, case.ends, case.responses)
+
+    # --- valid ---
+
+    def valid(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
+        """A request that is answered, with few tokens."""
+        path = rng.choice((CHAT, CHAT, CHAT, RESPONSES, TOKENIZE))
+        image = data_url(_png(rng.choice((32, 48, 90)), 48, rng.randrange(40)))
+        text, length = rng.choice(QUESTIONS), rng.randrange(1, 6)
+        body: dict[str, Any] = {"model": rng.choice(self._models)}
+        if path == RESPONSES:
+            content = [
+                {"type": "input_image", "image_url": image},
+                {"type": "input_text", "text": text},
+            ]
+            body["input"] = [{"role": "user", "content": content}]
+            body["max_output_tokens"] = length
+        else:
+            parts: list[Any] = [
+                {"type": "image_url", "image_url": {"url": image}},
+                {"type": "text", "text": text},
+            ]
+            if rng.random() < 0.1:
+                url = data_url(self._video, "video/mp4")
+                parts[0] = {"type": "video_url", "video_url": {"url": url}}
+                body["num_frames"] = 2
+            body["messages"] = [{"role": "user", "content": parts}]
+            if rng.random() < 0.2:
+                said = {"role": "assistant", "content": "a circle"}
+                body["messages"] += [said, {"role": "user", "content": text}]
+        if path == CHAT:
+            body["max_tokens"] = length
+            more = {
+                "temperature": rng.choice((0, 1, 0.7)),
+                "seed": 3,
+                "stop": ["e"],
+                "logprobs": True,
+                "presence_penalty": 0.5,
+                "top_p": 0.9,
+                "user": "u",
+            }
+            body |= {key: more[key] for key in rng.sample(sorted(more), rng.randrange(4))}
+        if path != TOKENIZE and rng.random() < 0.4:
+            body["stream"] = True
+        return path, body
+
+    # --- wrong fields ---
+
+    def _fields(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            self._change(rng, body)
+        content = self._written(rng, body)
+        if rng.random() < 0.15:
+            content = damaged(content, str(rng.random()))
+        shown = content if len(content) < 300 else content[:80] + b"..." + content[-200:]
+        return Case(repr(shown), post(path, content))
+
+    def _change(self, rng: random.Random, body: dict[str, Any]) -> None:
+        """Change one place, fields of the top level as often as all others."""
+        holder: Any = body
+        while isinstance(holder, dict | list) and holder:
+            keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            key = rng.choice(keys)
+            if isinstance(holder[key], dict | list) and holder[key] and rng.random() < 0.7:
+                holder = holder[key]
+                continue
+            break
+        else:
+            return
+        match rng.randrange(6):
+            case 0 if isinstance(holder, dict):
+                del holder[key]
+            case 1 if isinstance(holder, dict):
+                name = rng.choice((*TEXTS[:16], "tools", "n", "store", "weights", "__proto__"))
+                holder[name] = self._value(rng)
+            case 2 if isinstance(holder, list):
+                holder += [deepcopy(holder[key]) for _ in range(rng.choice((1, 9, 3000)))]
+            case 3:
+                holder[key] = [holder[key]]
+            case _:
+                holder[key] = self._value(rng)
+
+    def _value(self, rng: random.Random) -> Any:
+        odd = rng.choice((TEXTS, NUMBERS, OTHERS, None))
+        return rng.choice(odd) if odd else _deep(rng.choice((3, 100, 190, 400)))
+
+    def _written(self, rng: random.Random, body: Any) -> bytes:
+        plain = rng.random() < 0.5
+        text = json.dumps(body, ensure_ascii=plain)
+        if rng.random() < 0.05:
+            text = text[:-1] + ',"model":"tiny","messages":[]}'  # repeated fields
+        return text.encode("utf-8", "surrogatepass")
+
+    # --- media ---
+
+    def _media(self, rng: random.Random) -> Case:
+        kind = rng.choice(("image", "image", "video"))
+        url = self._odd_url(rng, kind)
+        part = {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+        path = rng.choice((CHAT, TOKENIZE, RESPONSES))
+        body: dict[str, Any] = {"model": self._models[0]}
+        if path == RESPONSES:
+            part = {"type": "input_image", "image_url": url}
+            body |= {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 2}
+        else:
+            body["messages"] = [{"role": "user", "content": [part]}]
+            if rng.random() < 0.3:
+                frames = {"num_frames": (1, 3, 64, 65, 10**9, 2**62), "fps": (1e-9, 2, 1e9, 1e308)}
+                name = rng.choice(sorted(frames))
+                body[name] = rng.choice(frames[name])
+        if path == CHAT:
+            body |= {"max_tokens": 2, "stream": rng.random() < 0.3}
+        return Case(url[:120], post(path, json.dumps(body).encode()))
+
+    def _odd_url(self, rng: random.Random, kind: str) -> str:
+        if rng.random() < 0.45:
+            return self._address(rng)
+        types = ("image/png", "image/gif", "video/mp4", "text/html", "", "image/" + "x" * 100)
+        declared = rng.choice((f"{kind}/png", f"{kind}/mp4", *types))
+        data = self._content(rng)
+        url = data_url(data, declared)
+        match rng.randrange(8):
+            case 0:
+                return url[: rng.randrange(len(url))]
+            case 1:
+                at = rng.randrange(len(url))
+                return url[:at] + rng.choice(("\n", "%", "\0", "é", "=", ",")) + url[at:]
+            case 2:
+                return f"data:{declared}," + "%41" * rng.choice((0, 3, 400_000))
+            case _:
+                return url
+
+    def _content(self, rng: random.Random) -> bytes:
+        valid = rng.choice((*self._images, self._video, self._long))
+        odd = (
+            b"",
+            b"\0" * 200,
+            b"GIF89a",
+            b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+            b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:" + self._port.encode() + b"/a.ts\n",
+            b"ffconcat version 1.0\nfile '/etc/passwd'\n",
+            fx.png_header(20_000, 15_000),
+            fx.png_header(2**31 - 1, 2**31 - 1),
+            fx.png_header(0, 0),
+            _gif_bomb(60_000, 1),
+            _gif_bomb(3000, 400),
+            rng.randbytes(rng.choice((1, 30, 5000))),
+        )
+        match rng.randrange(3):
+            case 0:
+                return rng.choice(odd)
+            case 1:
+                return damaged(valid, str(rng.random()))
+            case _:
+                return valid
+
+    def _address(self, rng: random.Random) -> str:
+        scheme = rng.choice(("http", "http", "https", "HTTP", "ftp", "gopher", "file", "data", ""))
+        if scheme in ("file", ""):
+            return self._file(rng, scheme)
+        url = f"{scheme}://{rng.choice(ADDRESSES)}:{self._port}/image.png"
+        if self._redirects and rng.random() < 0.3:
+            return f"{self._redirects}/{url}"
+        return url
+
+    def _file(self, rng: random.Random, scheme: str) -> str:
+        names = ["/etc/passwd", "/proc/self/environ", "/dev/zero", "a.png", "../a.png", "", "%00"]
+        if self._folder is not None:
+            inside = (
+                "a.png",
+                "out.png",
+                "deep/../../secret.png",
+                "missing",
+                "pipe",
+                "",
+                "a.png%00",
+            )
+            names += [f"{self._folder}/{name}" for name in inside]
+        name = rng.choice(names)
+        return f"{scheme}://{name}" if scheme else name
+
+    # --- recipes ---
+
+    def _recipe(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        recipe = "+".join(self._stage(rng) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+        if rng.random() < 0.1:
+            recipe = damaged(recipe.encode(), str(rng.random())).decode("latin-1")
+        body["recipe"] = recipe
+        return Case(recipe[:200], post(path, json.dumps(body).encode()))
+
+    def _stage(self, rng: random.Random) -> str:
+        if rng.random() < 0.1:
+            odd = (
+                *(
+                    "balanced",
+                    "none",
+                    "fast",
+                    "hirde:0.2",
+                    "hired:",
+                    ":",
+                    "+",
+                    "hired:9",
+                    "a" * 900,
+                ),
+                *("snapkv:window=1000000000", "draft-ngram:n=100000", "draft-ngram:tokens=100000"),
+                *("elastic:weights=/etc/passwd", "draft-eagle:weights=http://127.0.0.1/"),
+            )
+            return rng.choice((*odd, *TEXTS[:12]))
+        method = rng.choice(self._methods)
+        parameters = method["parameters"]
+        chosen = rng.sample(parameters, rng.randrange(min(4, len(parameters) + 1)))
+        settings = [f"{p['name']}={self._setting(rng, p)}" for p in chosen]
+        return method["name"] + (f":{','.join(settings)}" if settings else "")
+
+    def _setting(self, rng: random.Random, parameter: dict[str, Any]) -> str:
+        if rng.random() < 0.15:
+            values = ("", "nan", "inf", "-1", "0", "1e308", "9" * 30, "/etc", "true", "a/b", "0x10")
+            return rng.choice(values)
+        kind = parameter["type"]
+        if choices := parameter.get("choices"):
+            return str(rng.choice(choices))
+        if "tuple" in kind:
+            return "/".join(str(round(rng.random(), 3)) for _ in range(rng.randrange(1, 6)))
+        if "float" in kind:
+            return str(rng.choice((0.01, 0.1, 0.25, 0.5, 0.9, 1, 1.5, 32, 1e6)))
+        if "int" in kind:
+            return str(rng.choice((0, 1, 2, 3, 4, 5, 8, 16, 64, 1000, 10**5, 10**9)))
+        if "bool" in kind:
+            return rng.choice(("true", "false"))
+        return rng.choice(("auto", "openai", "/etc/passwd", "../x", "hub/id"))
+
+    # --- settings ---
+
+    def _settings(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        schema = rng.choice(SCHEMAS)
+        if path == CHAT:
+            formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            more = {
+                "stop": rng.choice((["a"] * 200, [""], "x" * 257, ["\0"], ["e", "ee", " "], [])),
+                "max_tokens": rng.choice((0, -1, 1, 40, 4096, 4097, 2**63, 10**30)),
+                "temperature": rng.choice((0, 1e-30, 1e-5, 2, 2.1, -0.0)),
+                "top_p": rng.choice((1e-30, 1e-9, 1, 0)),
+                "top_k": rng.choice((0, 1, 10**6, 2**31, 2**63, 10**30)),
+                "seed": rng.choice((-(2**63), 2**63 - 1, 2**63, -1)),
+                "presence_penalty": rng.choice((-2, 2, 2.5)),
+                "frequency_penalty": rng.choice((-2, 2, -1e-300)),
+                "logprobs": rng.choice((True, False)),
+                "top_logprobs": rng.choice((0, 20, 21)),
+                "response_format": rng.choice((formats, formats, {"type": "json_object"})),
+                "cache_salt": rng.choice(("\0", "x" * 256, "x" * 257)),
+                "trace": True,
+            }
+            body |= {key: more[key] for key in rng.sample(sorted(more), rng.randrange(1, 6))}
+        elif path == RESPONSES:
+            body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+            body["max_output_tokens"] = rng.choice((1, 10, 40, 4097, 10**30))
+        else:
+            body["trace"] = True
+        shown = {key: value for key, value in body.items() if key not in ("messages", "input")}
+        return Case(repr(shown)[:300], post(path, json.dumps(body).encode()))
+
+    # --- HTTP ---
+
+    def _http(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        content = json.dumps(body).encode()
+        whole = post(path, content)
+        head, _, _ = whole.partition(b"\r\n\r\n")
+        bare = b"\r\n".join(line for line in head.split(b"\r\n") if b"Length" not in line)
+        chunked = bare + b"\r\nTransfer-Encoding: chunked"
+        length, get = bare + b"\r\nContent-Length: ", b"GET /health HTTP/%s\r\nHost: localhost\r\n"
+        websocket = ("Connection: upgrade", "Upgrade: websocket")
+        method, place = rng.choice(METHODS), rng.choice(TARGETS)
+        requests = {
+            "cut": whole[: rng.randrange(1, len(whole))],
+            "cut head": whole[: rng.randrange(20, len(head))],
+            "stalls": whole[: rng.randrange(len(head) + 4, len(whole))],
+            "longer": post(path, content + b"xx" * 50),
+            "pipelined": whole + whole,
+            "pipelined with noise": whole + b"\0\1\2 \r\n\r\n",
+            "negative length": length + b"-5\r\n\r\n" + content,
+            "long length": length + b"9" * 19 + b"\r\n\r\n" + content,
+            "longest length": length + b"9" * 5000 + b"\r\n\r\n" + content,
+            "two lengths": length + b"5\r\nContent-Length: 6\r\n\r\n" + content,
+            "two encodings": chunked + b"\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+            "chunks": chunked + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(content), content),
+            "bad chunks": chunked + b"\r\n\r\nzz\r\n" + content,
+            "bad later chunk": chunked + b"\r\n\r\n1\r\n{\r\nzz\r\n" + content,
+            "huge chunk": chunked + b"\r\n\r\n" + b"f" * 16 + b"\r\n" + bytes(9_000_000),
+            "other encoding": bare + b"\r\nTransfer-Encoding: gzip\r\n\r\n" + content,
+            "gzip": post(path, content, "Content-Encoding: gzip"),
+            "expects": post(path, content, "Expect: 100-continue"),
+            "upgrade": post(path, content, *websocket),
+            "HTTP/0.9": b"GET /health\r\n\r\n",
+            "HTTP/1.0": get % b"1.0" + b"\r\n",
+            "HTTP/9.9": get % b"9.9" + b"\r\n",
+            "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n" + rng.randbytes(80),
+            "noise": rng.randbytes(rng.choice((1, 50, 5000))) + b"\r\n\r\n",
+            "nothing": b"\r\n\r\n",
+            "long head": get % b"1.1" + b"X: " + b"a" * 200_000,
+            "many headers": head + b"".join(b"\r\nX-%d: a" % n for n in range(2000)),
+            "no type": whole.replace(b"application/json", b""),
+            "odd type": whole.replace(b"application/json", b"\xff;\xfe"),
+            "no host": whole.replace(b"Host: localhost\r\n", b""),
+            "two hosts": whole.replace(b"localhost", b"localhost\r\nHost: localhost"),
+            "other host": whole.replace(b"localhost", b"\xe9vil.example:1:2"),
+            "odd header": post(path, content, "X-Request-Id: \x7f{}", "A B: c"),
+            "odd key": post(path, content, "Authorization: Bearer \u00e9\u00e9"),
+            f"{method} {place}": self._plain(method, place),
+        }
+        rest = [name for name in requests if name != f"{method} {place}"]
+        name = rng.choice(rest) if rng.random() < 0.6 else f"{method} {place}"
+        ends = name in ("cut", "cut head", "many headers", "nothing", "long head", "noise", "TLS")
+        count = 2 if name.startswith("pipelined") else 1
+        return Case(name, requests[name], ends=ends, responses=count)
+
+    def _plain(self, method: str, target: str) -> bytes:
+        text = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\n"
+        return text.encode() + b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+    # --- clients that leave ---
+
+    def _leaving(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        if path == CHAT:
+            body |= {"max_tokens": rng.choice((1, 40)), "stream": rng.random() < 0.7}
+        received = rng.choice((0, 0, 1, 200, 1000))
+        content = post(path, json.dumps(body).encode())
+        if rng.random() < 0.2:
+            content = content[: rng.randrange(1, len(content))]
+            received = 0
+        return Case(f"after {received}", content, received)
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "BREW")
+TARGETS = (
+    *(CHAT, RESPONSES, TOKENIZE, "/health", "/ready", "/metrics", "/v1/models", "/openapi.json"),
+    *(
+        "/",
+        "*",
+        "//",
+        "/../../etc/passwd",
+        "/v1/models/%00%ff%2e%2e/x",
+        "/v1/models/",
+        "/%",
+        "/docs",
+    ),
+    *("/v1/models/" + "a" * 3000, "http://127.0.0.1/health", "/health?a=%ff&a[]=1#x", "health"),
+    "/v1/chat/completions/",
+)
+
+
+def _gif_bomb(side: int, count: int) -> bytes:
+    """Frames of a stated size in a few bytes each."""
+    size = side.to_bytes(2, "little") * 2
+    head = b"GIF89a" + size + b"\x80\x00\x00" + bytes(6)
+    return head + count * (b"," + bytes(4) + size + b"\x00\x02\x02\x44\x01\x00") + b";"
+
+
+def _still(count: int) -> bytes:
+    """A video that repeats one key frame, without encoding it each time."""
+    import av
+
+    frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 99, np.uint8), format="rgb24")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as output:
+        stream = output.add_stream("mpeg4", rate=1000)
+        stream.width = stream.height = 16
+        stream.pix_fmt = "yuv420p"
+        (packet, *_) = [*stream.encode(frame), *stream.encode()]
+        data = bytes(packet)
+        for index in range(count):
+            one = av.Packet(data)
+            one.stream, one.time_base = stream, packet.time_base
+            one.pts = one.dts = index
+            one.duration, one.is_keyframe = 1, True
+            output.mux(one)
+    return buffer.getvalue()
