@@ -112,7 +112,8 @@ def send(port: int, case: Case, guard: float) -> list[Reply]:
         with contextlib.suppress(ConnectionError):  # the server may answer before it has read all
             connection.sendall(case.content)
             if case.ends:
-                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # the server has closed it
+                    connection.shutdown(socket.SHUT_WR)
         if case.received is not None:
             with contextlib.suppress(ConnectionError):
                 connection.recv(max(case.received, 1)) if case.received else b""
@@ -140,6 +141,13 @@ def _replies(connection: socket.socket, case: Case) -> Iterator[Reply]:
 
 def violation(case: Case, reply: Reply) -> str | None:
     """What is wrong with a response; ``None`` if nothing is."""
+    try:
+        return _violation(case, reply)
+    except ValueError as error:
+        return str(error)
+
+
+def _violation(case: Case, reply: Reply) -> str | None:
     if reply.status == 0:
         return None if case.name.startswith("http") else "the connection was closed"
     text = reply.body.decode("utf-8", "replace")
@@ -150,7 +158,7 @@ def violation(case: Case, reply: Reply) -> str | None:
     if reply.status not in STATUSES:
         return f"status {reply.status}: {text[:300]}"
     if reply.status == 200:
-        return _wrong_answer(reply, text) if text else None  # to HEAD
+        return None if case.content.startswith(b"HEAD ") else _wrong_answer(reply, text)
     if case.name.startswith("http") and (not text or reply.body == NOT_HTTP):
         return None  # to HEAD, and to what is not HTTP
     if reply.kind != "application/json":
@@ -559,10 +567,14 @@ class Fuzz:
         path = rng.choice((CHAT, TOKENIZE, RESPONSES))
         body: dict[str, Any] = {"model": self._models[0]}
         if path == RESPONSES:
-            part = {"type": "input_image", "image_url": url}
-            body |= {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 2}
+            parts = [
+                {"type": "input_image", "image_url": url},
+                {"type": "input_text", "text": QUESTIONS[0]},
+            ]
+            body |= {"input": [{"role": "user", "content": parts}], "max_output_tokens": 2}
         else:
-            body["messages"] = [{"role": "user", "content": [part]}]
+            parts = [part, {"type": "text", "text": QUESTIONS[0]}]
+            body["messages"] = [{"role": "user", "content": parts}]
             if rng.random() < 0.3:
                 frames = {"num_frames": (1, 3, 64, 65, 10**9, 2**62), "fps": (1e-9, 2, 1e9, 1e308)}
                 name = rng.choice(sorted(frames))
@@ -575,7 +587,7 @@ class Fuzz:
         if rng.random() < 0.45:
             return self._address(rng)
         types = ("image/png", "image/gif", "video/mp4", "text/html", "", "image/" + "x" * 100)
-        declared = rng.choice((f"{kind}/png", f"{kind}/mp4", *types))
+        declared = rng.choice((f"{kind}/png", rng.choice(types)))
         data = self._content(rng)
         url = data_url(data, declared)
         match rng.randrange(8):
@@ -674,7 +686,7 @@ class Fuzz:
 
     def _setting(self, rng: random.Random, parameter: dict[str, Any]) -> str:
         if rng.random() < 0.15:
-            values = ("", "nan", "inf", "-1", "0", "1e308", "9" * 30, "/etc", "true", "a/b", "0x10")
+            values = ("", "nan", "-1", "0", "1e308", "9" * 30, "/etc", "true", "a/b", "0x10")
             return rng.choice(values)
         kind = parameter["type"]
         if choices := parameter.get("choices"):

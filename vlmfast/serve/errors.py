@@ -47,6 +47,8 @@ class RequestError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        # It may quote the request.
+        message = "".join(char if char.isprintable() else "?" for char in message)
         super().__init__(message)
         self.message, self.status, self.param = message, status, param
         self.code, self.retry_after = code, retry_after

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from vlmfast.api.vlm import VLM
-from vlmfast.core.protocols import MediaStage
+from vlmfast.core.protocols import DrafterStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError
 
 from .config import ServerConfig
 from .errors import RequestError
+
+# Of a request's recipe: buffers of the whole batch are allocated for the largest tree.
+_MAX_NODES = 256
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ class Recipes:
                     f"recipe: {stage.name}: {f.name} cannot be set by a request; leave it out",
                     param="recipe",
                 )
+        if isinstance(stage, DrafterStage) and (nodes := stage.largest()[0]) > _MAX_NODES:
+            raise RequestError(
+                f"recipe: {stage.name} verifies {nodes} tokens in a forward pass; it must be at "
+                f"most {_MAX_NODES}",
+                param="recipe",
+            )
         if isinstance(stage, MediaStage):
             for f in fields(stage):
                 value = getattr(stage, f.name)
