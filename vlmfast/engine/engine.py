@@ -45,7 +45,8 @@ from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
 from .stats import clock
 
-_MOST_PAUSE = 4.0  # largest pause between two interleaved decode steps, in mean decode steps
+_PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
+_MOST_PAUSE = 4.0  # how many times longer it is at most where many prompts wait
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
@@ -479,7 +480,7 @@ class Engine:
         step is cheaper with more rows.
         """
         waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
-        return min(1.0 + waiting / max(active, 1), _MOST_PAUSE)
+        return _PAUSE * min(1.0 + waiting / max(active, 1), _MOST_PAUSE)
 
     def _decode(self) -> None:
         """Decode one token of every row."""
