@@ -214,7 +214,6 @@ def test_paths_are_not_redirected(target: Target) -> None:
         assert client.get("/health").status_code == 200
 
 
-@pytest.mark.xfail(strict=True, reason="SnapKV.__post_init__ raises OverflowError")
 @pytest.mark.parametrize("name", ["snapkv", "cake", "fastkv", "pyramidkv"])
 def test_infinite_windows_are_refused(served: Any, name: str) -> None:
     assert served.chat(recipe=f"{name}:window=inf", max_tokens=1).status_code == 400

@@ -81,7 +81,7 @@ class SnapKV(Evictor):
         super().__post_init__()
         if self.kernel % 2 == 0:
             raise RecipeError(f"{self.name}: kernel={self.kernel} is even; it must be odd")
-        if self.window > 1 and self.window != int(self.window):
+        if self.window > 1 and self.window % 1 != 0:  # infinite: NaN
             raise RecipeError(
                 f"{self.name}: window={self.window:g} must be a whole number, or a fraction below 1"
             )
