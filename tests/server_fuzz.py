@@ -539,13 +539,13 @@ class Fuzz:
                 del holder[key]
             case 1 if isinstance(holder, dict):
                 name = rng.choice((*TEXTS[:16], "tools", "n", "store", "weights", "__proto__"))
-                holder[name] = self._value(rng)
+                holder[name] = deepcopy(self._value(rng))
             case 2 if isinstance(holder, list):
                 holder += [deepcopy(holder[key]) for _ in range(rng.choice((1, 9, 3000)))]
             case 3:
                 holder[key] = [holder[key]]
             case _:
-                holder[key] = self._value(rng)
+                holder[key] = deepcopy(self._value(rng))
 
     def _value(self, rng: random.Random) -> Any:
         odd = rng.choice((TEXTS, NUMBERS, OTHERS, None))
@@ -656,7 +656,7 @@ class Fuzz:
         path, body = self.valid(rng)
         recipe = "+".join(self._stage(rng) for _ in range(rng.choice((1, 1, 1, 2, 3))))
         if rng.random() < 0.1:
-            recipe = damaged(recipe.encode(), str(rng.random())).decode("latin-1")
+            recipe = damaged(recipe.encode("utf-8", "replace"), str(rng.random())).decode("latin-1")
         body["recipe"] = recipe
         return Case(recipe[:200], post(path, json.dumps(body).encode()))
 
