@@ -15,9 +15,11 @@ decode stage modifies the cache.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from .output import Output
 from .sequence import Sequence
 from .stats import clock
 
+_REMEMBERED = 32  # recipes and tenants whose drafters' state is kept
 # Logits processors that depend on a row of logits alone, so that they can rank drafts.
 _ROWWISE = (
     "TemperatureLogitsWarper",
@@ -137,7 +140,7 @@ class Speculation:
         self.limit = _limit(self.stages)
         governing = [stage for stage in stages if stage.governs]
         # What it measures of a model and these drafters is kept for later requests.
-        known = adapter.kept.setdefault(("drafting", *map(str, self.stages)), {})
+        known = _remembered(adapter, "drafting", *self.stages)
         self.governor = governing[0].govern(self.limit, known) if governing else None
         self.drafters: list[Drafter] | None = None
         self.warp = _warper(sequence)
@@ -252,7 +255,8 @@ class Speculation:
 
     def _open(self) -> None:
         adapter, ids = self.adapter, self.sequence.ids[0, : self.sequence.prompt_length].tolist()
-        targets = [_target(adapter, stage, self._shallow) for stage in self.stages]
+        tenant = self.sequence.inputs.tenant
+        targets = [_target(adapter, stage, self._shallow, tenant) for stage in self.stages]
         self.drafters = [stage.open(t) for stage, t in zip(self.stages, targets, strict=True)]
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
@@ -282,7 +286,10 @@ class Speculation:
 
 
 def _target(
-    adapter: Adapter, stage: DrafterStage, shallow: Callable[..., Tensor] | None = None
+    adapter: Adapter,
+    stage: DrafterStage,
+    shallow: Callable[..., Tensor] | None = None,
+    tenant: str = "",
 ) -> Target:
     return Target(
         adapter.embed,
@@ -293,8 +300,22 @@ def _target(
         adapter.placeholders(),
         adapter.trained(stage) if stage.trained else None,
         shallow,
-        adapter.kept.setdefault(("drafter", str(stage)), {}),
+        # Some remember answers, and which drafts are accepted would tell others of them.
+        _remembered(adapter, "drafter", stage, tenant=tenant),
     )
+
+
+def _remembered(
+    adapter: Adapter, kind: str, *stages: DrafterStage, tenant: str = ""
+) -> dict[Any, Any]:
+    """What drafters keep from one request to the next: for the last few recipes and tenants."""
+    known = adapter.kept.setdefault("drafters", OrderedDict())
+    key = (kind, tenant, *map(str, stages))
+    found = known.setdefault(key, {})
+    known.move_to_end(key)
+    while len(known) > _REMEMBERED:
+        known.popitem(last=False)
+    return found
 
 
 def drafting(stages: Many[DrafterStage], adapter: Adapter) -> list[DrafterStage]:
