@@ -112,7 +112,8 @@ def target(
 
     logger, handler = logging.getLogger("vlmfast.serve"), Handler()
     logger.addHandler(handler)
-    monkeypatch.setattr(logger, "level", logging.INFO)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     sources = served.server.runner._reader.sources
     resolve = sources._find_addresses
     known = {
@@ -131,6 +132,7 @@ def target(
     ):
         yield Target(served, canary, public, folder, records)
     logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 # --- requests of the own fuzzer ------------------------------------------------------------------
