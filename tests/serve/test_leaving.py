@@ -170,3 +170,22 @@ def test_a_client_that_does_not_read_is_given_up(
     served.until(lambda: idle(served))
     connection.close()
     assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_the_end_of_a_server_is_that_of_its_last_step(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    """Python cannot end while another thread computes."""
+    served = serve()
+    server = served.server
+    with held(served, served.vlm.engine, "step") as (reached, release):
+        connection = connect(served, body("Describe it."))
+        assert reached.wait(60)
+        connection.close()
+        ending = threading.Thread(target=server.close)
+        ending.start()
+        ending.join(0.2)
+        assert ending.is_alive() and not server.stopped
+        release.set()
+        ending.join(60)
+        assert not ending.is_alive() and server.stopped

@@ -37,6 +37,7 @@ from .tokens import TokenizeRequest
 
 LOG = logging.getLogger("vlmfast.serve")
 _Body = TypeVar("_Body", bound=BaseModel)
+_LAST_STEP_S = 10.0  # seconds that the engine has for its last step
 
 
 class Server:
@@ -68,6 +69,16 @@ class Server:
         self.created = int(time.time())
         self.ready, self.draining = False, False
         self.failure: Exception | None = None
+        self._thread = threading.Thread(target=self.run, name="vlmfast", daemon=True)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is computed any more."""
+        return not self._thread.is_alive()
+
+    def start(self) -> None:
+        """Call `run` in a thread."""
+        self._thread.start()
 
     def run(self) -> None:
         """Load the model, answer a first question, and run the engine until `close`.
@@ -88,9 +99,10 @@ class Server:
         runner.run()
 
     def close(self) -> None:
-        """Let `run` return."""
+        """Let `run` return, and wait for the end of its last step."""
         if self.runner is not None:
             self.runner.close()
+            self._thread.join(_LAST_STEP_S)
 
     @property
     def running(self) -> Runner:
@@ -217,9 +229,9 @@ def create_app(server: Server) -> Gate:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        threading.Thread(target=server.run, name="vlmfast", daemon=True).start()
+        server.start()
         yield
-        server.close()
+        await asyncio.to_thread(server.close)
 
     app = FastAPI(
         title="vlmfast",

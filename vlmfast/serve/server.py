@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -82,7 +83,8 @@ def serve(
 
     The address is bound at once, the model is loaded afterwards: ``/health`` answers meanwhile, and
     requests get 503. After the signal no new work is accepted, and answers that are being computed
-    have ``config.grace_s`` seconds; a second signal ends them.
+    have ``config.grace_s`` seconds; a second signal ends them. Where the model is still loading, or
+    a step does not end, the whole process ends.
 
     Parameters
     ----------
@@ -104,6 +106,11 @@ def serve(
     server = Server(config, load)
     with listening:
         asyncio.run(_run(server, listening, lambda: ready and ready(f"http://{host}:{port}")))
+    if not server.stopped:
+        # As while the model is loaded. Python aborts when it ends under a thread that computes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     if server.failure is not None:
         raise server.failure
 
