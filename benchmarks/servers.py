@@ -27,7 +27,7 @@ from PIL import Image
 
 from vlmfast.scenes.examples import CAPTION_QUESTION
 
-BEFORE, AFTER = 24, 8  # pieces of the stream of `stalled` before and after the other request
+BEFORE, AFTER = 24, 8  # parts of the stream of `stalled` before and after the other request
 START_S, ANSWER_S, STOP_S = 300, 600, 60
 ADDRESS = re.compile(r"(?:served at|running on) (http://[^\s/]+)")
 
@@ -119,13 +119,71 @@ class Answer:
         return self.end - self.begin
 
 
-async def events(client: httpx2.AsyncClient, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a streamed chat completion.
+@dataclass
+class Received:
+    """A response as it arrived; times by `time.perf_counter`.
+
+    Parameters
+    ----------
+    begin, end : float
+        When the request was sent, and when the response ended.
+    parts : list of (float, bytes)
+        With the time at which each was read.
+    """
+
+    begin: float
+    end: float
+    parts: list[tuple[float, bytes]]
+
+    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The chunks of a streamed chat completion, each with the time at which it was complete.
+
+        Raises
+        ------
+        ServerFailed
+            For an error in the stream.
+        """
+        rest = b""
+        for at, part in self.parts:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        text = data.decode(errors="replace")
+                        raise ServerFailed(f"an error in a stream: {text[:300]}")
+                    yield at, event
+
+    def answer(self) -> Answer:
+        """The answer that it contains.
+
+        Raises
+        ------
+        ServerFailed
+            For an error in the stream, or an answer without text or usage.
+        """
+        times, texts, usage = [], [], None
+        for at, event in self.events():
+            if text := piece(event):
+                times.append(at)
+                texts.append(text)
+            usage = event.get("usage") or usage
+        if usage is None or not texts:
+            raise ServerFailed("an answer without text or usage")
+        text, tokens = "".join(texts).strip(), usage["completion_tokens"]
+        return Answer(self.begin, times, self.end, text, tokens)
+
+
+async def parts(
+    client: httpx2.AsyncClient, body: bytes
+) -> AsyncGenerator[tuple[float, bytes], None]:
+    """Send a request; the parts of the response, each with the time at which it was read.
 
     Raises
     ------
     ServerFailed
-        For a refused request, or an error in the stream.
+        For a refused request.
     """
     headers = {"Content-Type": "application/json"}
     url = "/v1/chat/completions"
@@ -133,13 +191,8 @@ async def events(client: httpx2.AsyncClient, body: bytes) -> AsyncGenerator[dict
         if response.status_code != 200:
             text = (await response.aread()).decode(errors="replace")
             raise ServerFailed(f"status {response.status_code}: {text[:300]}")
-        async for line in response.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if line.startswith("data:") and data != "[DONE]":
-                event = json.loads(data)
-                if "error" in event:
-                    raise ServerFailed(f"an error in a stream: {data[:300]}")
-                yield event
+        async for part in response.aiter_raw():
+            yield time.perf_counter(), part
 
 
 def piece(event: dict[str, Any]) -> str:
@@ -147,19 +200,11 @@ def piece(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
 
 
-async def answer(client: httpx2.AsyncClient, body: bytes) -> Answer:
-    """Send a request and read its answer."""
+async def received(client: httpx2.AsyncClient, body: bytes) -> Received:
+    """Send a request and read the response, which is parsed later: clients share the cores."""
     begin = time.perf_counter()
-    times, texts, usage = [], [], None
-    async for event in events(client, body):
-        if text := piece(event):
-            times.append(time.perf_counter())
-            texts.append(text)
-        usage = event.get("usage") or usage
-    if usage is None or not texts:
-        raise ServerFailed("an answer without text or usage")
-    end = time.perf_counter()
-    return Answer(begin, times, end, "".join(texts).strip(), usage["completion_tokens"])
+    found = [part async for part in parts(client, body)]
+    return Received(begin, time.perf_counter(), found)
 
 
 def client_of(url: str) -> httpx2.AsyncClient:
@@ -195,42 +240,44 @@ class Load:
 def load(url: str, bodies: Many[bytes], clients: int) -> Load:
     """Send requests; each client sends its next one as soon as it has its answer."""
 
-    async def run() -> Load:
+    async def run() -> tuple[float, list[Received]]:
         waiting = iter(enumerate(bodies))
-        found: dict[int, Answer] = {}
+        found: dict[int, Received] = {}
 
         async def one(client: httpx2.AsyncClient) -> None:
             for place, body in waiting:
-                found[place] = await answer(client, body)
+                found[place] = await received(client, body)
 
         async with client_of(url) as client:
             begin = time.perf_counter()
             await asyncio.gather(*(one(client) for _ in range(clients)))
             seconds = time.perf_counter() - begin
-        return Load(seconds, [found[place] for place in sorted(found)])
+        return seconds, [found[place] for place in sorted(found)]
 
-    return asyncio.run(run())
+    seconds, responses = asyncio.run(run())
+    return Load(seconds, [response.answer() for response in responses])
 
 
 def stalled(url: str, stream: bytes, other: bytes) -> float:
     """`gap_ratio` of a stream, during which another request is sent."""
 
     async def run() -> float:
-        times: list[float] = []
-        async with client_of(url) as client, aclosing(events(client, stream)) as chunks:
+        async with client_of(url) as client, aclosing(parts(client, stream)) as response:
+            begin, found = time.perf_counter(), []
             sent, left = None, AFTER
-            async for event in chunks:
-                if piece(event):
-                    times.append(time.perf_counter())
-                    if sent is None and len(times) == BEFORE:
-                        sent = asyncio.create_task(answer(client, other))
-                    left -= sent is not None and sent.done()
+            async for part in response:
+                found.append(part)
+                if sent is None and len(found) == BEFORE:
+                    sent = asyncio.create_task(received(client, other))
+                left -= sent is not None and sent.done()
                 if not left:
                     break
             if sent is None or not sent.done():
-                raise ServerFailed(f"a stream of {len(times)} pieces ended before the other answer")
-            found = sent.result()
-        return gap_ratio(times, found.begin, found.times[0])
+                raise ServerFailed(f"a stream of {len(found)} parts ended before the other answer")
+            inserted = sent.result().answer()
+        events = Received(begin, found[-1][0], found).events()
+        times = [at for at, event in events if piece(event)]
+        return gap_ratio(times, inserted.begin, inserted.times[0])
 
     return asyncio.run(run())
 

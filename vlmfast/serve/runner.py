@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -79,6 +80,35 @@ class Result:
         return len(self.prompt)
 
 
+class Wakes:
+    """Sets events of an event loop from other threads.
+
+    All events of a step take one wake of the loop. Each wake is a system call, at which the engine
+    would have to wait for the loop.
+
+    Parameters
+    ----------
+    loop : AbstractEventLoop
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: deque[asyncio.Event] = deque()
+        self._asked = False
+
+    def set(self, event: asyncio.Event) -> None:
+        """Set an event soon; any thread may call this."""
+        self._due.append(event)
+        if not self._asked:
+            self._asked = True
+            self._loop.call_soon_threadsafe(self._set_all)
+
+    def _set_all(self) -> None:
+        self._asked = False  # first: what is added from now on asks again
+        while self._due:
+            self._due.popleft().set()
+
+
 @dataclass
 class Running:
     """A request that the engine answers.
@@ -105,13 +135,13 @@ class Running:
     counted: bool = False
     _event: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self) -> None:
+    def start(self, wakes: Wakes) -> None:
         """Let the engine wake the event loop."""
-        loop, stream = asyncio.get_running_loop(), self.query.stream
+        stream = self.query.stream
 
         def wake() -> None:
             if stream or self.handle.done:
-                loop.call_soon_threadsafe(self._event.set)
+                wakes.set(self._event)
 
         self.handle.listen(wake, streamed=stream)
 
@@ -176,6 +206,7 @@ class Runner:
         )
         self._samples = bool(own.do_sample)
         self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", _alone)
+        self._wakes: Wakes | None = None
         self._closed = False
         self._preparing = 0
 
@@ -240,7 +271,9 @@ class Runner:
             gone.set()
             work.add_done_callback(_abandon)
             raise
-        running.start()
+        if self._wakes is None:
+            self._wakes = Wakes(asyncio.get_running_loop())
+        running.start(self._wakes)
         return running
 
     def run(self) -> None:
