@@ -14,6 +14,10 @@ from vlmfast.errors import VLMFastError
 from .config import MediaLimits, ServerConfig
 
 _KEY = "VLMFAST_API_KEY"
+# Products in half precision that PyTorch on a CPU keeps compiled, by their sizes: about half a
+# megabyte each. The defaults, 1024 of each kind, let a server grow by a gigabyte as prompts of ever
+# new lengths arrive.
+_KEPT_PRODUCTS = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "128")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -142,6 +146,8 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
     from .server import serve  # raises for missing packages before a checkpoint is loaded
 
     config = config_of(args)
+    for name, value in _KEPT_PRODUCTS.items():  # read at the first product
+        os.environ.setdefault(name, value)
 
     def loaded() -> VLM:
         vlm = load()
