@@ -27,7 +27,7 @@ host waits for none of them. `density_peaks` takes densities from `torch.topk`, 
 per row for the distances, which reads the row in tiles, and one per 128 rows for labels.
 
 Bytes: `max_min` k rows of the matrix, `dpp` these and k^2 / 2 rows of N of its factor,
-`density_peaks` the matrix about 20 times, mostly from the caches (17 of them are `torch.topk`).
+`density_peaks` the matrix twice, and once more for each further pass of `torch.topk`.
 Floor: latency, about 2 us per choice of `max_min` and 3 of `dpp` while its factor stays in the L2
 cache; the matrix itself is 2 N^2 D operations, 2.7e9 at 576 rows of 4,096. The limit of `dpp` is
 lower because one program reads the whole factor: 2.1 GB for 600 of 2,928 rows.
