@@ -416,15 +416,6 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grouped: bool
     )
 
 
-def temporal_attention(s: Shape) -> Work:
-    """A video of 4 frames, 576 positions, 16 heads of 64."""
-    from vlmfast.kernels.temporal_attention import temporal_attention as kernel
-
-    size = (1, 3, 7, 2, 16) if s.small else (1, 4, 576, 16, 64)
-    query, key, value = (randn(*size, dtype=torch.float32) for _ in range(3))
-    return Work(lambda: kernel(query, key, value), 4 * query.nbytes)
-
-
 def cells(s: Shape) -> tuple[Tensor, Tensor]:
     """Cells of four rows each, some with fewer valid rows."""
     table = torch.arange(s.length // 4 * 4, device=_device()).view(-1, 4)
@@ -494,18 +485,6 @@ def density_peaks(s: Shape) -> Work:
     return Work(lambda: kernel(distance, k, 5), 2 * matrix.nbytes)
 
 
-def atp_score(s: Shape) -> Work:
-    from vlmfast.kernels.score import atp_score as kernel
-
-    n = 37 if s.small else 576
-    attention = uniform(s.hq, n).softmax(-1)
-    received = randn(s.hq, n, dtype=torch.float32)
-    soft = uniform(n) + 0.1
-    heads = [randn(s.hq, dtype=torch.float32) for _ in range(2)]
-    line = [randn(2, dtype=torch.float32) for _ in range(2)]
-    return Work(lambda: kernel(attention, received, soft, *heads, *line), 8 * s.hq * n)
-
-
 # --- the table of cases --------------------------------------------------------------------------
 
 
@@ -562,14 +541,12 @@ CASES = [
     Case("swiglu", "swiglu, prompt", "ABCD", partial(swiglu, tokens=None)),
     Case("biased_attention", "attention, causal", "ABCD", partial(attention, biased=False)),
     Case("biased_attention", "attention, with bias", "ABCD", partial(attention, biased=True)),
-    Case("temporal_attention", "temporal_attention, 4 frames", "A", temporal_attention),
     Case("pool", "cell_average, 4 to 1", "BD", cell_average),
     Case("pool", "cell_mix, 4 to 1", "BD", cell_mix),
     Case("pool", "resample, 80 queries", "BD", resample),
     Case("diversity", "max_min, a sixth of 576", "A", max_min),
     Case("diversity", "dpp, a sixth of 576", "A", dpp),
     Case("diversity", "density_peaks, 576", "A", density_peaks),
-    Case("score", "atp_score, 576", "A", atp_score),
 ]  # fmt: skip
 
 

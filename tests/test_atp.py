@@ -22,9 +22,11 @@ from vlmfast.compressors.prefill.atp.module import (
     Module,
     Scores,
     budget_counts,
+    cross_level,
     hard_mask,
     margin,
     ranking,
+    self_level,
     soft_mask,
     spatial_score,
 )
@@ -32,7 +34,6 @@ from vlmfast.compressors.prefill.atp.training import TRAINING, depth_term, targe
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.training import Outcome
-from vlmfast.kernels.score import cross_level, self_level
 from vlmfast.train.stages import Sample, inputs_of, run
 
 HEADS, DEPTH = 4, 8
@@ -144,6 +145,40 @@ def test_score_on_a_worked_example() -> None:
     close(scores.red, 0.25 + torch.tensor([0.3 / 1.3, 0.4 / 1.4]) / 2, terms=terms)
     thetas = torch.stack([scores.theta_r, scores.theta_s])
     close(thetas, torch.tensor([0.5, 0.9]), terms=2)  # logit and sigmoid
+
+
+def test_learned_score_equals_formula() -> None:
+    n, generator = 9, torch.Generator().manual_seed(0)
+    point = module(5).points["1"]
+    for parameter in point.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    attention = torch.randn(HEADS, n, generator=generator).softmax(1)
+    received, soft = torch.randn(HEADS, n, generator=generator), torch.rand(n, generator=generator)
+    u, v = point.cross_heads.softmax(0), point.self_heads
+    own, cross = (
+        [sum(w[h] * x[h, i] for h in range(HEADS)) for i in range(n)]
+        for w, x in ((v, received), (u, attention))
+    )
+    mean = sum(own[i] * soft[i] for i in range(n)) / soft.sum()
+    both = [
+        torch.stack([own[i] - mean, torch.log(cross[i] / soft[i] * soft.sum())]) * point.slope
+        for i in range(n)
+    ]
+    both = [(x + point.offset).sigmoid() for x in both]
+    got = point(attention, received, torch.zeros(n), soft)
+    close(got.red, torch.stack([x.mean() for x in both]), terms=HEADS + n)
+    means = sum(soft[i] * both[i] for i in range(n)) / soft.sum()
+    for theta, layer in ((got.theta_r, point.theta_r), (got.theta_s, point.theta_s)):
+        expected = layer(point.hidden(means)).sigmoid()[0]
+        close(theta, expected, terms=HEADS + n + 2 + WIDTH)
+    # Control: the soft mask, the attention and the logits matter.
+    for other in (
+        (attention.flip(1), received, soft),
+        (attention, received.flip(1), soft),
+        (attention, received, soft.flip(0)),
+    ):
+        changed = point(*other[:2], torch.zeros(n), other[2])
+        apart(changed.red, got.red, terms=HEADS + n)
 
 
 @given(seed=st.integers(0, 99), n=st.integers(1, 40), scale=st.floats(0, 30))

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from closeness import apart, close
 from driven import Driven
@@ -22,6 +24,7 @@ from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.api.request import render
 from vlmfast.compressors.encoder.pvc import PVC, read_config
 from vlmfast.compressors.encoder.pvc.module import (
+    FRAMES,
     PRIOR,
     AdaptiveNorm,
     Compressor,
@@ -30,6 +33,7 @@ from vlmfast.compressors.encoder.pvc.module import (
     places,
     ranks,
     sinusoid,
+    temporal_attention,
     to_cells,
     to_patches,
 )
@@ -49,7 +53,8 @@ from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.stats import Stats, Trace
 
 # Lengths of the sums in the tested layers, of width 8 and 6:
-TEMPORAL = 8 + 4 + 8 + 4 + 5 + 8  # norm, its time, projection, a head, frames, projection
+# norm, its time, projection, a head, frames, projection;
+TEMPORAL = 8 + 4 + 8 + 4 + (FRAMES + 1) + 8
 COMPRESS = 6 + 3 + 6 + 4 + 4 * 6 + 5  # norm, its time, score, cell, both layers of the MLP
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
 
@@ -204,14 +209,15 @@ def test_timestamps_differ() -> None:
     assert float(torch.pdist(waves).min()) > 0.1
 
 
-def test_temporal_attention_equals_loops() -> None:
+@pytest.mark.parametrize("frames", [4, FRAMES + 1])
+def test_temporal_attention_equals_loops(frames: int) -> None:
     layer = randomized(TemporalAttention(8, 2, 4))
-    x, time = noise(3, 4, 5, 8), noise(4, 4, seed=1)
+    x, time = noise(3, frames, 2, 8), noise(frames, 4, seed=1)
     got = layer(x, time)
     qkv = layer.qkv(layer.norm(x, time[:, None]))
     for s in range(3):
-        for n in range(5):
-            for t in range(4):
+        for n in range(2):
+            for t in range(frames):
                 heads = []
                 for h in range(2):
                     at = slice(4 * h, 4 * h + 4)
@@ -220,6 +226,22 @@ def test_temporal_attention_equals_loops() -> None:
                     heads.append(weights @ v[: t + 1])
                 expected = x[s, t, n] + layer.out(torch.cat(heads))
                 close(got[s, t, n], expected, terms=TEMPORAL, scale=got.detach().abs().max())
+
+
+@pytest.mark.parametrize("frames", [FRAMES, FRAMES + 1])
+def test_logits_of_many_frames_are_not_materialized(frames: int) -> None:
+    class Maps(TorchDispatchMode):
+        found = False
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            shapes = (x.shape[-2:] for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+            self.found |= (frames, frames) in shapes
+            return out
+
+    with torch.no_grad(), Maps() as maps:
+        temporal_attention(*noise(3, 1, frames, 3, 2, 8))
+    assert maps.found == (frames == FRAMES)  # few frames are the control
 
 
 def test_temporal_attention_is_causal() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from closeness import close
 from vlmfast.errors import VLMFastError
+from vlmfast.kernels import diversity as module
 from vlmfast.kernels.diversity import (
     cosine,
     density_peaks,
@@ -41,6 +43,25 @@ def grid(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return x.diagonal_scatter(torch.ones(shape), dim1=-2, dim2=-1).to(device)
 
 
+@pytest.fixture(params=[False, True], ids=["one program", "several programs"])
+def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether matrices are treated as if they were too large for one program."""
+    if request.param:
+        limits(monkeypatch, 0)
+    return request.param
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """One program takes matrices of at most ``rows`` rows, one of several programs 4 rows."""
+    for name, value in {
+        "MAX_MIN_ROWS": rows,
+        "DPP_ROWS": rows,
+        "ROW_TILE": 4,
+        "_TILE": 4,
+    }.items():
+        monkeypatch.setattr(module, name, value)
+
+
 # --- max-min -------------------------------------------------------------------------------------
 
 
@@ -66,7 +87,7 @@ def test_max_min_matches_greedy_loop(n: int, k: int, device: torch.device) -> No
         assert expected != sorted(expected)
 
 
-def test_max_min_skips_duplicates(device: torch.device) -> None:
+def test_max_min_skips_duplicates(several: bool, device: torch.device) -> None:
     x = features(12, 8, device=device).repeat(2, 1)
     chosen = (max_min(cosine(x), 12) % 12).tolist()
     assert sorted(chosen) == list(range(12))
@@ -100,7 +121,7 @@ def test_dpp_matches_reference(n: int, k: int, device: torch.device) -> None:
         assert torch.equal(dpp(kernel, k), dpp_ref(kernel, k))
 
 
-def test_dpp_without_gain_takes_lowest_indices(device: torch.device) -> None:
+def test_dpp_without_gain_takes_lowest_indices(several: bool, device: torch.device) -> None:
     """Three directions, each four times, then the lowest indices."""
     kernel = torch.eye(3, device=device).repeat(4, 4)
     kernel[5, 5] = 1.5
@@ -145,7 +166,7 @@ def test_density_peaks_matches_reference(sizes: tuple[int, int, int], device: to
 # --- all of them ---------------------------------------------------------------------------------
 
 
-def test_batched_matrices_are_independent(device: torch.device) -> None:
+def test_batched_matrices_are_independent(several: bool, device: torch.device) -> None:
     similarity = cosine(features(2, 2, 12, 8, device=device))
     kernel, distance = similarity + 2 * torch.eye(12, device=device), 1 - similarity
     turned = similarity.transpose(-1, -2)
@@ -158,7 +179,7 @@ def test_batched_matrices_are_independent(device: torch.device) -> None:
             assert torch.equal(ours[at], theirs)
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_empty_batch(several: bool, device: torch.device) -> None:
     none = torch.zeros(0, 5, 5, device=device)
     assert max_min(none, 2).shape == dpp(none, 2).shape == (0, 2)
     assert [x.shape for x in density_peaks(none, 2, 2)] == [(0, 2), (0, 5)]
@@ -215,8 +236,83 @@ def test_invalid_inputs_raise(
             density_peaks(x, 2, neighbours)
 
 
-def test_too_large_matrix_raises(device: torch.device) -> None:
-    large = torch.zeros(1, device=device).expand(9000, 9000)
-    for run in (max_min, dpp, lambda x, k: density_peaks(x, k, 2)):
-        with pytest.raises(VLMFastError, match="9000 rows; it takes up to 8192"):
-            run(large, 2)
+# --- several programs for one matrix -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 4), (5, 2), (14, 6)])
+def test_several_programs_match_reference(
+    n: int, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(monkeypatch, 0)
+    similarity = cosine(features(n, 100, device=device))
+    worth = features(n, device=device, seed=9).abs() + 0.5
+    kernel, ties = worth[:, None] * similarity * worth, grid(n, device=device)
+    for matrix in (similarity, ties):
+        expected = max_min_ref(matrix, k)
+        assert torch.equal(max_min(matrix, k), expected)
+        for got, wanted in zip(
+            density_peaks(1 - matrix, k, (k + 1) // 2),
+            density_peaks_ref(1 - matrix, k, (k + 1) // 2),
+            strict=True,
+        ):
+            assert torch.equal(got, wanted)
+    spread = dpp_ref(kernel, k)
+    assert torch.equal(dpp(kernel, k), spread)
+    if n == 14:  # control: the order of the choices is not that of the rows
+        assert expected.tolist() != sorted(expected.tolist())
+        assert spread.tolist() != sorted(spread.tolist())
+
+
+def test_ties_take_lowest_indices_over_several_programs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(monkeypatch, 0)
+    same = torch.ones(10, 10, device=device)
+    assert max_min(same, 9).tolist() == list(range(9))
+    assert dpp(same, 9).tolist() == list(range(9))
+    assert density_peaks(1 - same, 9, 5)[0].tolist() == list(range(9))
+    same[8, 8] = 1.5  # control: one row is better
+    assert dpp(same, 9).tolist() == [8, *range(8)]
+
+
+@pytest.mark.parametrize("n", [7, 8, 9])
+def test_number_of_rows_decides_programs(
+    n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(monkeypatch, 8)
+    spread = []
+    for name in ("_spread_max_min", "_spread_dpp"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, real=real: spread.append(1) or real(*args))
+    similarity = cosine(features(n, 40, device=device))
+    assert torch.equal(max_min(similarity, 3), max_min_ref(similarity, 3))
+    assert torch.equal(dpp(similarity, 3), dpp_ref(similarity, 3))
+    assert len(spread) == (2 if n > 8 else 0)
+
+
+def test_large_matrices_do_not_wait_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake CUDA tensors, whose values cannot be read; one launch per choice."""
+    launched = []
+
+    class Launch:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, size: tuple[int, ...]):
+            return lambda *args, **sizes: launched.append((self.name, size))
+
+    for name in ("_max_min_step", "_dpp_step", "_peaks", "_assign"):
+        monkeypatch.setattr(module, name, Launch(name))
+    with FakeTensorMode():
+        large = torch.rand(2, 8193, 8193, device="cuda")
+        assert module._launch_max_min(large, 5).shape == (2, 5)
+        assert module._launch_dpp(large, 4).shape == (2, 4)
+        assert module._launch_peaks(large, 3, 2)[1].shape == (2, 8193)
+        with pytest.raises(DataDependentOutputException):  # control
+            float(large.amax())
+    assert launched == [
+        *[("_max_min_step", (65, 2))] * 5,
+        *[("_dpp_step", (65, 2))] * 4,
+        ("_peaks", (8193, 2)),
+        ("_assign", (65, 2)),
+    ]

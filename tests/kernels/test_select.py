@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from closeness import tolerance
 from vlmfast.errors import VLMFastError
@@ -125,11 +126,28 @@ def test_long_rows_use_sort(device: torch.device, monkeypatch: pytest.MonkeyPatc
             module, name, lambda x, *rest, real=real: launched.append(x.shape) or real(x, *rest)
         )
     for n in (module.LONGEST, module.LONGEST + 1):
-        scores = scored("ties", (1,), n).to(device)
-        assert torch.equal(top_k(scores, 2000), top_k_ref(scores, 2000))
+        scores, first = scored("ties", (1,), n), scored("distinct", (n,), 1, 1)[:, 0] > 1.2
+        rank, preferred = scores[0].tolist(), first.tolist()
+        best = sorted(range(n), key=lambda i: (not preferred[i], -rank[i], i))
+        assert rank[best[2000]] == rank[best[1999]]  # a tie at the last place
+        scores, first = scores.to(device), first.to(device)
+        got = top_k(scores, 2000, first)
+        assert got[0].tolist() == sorted(best[:2000])
+        assert not torch.equal(got, top_k(scores, 2000))  # control
         mass = scores.abs()
         assert torch.equal(mass_count(mass, 900.0), mass_count_ref(mass, 900.0))
-    assert launched == [(1, module.LONGEST)] * 2
+    assert launched == [(1, module.LONGEST)] * 3
+
+
+def test_long_rows_do_not_wait_for_device() -> None:
+    """On fake CUDA tensors, whose values cannot be read."""
+    with FakeTensorMode():
+        scores = torch.rand(3, module.LONGEST + 1, device="cuda")
+        counts = torch.ones(3, dtype=torch.int64, device="cuda")
+        assert top_k_ref(scores, counts, scores[0] > 0.5, width=9).shape == (3, 9)
+        assert mass_count_ref(scores, 0.3).shape == (3,)
+        with pytest.raises(DataDependentOutputException):  # control
+            int(counts.max())
 
 
 # --- mass ----------------------------------------------------------------------------------------

@@ -18,13 +18,19 @@ Ties go to the lower index. `dpp` keeps the Cholesky factor of the chosen part (
     delta_i = distance to the nearest denser row; for the densest, to the farthest row
     centres: largest rho delta            labels: nearest centre, the first of equals
 
-Shapes: matrices (B, N, N). Grids: `max_min` and `dpp` one program per matrix, which keeps all N
-scores in registers, since every choice depends on the previous one; `density_peaks` one program per
-row for densities, again for distances, and one per 128 rows for labels.
+Shapes: matrices (B, N, N), any N that fits into memory. Grids: every choice of `max_min` and `dpp`
+depends on the previous one. Up to `MAX_MIN_ROWS` or `DPP_ROWS` rows, one program per matrix keeps
+all scores in registers and makes all choices in one launch. With more rows there is one launch per
+choice, with one program per 128 rows: each reduces the best rows of all programs of the previous
+launch to the choice, updates its own scores and leaves its own best row for the next launch. The
+host waits for none of them. `density_peaks` takes densities from `torch.topk`, and uses one program
+per row for the distances, which reads the row in tiles, and one per 128 rows for labels.
+
 Bytes: `max_min` k rows of the matrix, `dpp` these and k^2 / 2 rows of N of its factor,
-`density_peaks` the matrix twice. Floor: latency, about 2 us per choice of `max_min` and 3 of `dpp`
-while its factor stays in the L2 cache; the matrix itself is 2 N^2 D operations, 2.7e9 at 576 rows
-of 4,096.
+`density_peaks` the matrix twice, and once more for each further pass of `torch.topk`.
+Floor: latency, about 2 us per choice of `max_min` and 3 of `dpp` while its factor stays in the L2
+cache; the matrix itself is 2 N^2 D operations, 2.7e9 at 576 rows of 4,096. The limit of `dpp` is
+lower because one program reads the whole factor: 2.1 GB for 600 of 2,928 rows.
 """
 
 from __future__ import annotations
@@ -37,7 +43,11 @@ from vlmfast.errors import VLMFastError
 from ._triton import Variant, padded, tl, triton, use_triton
 from .select import ranked
 
-_MAX_ROWS = 8192  # that fit into the registers of one program
+# Rows of a matrix up to which one program makes all choices; beyond, one launch per choice.
+MAX_MIN_ROWS = 8192  # all scores fit into its registers
+DPP_ROWS = 2048  # it reads the factor at the rate of one multiprocessor
+ROW_TILE = 4096  # entries of a row that a program of `density_peaks` reads at once
+_TILE = 128  # rows of one program if there are several for a matrix
 _MIN_GAIN = 1e-6  # relative to the largest diagonal entry; smaller residuals count as zero
 
 
@@ -221,6 +231,70 @@ def _max_min(
         score = nearest
 
 
+@triton.jit
+def _previous_best(best_score, best_index, step, BLOCK_T: tl.constexpr):
+    """Score and row of the choice of this ``step``: the best that any program left, the first of
+    equals."""
+    b, num_tiles = tl.program_id(1), tl.num_programs(0)
+    tile = tl.arange(0, BLOCK_T)
+    offset = (step % 2 * tl.num_programs(1) + b) * num_tiles
+    b_score = tl.load(best_score + offset + tile, mask=tile < num_tiles, other=float("-inf"))
+    score, at = tl.max(b_score, 0, return_indices=True)
+    return score, tl.load(best_index + offset + at)
+
+
+@triton.jit
+def _store_best(score, n0, best_score, best_index, step):
+    """Leave the best of this program's scores, those of the rows from ``n0``, for the next step."""
+    best, at = tl.max(score, 0, return_indices=True)
+    offset = ((step + 1) % 2 * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+    tl.store(best_score + offset + tl.program_id(0), best)
+    tl.store(best_index + offset + tl.program_id(0), n0 + at)
+
+
+@triton.jit(do_not_specialize=("step", "N", "K"))
+def _max_min_step(
+    similarity,  # (B, N, N)
+    nearest,  # in and out: (B, N), distance to the nearest chosen row; -1e30 for chosen rows
+    best_score,  # in and out: (2, B, tiles), of even and odd steps
+    best_index,  # in and out: int32 (2, B, tiles)
+    chosen,  # out: int64 (B, K)
+    step,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    n0, b = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
+    n = n0 + tl.arange(0, BLOCK_N)
+    _, best = _previous_best(best_score, best_index, step, BLOCK_T)
+    tl.store(chosen + b * K + step, best.to(tl.int64), mask=n0 == 0)
+    b_row = tl.load(similarity + (b * N + best) * N + n, mask=n < N, other=0.0)
+    b_nearest = tl.load(nearest + b * N + n, mask=n < N, other=-1e30)
+    b_nearest = tl.where(n == best, -1e30, tl.minimum(b_nearest, 1.0 - b_row))
+    tl.store(nearest + b * N + n, b_nearest, mask=n < N)
+    _store_best(b_nearest, n0, best_score, best_index, step)
+
+
+@triton.jit
+def _factor_row(kernel, factor, best, best_gain, i, n, N, BLOCK_P: tl.constexpr):
+    """Entries ``n`` of row ``i`` of the factor, for the choice ``best``; stored as well."""
+    update = tl.load(kernel + best.to(tl.int64) * N + n, mask=n < N, other=0.0)
+    for row0 in range(0, i, BLOCK_P):
+        row = row0 + tl.arange(0, BLOCK_P)
+        offsets = row.to(tl.int64) * N
+        b_weight = tl.load(factor + offsets + best, mask=row < i, other=0.0)
+        b_factor = tl.load(
+            factor + offsets[:, None] + n[None, :],
+            mask=(row < i)[:, None] & (n < N)[None, :],
+            other=0.0,
+        )
+        update -= tl.sum(b_factor * b_weight[:, None], 0)
+    update = tl.where(best_gain > 0, update / tl.sqrt(tl.maximum(best_gain, 1e-30)), 0.0)
+    tl.store(factor + i * N.to(tl.int64) + n, update, mask=n < N)
+    return update
+
+
 @triton.jit(do_not_specialize=("N", "K"))
 def _dpp(
     kernel,  # (B, N, N)
@@ -243,69 +317,67 @@ def _dpp(
         gain = tl.where(is_taken, -1.0, tl.where(residual > threshold, residual, 0.0))
         best_gain, best = tl.max(gain, 0, return_indices=True)
         tl.store(chosen + b * K + i, best.to(tl.int64))
-        update = tl.load(kernel + best.to(tl.int64) * N + n, mask=n < N, other=0.0)
-        for row0 in range(0, i, BLOCK_P):
-            row = row0 + tl.arange(0, BLOCK_P)
-            offsets = row.to(tl.int64) * N
-            b_weight = tl.load(factor + offsets + best, mask=row < i, other=0.0)
-            b_factor = tl.load(
-                factor + offsets[:, None] + n[None, :],
-                mask=(row < i)[:, None] & (n < N)[None, :],
-                other=0.0,
-            )
-            update -= tl.sum(b_factor * b_weight[:, None], 0)
-        update = tl.where(best_gain > 0, update / tl.sqrt(tl.maximum(best_gain, 1e-30)), 0.0)
-        tl.store(factor + i * N + n, update, mask=n < N)
+        update = _factor_row(kernel, factor, best, best_gain, i, n, N, BLOCK_P)
         # Other threads of this program read it in the next iteration.
         tl.debug_barrier()
         residual -= update * update
         is_taken = is_taken | (n == best)
 
 
-@triton.jit(do_not_specialize=("neighbours", "N"))
-def _density(
-    distance,  # (B, N, N)
-    density,  # out: (B, N), the logarithm
-    neighbours,
+@triton.jit(do_not_specialize=("step", "N", "K"))
+def _dpp_step(
+    kernel,  # (B, N, N)
+    factor,  # scratch: (B, K, N)
+    residual,  # in and out: (B, N), -inf for chosen rows
+    threshold,  # (B,): smaller residuals count as zero
+    best_score,  # in and out: (2, B, tiles), of even and odd steps
+    best_index,  # in and out: int32 (2, B, tiles)
+    chosen,  # out: int64 (B, K)
+    step,
     N,
+    K,
     BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
-    i, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
-    b_row = tl.load(distance + (b * N + i) * N + n, mask=n < N, other=float("inf"))
-    b_row = tl.maximum(b_row, 0.0)
-    # Nonnegative floats are ordered like their bits. The last neighbour's distance is the largest
-    # number with fewer than `neighbours` entries below it.
-    bits = b_row.to(tl.int32, bitcast=True)
-    threshold = tl.zeros((), tl.int32)
-    for bit in range(31):
-        candidate = threshold | (1 << (30 - bit))
-        num_below = tl.sum((bits < candidate).to(tl.int32), 0)
-        threshold = tl.where(num_below < neighbours, candidate, threshold)
-    m_below = bits < threshold
-    value = threshold.to(tl.float32, bitcast=True)
-    total = tl.sum(tl.where(m_below, b_row * b_row, 0.0), 0)
-    total += (neighbours - tl.sum(m_below.to(tl.int32), 0)) * value * value
-    tl.store(density + b * N + i, -total / neighbours)
+    n0, b = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
+    n = n0 + tl.arange(0, BLOCK_N)
+    best_gain, best = _previous_best(best_score, best_index, step, BLOCK_T)
+    tl.store(chosen + b * K + step, best.to(tl.int64), mask=n0 == 0)
+    kernel += b * N * N
+    factor += b * K * N
+    update = _factor_row(kernel, factor, best, best_gain, step, n, N, BLOCK_P)
+    b_residual = tl.load(residual + b * N + n, mask=n < N, other=float("-inf"))
+    b_residual = tl.where(n == best, float("-inf"), b_residual - update * update)
+    tl.store(residual + b * N + n, b_residual, mask=n < N)
+    gain = tl.where(b_residual > tl.load(threshold + b), b_residual, 0.0)
+    gain = tl.where(b_residual == float("-inf"), -1.0, gain)
+    _store_best(gain, n0, best_score, best_index, step)
 
 
 @triton.jit(do_not_specialize=("N",))
 def _peaks(
     distance,  # (B, N, N)
-    density,  # (B, N)
+    density,  # (B, N), the logarithm
     score,  # out: (B, N)
     N,
     BLOCK_N: tl.constexpr,
 ):
     i, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
-    b_row = tl.load(distance + (b * N + i) * N + n, mask=n < N, other=0.0)
-    b_row = tl.maximum(b_row, 0.0)
-    b_density = tl.load(density + b * N + n, mask=n < N, other=float("-inf"))
     own_density = tl.load(density + b * N + i)
-    m_denser = (n < N) & ((b_density > own_density) | ((b_density == own_density) & (n < i)))
-    delta = tl.min(tl.where(m_denser, b_row, 1e30), 0)
-    delta = tl.where(tl.sum(m_denser.to(tl.int32), 0) > 0, delta, tl.max(b_row, 0))
+    nearest = tl.full((BLOCK_N,), float("inf"), tl.float32)
+    farthest = tl.zeros((BLOCK_N,), tl.float32)
+    num_denser = tl.zeros((BLOCK_N,), tl.int32)
+    for n0 in range(0, N, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        b_row = tl.load(distance + (b * N + i) * N + n, mask=n < N, other=0.0)
+        b_row = tl.maximum(b_row, 0.0)
+        b_density = tl.load(density + b * N + n, mask=n < N, other=float("-inf"))
+        m_denser = (n < N) & ((b_density > own_density) | ((b_density == own_density) & (n < i)))
+        nearest = tl.minimum(nearest, tl.where(m_denser, b_row, float("inf")))
+        farthest = tl.maximum(farthest, b_row)
+        num_denser += m_denser.to(tl.int32)
+    delta = tl.where(tl.sum(num_denser, 0) > 0, tl.min(nearest, 0), tl.max(farthest, 0))
     tl.store(score + b * N + i, own_density + tl.log(tl.maximum(delta, 1e-30)))
 
 
@@ -340,36 +412,76 @@ def _assign(
     tl.store(label + b * N + n, label_index.to(tl.int64), mask=n < N)
 
 
-def _matrices(name: str, matrix: Tensor) -> tuple[Tensor, int]:
-    """The matrices as contiguous (B, N, N), and the block size of a row."""
+def _matrices(matrix: Tensor) -> Tensor:
+    """The matrices as contiguous (B, N, N)."""
     n = matrix.shape[-1]
-    if n > _MAX_ROWS:
-        raise VLMFastError(f"{name}: {n} rows; it takes up to {_MAX_ROWS}")
-    return matrix.reshape(-1, n, n).contiguous(), padded(n, 128)
+    return matrix.reshape(-1, n, n).contiguous()
 
 
 def _warps(block: int) -> int:
     return min(max(block // 128, 1), 16)
 
 
+def _tiles(n: int) -> dict[str, int]:
+    """Block sizes of one program per `_TILE` rows, which reads the best rows of all."""
+    return {"BLOCK_N": _TILE, "BLOCK_T": padded(triton.cdiv(n, _TILE))}
+
+
+def _first_best(score: Tensor) -> tuple[Tensor, Tensor]:
+    """Best scores and rows as the programs of an earlier step would have left them.
+
+    The first of the two buffers contains the largest of ``score`` (B, N) as its first tile's.
+    """
+    b, n = score.shape
+    size = (2, b, triton.cdiv(n, _TILE))
+    best_score = torch.full(size, -torch.inf, dtype=torch.float32, device=score.device)
+    best_index = torch.zeros(size, dtype=torch.int32, device=score.device)
+    best_score[0, :, 0] = score.amax(-1)
+    best_index[0, :, :1] = _argmax(score)
+    return best_score, best_index
+
+
 def _launch_max_min(similarity: Tensor, k: int) -> Tensor:
-    matrix, block = _matrices("max_min", similarity)
+    matrix = _matrices(similarity)
     b, n, _ = matrix.shape
     chosen = torch.empty(b, k, dtype=torch.int64, device=matrix.device)
     if b:
         first_score = _nearest_distance(matrix)
-        _max_min[(b,)](
-            matrix, first_score, chosen, n, k, BLOCK_N=block, num_warps=_warps(block), num_stages=1
-        )
+        if n <= MAX_MIN_ROWS:
+            block = padded(n, 128)
+            _max_min[(b,)](
+                matrix,
+                first_score,
+                chosen,
+                n,
+                k,
+                BLOCK_N=block,
+                num_warps=_warps(block),
+                num_stages=1,
+            )
+        else:
+            _spread_max_min(matrix, first_score, chosen)
     return chosen.view(*similarity.shape[:-2], k)
 
 
+def _spread_max_min(matrix: Tensor, first_score: Tensor, chosen: Tensor) -> None:
+    """`max_min` with several programs per matrix."""
+    (b, n, _), k = matrix.shape, chosen.shape[1]
+    best = _first_best(first_score)
+    nearest = torch.full_like(first_score, 1e30)
+    for step in range(k):
+        _max_min_step[(triton.cdiv(n, _TILE), b)](
+            matrix, nearest, *best, chosen, step, n, k, **_tiles(n), num_warps=4
+        )
+
+
 def _launch_dpp(kernel: Tensor, k: int) -> Tensor:
-    matrix, block = _matrices("dpp", kernel)
+    matrix = _matrices(kernel)
     b, n, _ = matrix.shape
     chosen = torch.empty(b, k, dtype=torch.int64, device=matrix.device)
     factor = torch.empty(b, k, n, dtype=torch.float32, device=matrix.device)
-    if b:
+    if b and n <= DPP_ROWS:
+        block = padded(n, 128)
         _dpp[(b,)](
             matrix,
             factor,
@@ -382,7 +494,33 @@ def _launch_dpp(kernel: Tensor, k: int) -> Tensor:
             num_warps=_warps(block),
             num_stages=1,
         )
+    elif b:
+        _spread_dpp(matrix, factor, chosen)
     return chosen.view(*kernel.shape[:-2], k)
+
+
+def _spread_dpp(matrix: Tensor, factor: Tensor, chosen: Tensor) -> None:
+    """`dpp` with several programs per matrix."""
+    b, k, n = factor.shape
+    residual = matrix.diagonal(dim1=1, dim2=2).clone()
+    threshold = _MIN_GAIN * residual.amax(-1)
+    best = _first_best(residual.masked_fill(residual <= threshold[:, None], 0.0))
+    for step in range(k):
+        _dpp_step[(triton.cdiv(n, _TILE), b)](
+            matrix,
+            factor,
+            residual,
+            threshold,
+            *best,
+            chosen,
+            step,
+            n,
+            k,
+            **_tiles(n),
+            BLOCK_P=_history(_TILE),
+            num_warps=4,
+            num_stages=1,
+        )
 
 
 def _history(block: int) -> int:
@@ -391,16 +529,16 @@ def _history(block: int) -> int:
 
 
 def _launch_peaks(distance: Tensor, k: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    matrix, block = _matrices("density_peaks", distance)
+    matrix = _matrices(distance)
     b, n, _ = matrix.shape
-    density, score = (
-        torch.empty(b, n, dtype=torch.float32, device=matrix.device) for _ in range(2)
-    )
+    # Sorted: rows with equal distances have equal sums, and the tie goes to the lower index.
+    nearest = matrix.topk(neighbours, largest=False).values.clamp(min=0)
+    density = -nearest.square().sum(-1) / neighbours
+    score = torch.empty(b, n, dtype=torch.float32, device=matrix.device)
     label = torch.empty(b, n, dtype=torch.int64, device=matrix.device)
-    warps = _warps(block)
     if b:
-        _density[(n, b)](matrix, density, neighbours, n, BLOCK_N=block, num_warps=warps)
-        _peaks[(n, b)](matrix, density, score, n, BLOCK_N=block, num_warps=warps)
+        block = min(padded(n, 128), ROW_TILE)
+        _peaks[(n, b)](matrix, density, score, n, BLOCK_N=block, num_warps=_warps(block))
         centres = ranked(score)[:, :k].contiguous()
         _assign[(triton.cdiv(n, 128), b)](
             matrix, centres, label, n, k, BLOCK_K=16, BLOCK_N=128, num_warps=4
@@ -412,26 +550,40 @@ def _launch_peaks(distance: Tensor, k: int, neighbours: int) -> tuple[Tensor, Te
 
 
 _TYPES = {
-    **dict.fromkeys(("similarity", "first_score", "kernel", "factor"), "*fp32"),
+    **dict.fromkeys(("similarity", "first_score", "nearest", "best_score"), "*fp32"),
+    **dict.fromkeys(("kernel", "factor", "residual", "threshold"), "*fp32"),
     **dict.fromkeys(("distance", "density", "score"), "*fp32"),
     **dict.fromkeys(("chosen", "centres", "label"), "*i64"),
+    "best_index": "*i32",
     "min_gain": "fp32",
-    **dict.fromkeys(("N", "K", "neighbours"), "i32"),
+    **dict.fromkeys(("step", "N", "K"), "i32"),
 }
 
 
-def _variants(rows: int) -> list[Variant]:
+def _row_variants(rows: int) -> list[Variant]:
+    """Kernels of which one program reads whole rows."""
     block = padded(rows, 128)
     warps, shape = _warps(block), {"BLOCK_N": block}
-    return [
-        Variant(_max_min, _TYPES, shape, warps, 1),
-        Variant(_dpp, _TYPES, {**shape, "BLOCK_P": _history(block)}, warps, 1),
-        Variant(_density, _TYPES, shape, warps),
-        Variant(_peaks, _TYPES, shape, warps),
-    ]
+    found = [Variant(_max_min, _TYPES, shape, warps, 1)]
+    if rows <= DPP_ROWS:
+        found.append(Variant(_dpp, _TYPES, {**shape, "BLOCK_P": _history(block)}, warps, 1))
+    if block <= ROW_TILE:
+        found.append(Variant(_peaks, _TYPES, shape, warps))
+    return found
+
+
+def _step_variants(rows: int) -> list[Variant]:
+    shape = _tiles(rows)
+    dpp = Variant(_dpp_step, _TYPES, {**shape, "BLOCK_P": _history(_TILE)}, 4, 1)
+    return [Variant(_max_min_step, _TYPES, shape), dpp]
 
 
 VARIANTS = [
-    *(v for rows in (100, 576, 2928, _MAX_ROWS) for v in _variants(rows)),
+    *(v for rows in (100, 576, DPP_ROWS, 2928, MAX_MIN_ROWS) for v in _row_variants(rows)),
+    *(
+        v
+        for rows in (DPP_ROWS + 1, 4 * MAX_MIN_ROWS, 20 * MAX_MIN_ROWS)
+        for v in _step_variants(rows)
+    ),
     Variant(_assign, _TYPES, {"BLOCK_K": 16, "BLOCK_N": 128}),
 ]

@@ -14,12 +14,13 @@ Everything is computed in float32.
 
 Three launches on a GPU, and a sort between the last two. `_norms`, one program per 64 slots of a
 head: the inverse norm of each key. `_nearest`, one program per 64 evicted slots of a head: loops
-over the pivots, 64 or 32 at a time, and scales products of unnormalized keys by the inverse norms.
+over the pivots, 16 to 64 at a time, and scales products of unnormalized keys by the inverse norms.
 `_merge_runs`, one program per pivot and head: reads its own run of evicted slots, 16 at a time.
 
 Bytes: keys twice (the second time mostly from the L2 cache), values once, kept slots once more:
 58 MB at 32 heads of 128 and 2,944 slots of which a fifth is kept, 13.5 us at 4.3 TB/s.
-Floor: 2 H E S D operations of `_nearest`, 11.3e9 there or 14.4 us at 790e12 per second.
+Floor: 2 H E S D operations of `_nearest`, 11.4e9 there or 14.4 us at 790e12 per second. The
+reference writes and reads the cosines several times: docs/kernels.md compares both.
 """
 
 from __future__ import annotations
@@ -383,7 +384,9 @@ def _merge_runs(
 
 def _sizes(block: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile and launch of `_nearest` for heads whose dimension is padded to ``block``."""
-    if block <= 128 and dtype != torch.float32:
+    if dtype == torch.float32:
+        return {"BLOCK_E": 64, "BLOCK_S": 16, "num_warps": 8}
+    if block <= 128:
         return {"BLOCK_E": 64, "BLOCK_S": 64, "num_warps": 4}
     return {"BLOCK_E": 64, "BLOCK_S": 32, "num_warps": 8}
 

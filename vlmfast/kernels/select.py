@@ -5,10 +5,12 @@ Shapes: scores (..., N), one selection per row; out (..., k) indices or (...) co
 One program per row on a GPU, which keeps the row in registers: float32 ordered as integers, the
 threshold found by bisection over their 32 bits with one count (or sum) per step, ties at the
 threshold and positions in the output by two cumulative sums. Nothing is sorted or synchronized.
-Rows of more than 8,192 entries do not fit; PyTorch sorts them, on the same device.
+Rows of more than `LONGEST` entries do not fit. On every device PyTorch sorts them, as the reference
+does: stable, so that ties go to the lower index, and without synchronizing.
 
 Bytes: every row once, and the output. Floor: 0.4 MB for 32 rows of 2,944, under a microsecond; in
-practice the latency of about 35 reductions, 5 to 10 microseconds.
+practice the latency of about 35 reductions, 5 to 10 microseconds. Longer rows: up to three sorts of
+scores, preference and indices, at the end of a prefill of more than `LONGEST` tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def top_k(
     Parameters
     ----------
     scores : Tensor, (..., N)
-        Compared in float32; NaN comes before all numbers.
+        Compared in float32; NaN comes before all numbers. Rows of more than `LONGEST` entries are
+        sorted by PyTorch, also on a GPU.
     k : int or Tensor, int64, (...,)
         At most N; a tensor has one value per row, and is not copied to the CPU.
     first : Tensor, bool, (..., N), optional
@@ -90,7 +93,8 @@ def mass_count(attention_mass: Tensor, target: Tensor | float) -> Tensor:
     """Smallest number of largest entries whose sum reaches ``target``; int64, (...,).
 
     At least one and at most N. Masses are not negative. Sums are float32: if the target equals a
-    sum, the count may differ by one between implementations.
+    sum, the count may differ by one between implementations. Rows of more than `LONGEST` entries
+    are sorted by PyTorch, also on a GPU.
     """
     target = _target(attention_mass, target)
     if use_triton("mass_count", attention_mass, target) and 0 < attention_mass.shape[-1] <= LONGEST:
@@ -211,7 +215,7 @@ def _mass_count(
 
 def _sizes(n: int) -> dict[str, int]:
     block = padded(n)
-    return {"BLOCK_N": block, "num_warps": 8 if block > 2048 else 4}
+    return {"BLOCK_N": block, "num_warps": min(max(block // 512, 4), 16)}
 
 
 def _launch_top_k(scores: Tensor, k: int | Tensor, first: Tensor | None, width: int) -> Tensor:
@@ -250,6 +254,6 @@ VARIANTS = [
     *(
         Variant(kernel, _TYPES, {"BLOCK_N": n}, warps=_sizes(n)["num_warps"])
         for kernel in (_top_k, _mass_count)
-        for n in (2048, LONGEST)
+        for n in (2048, 4096, LONGEST)
     ),
 ]

@@ -8,12 +8,11 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-
-from vlmfast.kernels.temporal_attention import temporal_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 SINUSOID = 256  # width of the sinusoid of a timestamp
 TURNS = 4  # patches of a cell that take turns as the position of its token
+FRAMES = 16  # with more, the logits of attention over frames are not materialized
 PRIOR = 3.0  # initial logit of a token for its own patch, and for the patches it represents
 
 
@@ -84,6 +83,21 @@ class AdaptiveNorm(nn.Module):
         """``x`` (..., D) under embedded times that broadcast with it, (..., E)."""
         scale, shift = self.modulation(time).chunk(2, dim=-1)
         return (1 + scale) * self.norm(x) + shift
+
+
+def temporal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention over frames, separately at every position: (S, T, N, H, d) all four.
+
+    Few frames are many tiny products, which fused attention would pad to its tiles; their logits
+    (S, N, H, T, T) are smaller than the query. Fused attention takes four axes.
+    """
+    q, k, v = (x.permute(0, 2, 3, 1, 4) for x in (query, key, value))  # (S, N, H, T, d)
+    if query.shape[1] <= FRAMES:
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        mixed = scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), is_causal=True)
+        mixed = mixed.unflatten(0, q.shape[:2])
+    return mixed.permute(0, 3, 1, 2, 4).contiguous()
 
 
 class TemporalAttention(nn.Module):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.layout import TokenLayout
-from vlmfast.kernels.score import TINY, atp_score
 
 from ...budget import equivalent, solve
 
 LAMBDA = 3.0  # the paper's lambda_s
+TINY = 1e-12  # below any relevant softmax weight; keeps the logarithm finite
 WIDTH = 16  # of the layer between the two means and the thresholds
 # Initial thresholds. The spatial one starts between grids: far above a grid the soft mask is flat,
 # and the tokens of that grid are kept for good.
@@ -43,6 +43,29 @@ def spatial_score(layout: TokenLayout, grids: int) -> Tensor:
         on = placed & ((y - middle) % stride == 0) & ((x - middle) % stride == 0)
         score = score.masked_fill(on, 1 - LAMBDA / stride**2)
     return score
+
+
+def cross_level(attention: Tensor, soft: Tensor) -> Tensor:
+    """Attention of the text to a token relative to uniform attention, in nats.
+
+    Parameters
+    ----------
+    attention : Tensor, (N,)
+        Softmax attention of the text to the visual tokens.
+    soft : Tensor, (N,)
+        Soft mask of the tokens; 1 at inference. Already applied to the attention.
+
+    Returns
+    -------
+    Tensor, (N,)
+        ``log(n a_i)``; 0 is uniform attention.
+    """
+    return (attention / soft * soft.sum()).clamp(min=TINY).log()
+
+
+def self_level(received: Tensor, soft: Tensor) -> Tensor:
+    """Logits (N,) received from the visual tokens, minus their mean over these tokens."""
+    return received - (received * soft).sum() / soft.sum()
 
 
 @dataclass
@@ -131,12 +154,13 @@ class Point(nn.Module):
             Softmax attention of the text, mean over its rows, and logits from the visual rows.
         spatial, soft : Tensor, float32, (N,)
         """
-        weights = (self.cross_heads, self.self_heads, self.slope, self.offset)
-        redundancy, means = atp_score(attention, received, soft, *weights)
-        z = self.hidden(means)
-        return Scores(
-            redundancy, spatial, self.theta_r(z).sigmoid()[0], self.theta_s(z).sigmoid()[0]
-        )
+        cross = (self.cross_heads.softmax(0)[:, None] * attention).sum(0)
+        own = (self.self_heads[:, None] * received).sum(0)
+        levels = torch.stack([self_level(own, soft), cross_level(cross, soft)])
+        both = (self.slope[:, None] * levels + self.offset[:, None]).sigmoid()
+        z = self.hidden((both * soft).sum(1) / soft.sum())
+        theta_r, theta_s = self.theta_r(z).sigmoid()[0], self.theta_s(z).sigmoid()[0]
+        return Scores(both.mean(0), spatial, theta_r, theta_s)
 
 
 def budget_counts(
