@@ -35,7 +35,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    """As `swiglu`, with the tanh approximation of GELU in the place of SiLU."""
+    """As `swiglu`, with the tanh approximation of GELU instead of SiLU."""
     _check("geglu_tanh", gate, up)
     return _launch(gate, up, True) if use_triton("swiglu", gate, up) else geglu_tanh_ref(gate, up)
 
