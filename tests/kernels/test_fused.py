@@ -343,11 +343,17 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, "_launch": depth}
 
 
-@pytest.mark.parametrize("case", ["full", "ragged rows", "quantized", "tracked"])
-def test_fused_step_does_not_synchronize(case: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("llama", case) for case in ("full", "ragged rows", "quantized", "tracked")),
+        *((family, "ragged heads") for family in FAMILIES),
+    ],
+)
+def test_fused_step_does_not_synchronize(kind: str, case: str, monkeypatch) -> None:
     """On fake tensors, with the references instead of kernels."""
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    vlm = build("llama", monkeypatch, torch.device("cpu"))
+    vlm = build(kind, monkeypatch, torch.device("cpu"))
     decoder = decoder_of(vlm, RECIPES[case])
     width = vlm.adapter.config.text_config.hidden_size
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
