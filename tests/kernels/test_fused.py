@@ -294,6 +294,27 @@ def test_fused_step_of_families_matches_decoder(
         compare(ForwardPass(vlm, decoder, tokens, tree))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES, "internvl", "idefics3"])
+@torch.no_grad()
+def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> None:
+    """In bfloat16, bit by bit."""
+    vlm = build(family, monkeypatch, torch.device("cpu"))
+    vlm.model.to(torch.bfloat16)
+    decoder = decoder_of(vlm, FAMILIES.get(family, [()]))
+    path = torch.ones(tokens, tokens, dtype=torch.bool).tril().repeat(len(decoder.rows), 1, 1)
+    forward_pass = ForwardPass(vlm, decoder, tokens, None if tokens == 1 else path)
+    forward_pass.embeds = forward_pass.embeds.bfloat16()
+    ours, theirs, later = ([cache.clone() for cache in decoder.caches] for _ in range(3))
+    with switched(vlm.model), references():
+        hidden, seen = forward_pass.fused(ours)
+        expected, inputs = forward_pass.plain(theirs)
+        control, _ = forward_pass.fused(later, later=1)
+    assert torch.equal(hidden, expected) and not torch.equal(control, expected)
+    assert all(torch.equal(x, inputs[layer]) for layer, x in seen.items())
+    assert all(map(torch.equal, written(ours, tokens), written(theirs, tokens)))
+
+
 @pytest.mark.parametrize(
     "family",
     ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_5_vl", "qwen3_vl"))],
