@@ -42,6 +42,44 @@ class Watch(TorchDispatchMode):
         return out
 
 
+class Launches(TorchDispatchMode):
+    """Records every operation that launches a kernel: no views, and no uninitialized tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        metadata = space == "prim" or name.startswith(("empty", "new_empty", "_unsafe_view"))
+        if not view and not metadata:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_kernels(names: list[str]) -> Iterator[None]:
+    """Triton kernels run as on a GPU, except that a launch only adds a name to ``names``."""
+    from triton.runtime.jit import KernelInterface
+
+    from vlmfast.kernels import decode_mixed
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: names.append(kernel.fn.__name__)
+
+    kept = {key: value for key, value in os.environ.items() if key != "VLMFAST_KERNELS"}
+    with (
+        mock.patch.dict(os.environ, kept, clear=True),
+        mock.patch.object(KernelInterface, "__getitem__", launch),
+        mock.patch.object(decode_mixed, "INTERPRETED", False),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        yield
+
+
 def on_cuda(item: Any, seen: dict[int, Any] | None = None) -> Any:
     """``item`` with every tensor replaced by a fake one on ``cuda``; views stay views."""
     seen = {} if seen is None else seen
@@ -139,6 +177,24 @@ def steps(
     return watch
 
 
+def launches(vlm: Any, decoder: Any, *prepare: Callable[[], Any]) -> list[list[str]]:
+    """Names of the kernels that decode steps launch, from embedding to logits.
+
+    ``prepare``: called before each step.
+    """
+    from vlmfast.engine.attention import switched
+
+    vlm.adapter.decoding, found = "eager", []
+    with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder):
+        tokens = torch.zeros(len(decoder.rows), 1, dtype=torch.int64, device="cuda")
+        for change in prepare:
+            change()
+            with Launches() as watch, counted_kernels(watch.names):
+                decoder.next(tokens)
+            found.append(watch.names)
+    return found
+
+
 def shapes(watch: Watch) -> list[list[tuple[str, tuple]]]:
     """Operations of each step, with shapes."""
     parts: list[list] = []
@@ -150,4 +206,4 @@ def shapes(watch: Watch) -> list[list[tuple[str, tuple]]]:
     return parts
 
 
-__all__ = ["copy", "pretended", "shapes", "steps"]
+__all__ = ["copy", "launches", "pretended", "shapes", "steps"]

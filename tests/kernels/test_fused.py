@@ -12,20 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny_families
 import tiny_models
 from batched import Together, together
 from closeness import apart, close, network
 from driven import Driven
 from fake_cuda import pretended
+from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.engine import forward
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.forward import shifted
 from vlmfast.engine.fused import fusable, fused_step
+from vlmfast.engine.fused_kinds import kind_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels import norm_rope_append, swiglu
 
@@ -77,8 +81,24 @@ def build_qwen2(monkeypatch, **more: Any) -> tuple[Any, Any]:
         return build_llava(layers=2)
 
 
+def build_family(family: str, layers: int, **more: Any) -> tuple[Any, Any]:
+    """A model of `tiny_families` with its first ``layers`` decoder layers."""
+    model, processor = tiny_families.builders()[family](**more)
+    decoder = model.get_decoder()
+    del decoder.layers[layers:]
+    decoder.config.num_hidden_layers = layers
+    if getattr(decoder.config, "layer_types", None) is not None:
+        decoder.config.layer_types = decoder.config.layer_types[:layers]
+    return model, processor
+
+
 def build(kind: str, monkeypatch, device: torch.device) -> VLM:
-    model, processor = build_llava(layers=2) if kind == "llama" else build_qwen2(monkeypatch)
+    if kind == "gemma3":  # the second layer has a window, which prompts exceed; the third has none
+        model, processor = build_family(kind, layers=3, window=24)
+    elif kind in ("llama", "qwen2"):
+        model, processor = build_llava(layers=2) if kind == "llama" else build_qwen2(monkeypatch)
+    else:
+        model, processor = build_family(kind, layers=2)
     return VLM(model.to(device), processor)
 
 
@@ -236,6 +256,90 @@ def test_fused_tree_matches_decoder(case: str, triton, device, monkeypatch) -> N
         compare(ForwardPass(vlm, decoder, 6, seen.repeat(len(RECIPES[case]), 1, 1).to(device)))
 
 
+# What differs between families: positions on three axes, norms of queries and keys, norms of
+# branches, other rotary tables and windows by layer.
+FAMILIES = {
+    "qwen2_5_vl": [(), "pyramiddrop:layers=1,ratios=0.1,positions=compact"],
+    "qwen3_vl": [(), Uneven()],
+    "gemma3": ["pyramiddrop:layers=1,ratios=0.3,positions=compact", Uneven()],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        ("qwen2_5_vl", 1),
+        pytest.param("qwen2_5_vl", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
+        ("qwen3_vl", 3),
+        ("gemma3", 1),
+        ("gemma3", 3),
+    ],
+)
+@torch.no_grad()
+def test_fused_step_of_families_matches_decoder(
+    family: str, tokens: int, triton, device, monkeypatch
+) -> None:
+    """Single tokens, and a draft of three."""
+    vlm = build(family, monkeypatch, device)
+    decoder = decoder_of(vlm, FAMILIES[family])
+    assert fusable(vlm.adapter)
+    offsets = together(decoder.caches).offsets
+    assert bool(offsets) == any("compact" in str(recipe) for recipe in FAMILIES[family])
+    tree = None
+    if tokens > 1:
+        path = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+        tree = path.repeat(len(decoder.rows), 1, 1)
+    with switched(vlm.model):
+        compare(ForwardPass(vlm, decoder, tokens, tree))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES, "internvl", "idefics3"])
+@torch.no_grad()
+def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> None:
+    """In bfloat16, bit by bit."""
+    vlm = build(family, monkeypatch, torch.device("cpu"))
+    vlm.model.to(torch.bfloat16)
+    decoder = decoder_of(vlm, FAMILIES.get(family, [()]))
+    path = torch.ones(tokens, tokens, dtype=torch.bool).tril().repeat(len(decoder.rows), 1, 1)
+    forward_pass = ForwardPass(vlm, decoder, tokens, None if tokens == 1 else path)
+    forward_pass.embeds = forward_pass.embeds.bfloat16()
+    ours, theirs, later = ([cache.clone() for cache in decoder.caches] for _ in range(3))
+    with switched(vlm.model), references():
+        hidden, seen = forward_pass.fused(ours)
+        expected, inputs = forward_pass.plain(theirs)
+        control, _ = forward_pass.fused(later, later=1)
+    assert torch.equal(hidden, expected) and not torch.equal(control, expected)
+    assert all(torch.equal(x, inputs[layer]) for layer, x in seen.items())
+    assert all(map(torch.equal, written(ours, tokens), written(theirs, tokens)))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_5_vl", "qwen3_vl"))],
+)
+def test_answers_of_families_match_modules(family: str, triton, device, monkeypatch) -> None:
+    """Tokens, logits and accepted drafts."""
+    vlm, steps = build(family, monkeypatch, device), []
+    monkeypatch.setattr(forward, "fused_step", lambda *a: steps.append(a) or fused_step(*a))
+    given = {"images": make_image(seed=1), "max_new_tokens": 5, "eos_token_id": None}
+    given |= {"top_logprobs": 0}
+    with references():
+        expected = vlm.ask("what ?", **given)
+    assert not steps
+    got = vlm.ask("what ?", **given)
+    assert len(steps) == 4 and got.token_ids == expected.token_ids
+    drafted = vlm.ask("what ?", recipe=Knows(answer=tuple(expected.token_ids)), **given)
+    assert drafted.stats.accepted > 2 and drafted.token_ids == expected.token_ids
+    assert any(args[1].shape[1] > 1 for args in steps[4:])
+    wanted = torch.tensor([entry.logprob for entry in expected.logprobs])
+    for answer in (got, drafted):
+        found = torch.tensor([entry.logprob for entry in answer.logprobs])
+        close(found, wanted, torch.float32, terms=network(vlm.model, 64))
+    apart(wanted, wanted.roll(1), torch.float32, terms=network(vlm.model, 64))  # control
+
+
 @torch.no_grad()
 def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     vlm = build("llama", monkeypatch, device)
@@ -260,11 +364,17 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, "_launch": depth}
 
 
-@pytest.mark.parametrize("case", ["full", "ragged rows", "quantized", "tracked"])
-def test_fused_step_does_not_synchronize(case: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(("llama", case) for case in ("full", "ragged rows", "quantized", "tracked")),
+        *((family, "ragged heads") for family in FAMILIES),
+    ],
+)
+def test_fused_step_does_not_synchronize(kind: str, case: str, monkeypatch) -> None:
     """On fake tensors, with the references instead of kernels."""
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    vlm = build("llama", monkeypatch, torch.device("cpu"))
+    vlm = build(kind, monkeypatch, torch.device("cpu"))
     decoder = decoder_of(vlm, RECIPES[case])
     width = vlm.adapter.config.text_config.hidden_size
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
@@ -283,13 +393,13 @@ def test_not_fusable_on_cpu_by_default(monkeypatch) -> None:
     for choice in ("torch", ""):
         monkeypatch.setenv("VLMFAST_KERNELS", choice)
         assert not fusable(vlm.adapter)
-    assert vlm.adapter.kept["fusable"]
+    assert vlm.adapter.kept["layer_kind"]
 
 
 def known(model: Any) -> bool:
     vlm = VLM(model, build_llava(layers=1)[1])
     fusable(vlm.adapter)
-    return vlm.adapter.kept["fusable"]
+    return vlm.adapter.kept["layer_kind"]
 
 
 def test_fusable_detects_supported_layers(monkeypatch) -> None:
@@ -315,3 +425,25 @@ def test_fusable_detects_supported_layers(monkeypatch) -> None:
     assert not known(model)
     assert not known(build_qwen2(monkeypatch, hidden_act="gelu")[0])
     assert known(build_qwen2(monkeypatch)[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3"])
+def test_fusable_detects_families(family: str) -> None:
+    model, processor = build_family(family, layers=2)
+
+    def matches() -> bool:
+        return kind_of(VLM(model, processor).adapter.decoder) is not None
+
+    assert matches()
+    layer = model.get_decoder().layers[1]
+    norms = [layer.post_attention_layernorm, layer.mlp.act_fn]
+    if family in ("qwen3_vl", "gemma3"):
+        norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
+    for part in norms:
+        hook = part.register_forward_hook(lambda *_: None)
+        assert not matches()
+        hook.remove()
+    assert matches()
+    eps = "eps" if family == "gemma3" else "variance_epsilon"
+    setattr(layer.input_layernorm, eps, 0.5)  # one of them is used for all norms
+    assert not matches()

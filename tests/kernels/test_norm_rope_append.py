@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from closeness import apart, close
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import _triton
 from vlmfast.kernels.norm_rope_append import (
+    HeadNorm,
     residual_norm,
     residual_norm_ref,
     rotate_append,
@@ -56,6 +61,47 @@ def test_norm_matches_llama(
         dtype != torch.bfloat16
     ):  # control: the sum is normalized, not the row; bfloat16 is too coarse
         apart(got, norm(x if added else x + 1).detach(), dtype, terms, scale=expected.abs())
+
+
+def norm_of(kind: type, size: int, device: torch.device, dtype: torch.dtype, seed: int):
+    norm = kind(size, eps=1e-5).to(device, dtype).requires_grad_(False)
+    norm.weight.copy_(noise(size, device=device, seed=seed))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("shape", [(5, 100), (3, 2, 1024)])
+def test_branch_norm_matches_modules(
+    shape: tuple[int, ...], kind: type, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The norm of a branch, the sum, and the norm that follows, in one launch."""
+    x, residual = (noise(*shape, device=device, dtype=dtype, seed=i) for i in (0, 1))
+    branch, norm = (norm_of(kind, shape[-1], device, dtype, seed) for seed in (2, 3))
+    unit_offset = kind is Gemma3RMSNorm
+    got, total = residual_norm(x, norm.weight, 1e-5, residual, branch.weight, unit_offset)
+    whole = residual + branch(x)
+    terms = 2 * shape[-1] if dtype == torch.float32 else 8
+    scale = (residual.abs() + branch(x).abs()).amax(-1, keepdim=True)
+    close(total, whole, terms=terms, scale=scale)
+    close(got, norm(whole), terms=terms, scale=scale * norm(whole).abs().max())
+    reference = residual_norm_ref(x, norm.weight, 1e-5, residual, branch.weight, unit_offset)
+    assert torch.equal(reference[0], norm(whole)) and torch.equal(reference[1], whole)
+    if dtype == torch.float32:  # control, for which the steps of half precision are too coarse
+        wrong, _ = residual_norm(x, norm.weight, 1e-5, residual, branch.weight, not unit_offset)
+        apart(wrong, norm(whole), terms=terms, scale=scale * norm(whole).abs().max())
+
+
+def test_unit_offset_rounds_after_weighting(device: torch.device) -> None:
+    """As in Gemma's module: the weights are applied in float32."""
+    x, norm = (
+        noise(64, 48, device=device, dtype=torch.float16),
+        norm_of(Gemma3RMSNorm, 48, device, torch.float16, 1),
+    )
+    got, _ = residual_norm(x, norm.weight, 1e-5, unit_offset=True)
+    other, _ = residual_norm_ref(x, (1.0 + norm.weight.float()).half(), 1e-5)
+    # The sum of squares may differ in its last bit, and with it some entries.
+    assert (got == norm(x)).float().mean() > 0.98 and (got == other).float().mean() < 0.8
 
 
 def test_norm_rounds_before_weighting(device: torch.device) -> None:
@@ -111,7 +157,7 @@ def step(
     }
 
 
-def both(inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def both(inputs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     results = []
     for run in (rotate_append, rotate_append_ref):
         own = inputs | {name: inputs[name].clone() for name in ("keys", "values")}
@@ -161,6 +207,29 @@ def test_float32_tables_avoid_rounding(device: torch.device) -> None:
     assert not torch.equal(got[0], rounded[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("sizes", [(2, 4, 2, 1, 72), (1, 4, 1, 5, 96)])
+def test_head_norm_matches_modules(
+    sizes: tuple[int, ...], kind: type, dtype: torch.dtype, device: torch.device
+) -> None:
+    inputs = step(*sizes, device=device, dtype=dtype)
+    query, key = (norm_of(kind, sizes[-1], device, dtype, seed) for seed in (3, 4))
+    norm = HeadNorm(query.weight, key.weight, 1e-5, kind is Gemma3RMSNorm)
+    got, expected = both(inputs | {"norm": norm})
+    normed = inputs | {"query": query(inputs["query"]), "key": key(inputs["key"])}
+    modules = both(normed)[1]
+    assert all(map(torch.equal, expected, modules))
+    assert torch.equal(got[2], expected[2])
+    terms = sizes[-1] if dtype == torch.float32 else 8
+    for ours, theirs in zip(got, expected, strict=True):
+        close(ours, theirs, terms=terms)
+    if dtype == torch.float32:  # controls
+        apart(got[0], both(inputs)[1][0], terms=terms)
+        swapped = HeadNorm(norm.key, norm.query, norm.eps, norm.unit_offset)
+        apart(got[1], both(inputs | {"norm": swapped})[1][1], terms=terms)
+
+
 def test_tokens_beyond_capacity_are_ignored(device: torch.device) -> None:
     inputs = step(1, 1, 2, 4, 8, device, torch.float32)
     buffer = noise(1, 2, 20, 8, device=device)
@@ -197,6 +266,10 @@ def test_invalid_inputs_raise(
         VLMFastError, match=r"residual_norm: tensors in torch\.float32, torch\.float16"
     ):
         residual_norm(x, weight.half(), 1e-6)
+    with pytest.raises(VLMFastError, match="residual_norm: branch_weight without residual"):
+        residual_norm(x, weight, 1e-6, None, weight)
+    with pytest.raises(VLMFastError, match=r"residual_norm: shapes .*, \(4,\); it takes"):
+        residual_norm(x, weight, 1e-6, x, weight[:4])
     inputs = step(2, 2, 1, 1, 16, device, torch.float32)
     invalid = {
         r"key \(2, 1, 1, 8\)": {"key": inputs["key"][..., :8]},
@@ -204,6 +277,7 @@ def test_invalid_inputs_raise(
         r"cos \(2, 1, 8\)": {"cos": inputs["cos"][..., :8]},
         "tensors in torch.float32, torch.float16": {"key": inputs["key"].half()},
         "tables in torch.float16 and torch.float32": {"cos": inputs["cos"].half()},
+        r"weights of a norm \(8,\) in torch.float32": {"norm": HeadNorm(weight, weight, 1e-6)},
     }
     for message, changes in invalid.items():
         with pytest.raises(VLMFastError, match=f"rotate_append: .*{message}"):

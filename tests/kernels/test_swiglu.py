@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from closeness import apart, close
 from vlmfast.errors import VLMFastError
-from vlmfast.kernels.swiglu import swiglu, swiglu_ref
+from vlmfast.kernels.swiglu import geglu_tanh, geglu_tanh_ref, swiglu, swiglu_ref
 
 pytestmark = pytest.mark.usefixtures("triton")
 
@@ -35,6 +36,28 @@ def test_matches_silu_times_up(
         apart(got, swiglu_ref(up, gate), terms=2, scale=scale)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 1500), (0, 8)])
+def test_geglu_matches_gelu_times_up(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    gate, up = noise(2, *shape, device=device, dtype=dtype)
+    activation = ACT2FN["gelu_pytorch_tanh"]
+    got, expected = geglu_tanh(gate, up), activation(gate) * up
+    assert got.dtype == dtype and got.shape == gate.shape and got.is_contiguous()
+    # ``1 + tanh`` cancels for negative gates: the error is relative to the gate.
+    scale = (gate * up).abs().float() if dtype == torch.float32 else expected.abs() + 1e-3
+    close(got, expected, terms=4, scale=scale)
+    assert torch.equal(geglu_tanh_ref(gate, up), expected)
+    if gate.numel() > 8:  # controls
+        apart(got, geglu_tanh_ref(up, gate), terms=4, scale=scale)
+        apart(got, swiglu_ref(gate, up), terms=4, scale=scale)
+        exact = torch.nn.functional.gelu(gate) * up
+        if dtype == torch.float32:
+            apart(got, exact, terms=4, scale=scale)
+
+
 def test_non_contiguous_halves(device: torch.device) -> None:
     gate, up = noise(2, 5, 80, device=device).chunk(2, -1)
     close(swiglu(gate, up), swiglu_ref(gate, up), terms=2)
@@ -50,6 +73,7 @@ def test_large_magnitudes(device: torch.device) -> None:
     # The error of an exponential grows with its argument: 100 units in the last place at -100.
     close(got, expected, terms=2, scale=expected.abs() * gate.abs())
     assert got[4:].tolist() == [100.0, 1e4]
+    assert geglu_tanh(gate, torch.ones_like(gate)).tolist() == [0.0] * 4 + [100.0, 1e4]
 
 
 @pytest.mark.parametrize("choice", ["triton", "torch"])
@@ -59,5 +83,7 @@ def test_invalid_inputs_raise(
     monkeypatch.setenv("VLMFAST_KERNELS", choice)
     x = torch.zeros(2, 8, device=device)
     for other in (x[:1], x.half()):
-        with pytest.raises(VLMFastError, match=r"swiglu: gate \(2, 8\) in torch.float32, up \("):
-            swiglu(x, other)
+        for run in (swiglu, geglu_tanh):
+            message = rf"{run.__name__}: gate \(2, 8\) in torch.float32, up \("
+            with pytest.raises(VLMFastError, match=message):
+                run(x, other)

@@ -1,36 +1,30 @@
 """A forward pass over new tokens with kernels that fuse the work between matrix products.
 
-Hugging Face's decoder launches about fifteen small operations per layer in addition to its matrix
-products and attention: two norms with their sums, the rotation of queries and keys, the cache
-writes, the gated activation. Here four kernels replace them, on the unchanged modules of the model:
-`residual_norm` twice, `rotate_append`, `swiglu`. Every rounding is that of the modules' own
-forward; only the sums of a norm are computed in another order.
+Hugging Face's decoder launches 36 (Llama) to 80 (Gemma 3) small operations per layer in addition to
+its matrix products and attention: norms with their sums, the rotation of queries and keys, the
+cache writes, the gated activation. Here four kernels replace them, on the unchanged modules of the
+model: `residual_norm` twice, `rotate_append`, `swiglu` or `geglu_tanh`. What differs between
+families stands in `fused_kinds`. Every rounding is that of the modules' own forward; only the sums
+of a norm are computed in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.kernels._triton import use_triton
-from vlmfast.kernels.norm_rope_append import WIDEST, residual_norm, rotate_append
-from vlmfast.kernels.swiglu import swiglu
+from vlmfast.kernels.norm_rope_append import HeadNorm, residual_norm, rotate_append
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
 from .cache import JointCache, JointLayer, KVCache
+from .fused_kinds import LayerKind, kind_of
 from .kv_layer import KVLayer
-
-if TYPE_CHECKING:
-    from vlmfast.models.base import TextDecoder
-
-# Families whose layers do exactly this, by their modules in transformers. A class that only has
-# the same names may scale a residual or add one to the weight of a norm.
-_KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def fusable(adapter: Adapter) -> bool:
@@ -39,11 +33,15 @@ def fusable(adapter: Adapter) -> bool:
     Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` is set. The layers are checked once
     per model.
     """
-    if "fusable" not in adapter.kept:
-        adapter.kept["fusable"] = _known(adapter.decoder)
-    if not adapter.kept["fusable"]:
+    if _kind(adapter) is None:
         return False
     return use_triton("fused_step", adapter.decoder.norm.get_parameter("weight"))
+
+
+def _kind(adapter: Adapter) -> LayerKind | None:
+    if "layer_kind" not in adapter.kept:
+        adapter.kept["layer_kind"] = kind_of(adapter.decoder)
+    return adapter.kept["layer_kind"]
 
 
 def fused_step(
@@ -63,7 +61,7 @@ def fused_step(
         One that is `fusable`.
     embeds : Tensor, (B, T, D)
         New tokens of each row, few of them; no host sync.
-    position : Tensor, int64, (B, T)
+    position : Tensor, int64, (B, T), or (3, B, T) for M-RoPE
         Their rotary ids.
     cache : KVCache or JointCache
         Frozen, with free slots for them.
@@ -80,93 +78,91 @@ def fused_step(
     seen : dict of int to Tensor, (B, T, D)
         Input of the layers ``aux_layers``.
     """
-    decoder, offsets = adapter.decoder, offsets or {}
-    tables: dict[int | None, tuple[Tensor, Tensor]] = {}
+    decoder, kind, offsets = adapter.decoder, _kind(adapter), offsets or {}
+    assert kind is not None
+    tables: dict[tuple[int | None, str], tuple[Tensor, ...]] = {}
     seen: dict[int, Tensor] = {}
-    added, stream = embeds, None
-    layers: Iterable[Any] = decoder.layers  # with the parts that `_known` has checked
+    # What the last module has added to the residual stream, the stream without it, and the norm
+    # that this addition still has to pass.
+    added, stream, branch = embeds, None, None
+    layers: Iterable[Any] = decoder.layers  # with the parts that `kind_of` has checked
     caches: Iterable[KVLayer | JointLayer] = cache.layers
     for index, (layer, cached) in enumerate(zip(layers, caches, strict=True)):
         offset = offsets.get(index)
-        if id(offset) not in tables:
+        key = None if offset is None else id(offset), adapter.rotary(index)
+        if key not in tables:
             at = position if offset is None else position - offset
-            tables[id(offset)] = decoder.rotary_emb(embeds, at)
-        attention, mlp = layer.self_attn, layer.mlp
-        x, stream = _norm(layer.input_layernorm, added, stream)
+            tables[key] = adapter.tables(embeds, at, index)
+        x, stream = _norm(kind, layer.input_layernorm, added, stream, branch)
         if index in aux_layers:
             seen[index] = stream
-        query, key, value = (
-            project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if isinstance(cached, JointLayer):
-            parts = (cached.split(x) for x in (query, key, value, *tables[id(offset)]))
-            rotated = [_append(*part) for part in zip(cached.parts, *parts, strict=True)]
-            query = torch.cat(rotated)
-        else:
-            query = _append(cached, query, key, value, *tables[id(offset)])
-        output, _ = text_attention(
-            attention,
-            query,
-            cached.keys,  # read from the groups' own caches where there are several
-            cached.values,
-            None,
-            attention.scaling,
-            vlmfast_context=context,
-        )
-        added = attention.o_proj(output.flatten(2))
-        x, stream = _norm(layer.post_attention_layernorm, added, stream)
-        added = mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-    return _norm(decoder.norm, added, stream)[0], seen
+        added = _attend(kind, layer.self_attn, x, tables[key], cached, context)
+        branch = _named(layer, kind.attention_branch_norm)
+        x, stream = _norm(kind, getattr(layer, kind.mlp_norm), added, stream, branch)
+        mlp = layer.mlp
+        added = mlp.down_proj(kind.gated(mlp.gate_proj(x), mlp.up_proj(x)))
+        branch = _named(layer, kind.mlp_branch_norm)
+    return _norm(kind, decoder.norm, added, stream, branch)[0], seen
+
+
+def _attend(
+    kind: LayerKind,
+    attention: Any,
+    x: Tensor,
+    tables: tuple[Tensor, ...],
+    cached: KVLayer | JointLayer,
+    context: DecodeContext,
+) -> Tensor:
+    """An attention module on the normalized input (B, T, D) of a layer."""
+    norm = kind.head_norm(attention)
+    query, key, value = (
+        project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if isinstance(cached, JointLayer):
+        parts = (cached.split(x) for x in (query, key, value, *tables))
+        rotated = [_append(norm, *part) for part in zip(cached.parts, *parts, strict=True)]
+        query = torch.cat(rotated)
+    else:
+        query = _append(norm, cached, query, key, value, *tables)
+    output, _ = text_attention(
+        attention,
+        query,
+        cached.keys,  # read from the groups' own caches where there are several
+        cached.values,
+        None,
+        attention.scaling,
+        vlmfast_context=context,
+    )
+    return attention.o_proj(output.flatten(2))
 
 
 def _append(
-    cached: KVLayer, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    norm: HeadNorm | None,
+    cached: KVLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Rotate queries and keys of new tokens, and write keys and values to the cache."""
     tokens = query.shape[2]
     cached.reserve(tokens)
-    query = rotate_append(query, key, value, cos, sin, cached.keys, cached.values, cached.length)
+    query = rotate_append(
+        query, key, value, cos, sin, cached.keys, cached.values, cached.length, norm
+    )
     cached.note(tokens)
     return query
 
 
-def _norm(module: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    return residual_norm(x, module.weight, module.variance_epsilon, residual)
+def _norm(
+    kind: LayerKind, norm: Any, x: Tensor, residual: Tensor | None, branch: Any
+) -> tuple[Tensor, Tensor]:
+    """``norm`` of the residual stream plus ``x``, and the sum; ``branch`` is a norm of ``x``."""
+    weight = None if branch is None else branch.weight
+    return residual_norm(x, norm.weight, kind.eps_of(norm), residual, weight, kind.unit_offset)
 
 
-def _known(decoder: TextDecoder) -> bool:
-    """Whether the layers are of a kind in `_KINDS`, as transformers defines them."""
-    kind = decoder.config.model_type
-    if kind not in _KINDS or decoder.config.hidden_act != "silu":
-        return False
-    layers: list[Any] = list(decoder.layers)
-    norm: Any = decoder.norm
-    parts = [(decoder, "Model"), (norm, "RMSNorm")]
-    for layer in layers:
-        parts += [
-            (layer, "DecoderLayer"),
-            (layer.self_attn, "Attention"),
-            (layer.mlp, "MLP"),
-            (layer.input_layernorm, "RMSNorm"),
-            (layer.post_attention_layernorm, "RMSNorm"),
-        ]
-    module, width, head = (
-        f"transformers.models.{kind}.modeling_{kind}",
-        norm.weight.shape[0],
-        layers[0].self_attn.head_dim,
-    )
-    return (
-        all(_is(part, module, _KINDS[kind] + name) for part, name in parts)
-        and len({part.weight.dtype for part, name in parts if name == "RMSNorm"}) == 1
-        and width <= WIDEST
-        and head % 8 == 0
-        and head <= 256
-    )
-
-
-def _is(part: nn.Module, module: str, name: str) -> bool:
-    """Whether a part is of exactly that class, without hooks and with an unchanged ``forward``."""
-    own = type(part)
-    changed = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
-    return (own.__module__, own.__qualname__) == (module, name) and not changed
+def _named(layer: Any, name: str | None) -> Any:
+    return None if name is None else getattr(layer, name)

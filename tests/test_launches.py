@@ -1,0 +1,106 @@
+"""Launches per decoder layer of a decode step, on a fake GPU, see `fake_cuda`.
+
+They are what a step of a model with one layer more launches in addition. Each dispatched operation
+counts as one if it is no view, and each launch of a Triton kernel: a lower bound, since an
+operation of PyTorch may launch several kernels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from driven import Driven
+from fake_cuda import launches
+from tiny_families import builders
+from tiny_models import make_image
+from vlmfast import VLM
+from vlmfast.core.recipe import Recipe
+from vlmfast.engine.attention import switched
+from vlmfast.engine.decode import Batch
+from vlmfast.engine.prefill import Inputs
+
+pytest.importorskip("triton")
+
+MOST = 24
+DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
+# Name in the table: builder and its arguments. The second layer of Gemma 3 has a window.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LLaVA (Llama)": ("llava", {}),
+    "Qwen2.5-VL": ("qwen2_5_vl", {}),
+    "Qwen3-VL": ("qwen3_vl", {}),
+    "Gemma 3": ("gemma3", {}),
+    "Gemma 3, in a layer whose window is full": ("gemma3", {"window": 24}),
+    "InternVL (Qwen2)": ("internvl", {}),
+    "Idefics3, SmolVLM": ("idefics3", {}),
+}
+HEAD = "| model | fused | modules |\n|---|---|---|\n"
+
+
+def steps(family: str, layers: int) -> list[Counter[str]]:
+    """Kernels of a decode step after an image, fused and through the model's modules.
+
+    ``layers``: how many of its decoder layers the model has.
+    """
+    name, given = FAMILIES[family]
+    model, processor = builders()[name](**given)
+    decoder = model.get_decoder()
+    del decoder.layers[layers:]
+    decoder.config.num_hidden_layers = layers
+    if getattr(decoder.config, "layer_types", None) is not None:
+        decoder.config.layer_types = decoder.config.layer_types[:layers]
+    vlm, batch = VLM(model.to(torch.bfloat16), processor), Batch()
+    image = make_image()
+    with torch.no_grad(), switched(model):
+        inputs = Inputs(vlm.inputs("what ?", images=image), [(image.height, image.width)], "what ?")
+        run = Driven(vlm.adapter, inputs, Recipe.of(()), time.perf_counter())
+        run.start(8)
+        batch.join(run.decoder)
+        for _ in range(2):  # a prompt leaves space for one token in a window
+            batch.next(torch.full((1, 1), 7))
+    kept = vlm.adapter.kept
+    found = launches(vlm, batch, kept.copy, lambda: kept.update(layer_kind=None))
+    return [Counter(names) for names in found]
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, tuple[list[Counter[str]], list[int]]]:
+    """By family: kernels of one layer, and how many a step launches apart from its layers."""
+    found = {}
+    for family in FAMILIES:
+        fewer, more = steps(family, 1), steps(family, 2)
+        layer = [b - a for a, b in zip(fewer, more, strict=True)]
+        assert not any(a - b for a, b in zip(fewer, more, strict=True))
+        rest = [a.total() - b.total() for a, b in zip(fewer, layer, strict=True)]
+        found[family] = layer, rest
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_launch_few_kernels(family: str, counts) -> None:
+    (fused, modules), (fused_rest, modules_rest) = counts[family]
+    assert fused.total() <= MOST + 2 * ("window" in family)  # its mask takes nine operations
+    assert fused["_norm"] == 2 and fused["_rotate"] == fused["_swiglu"] == 1
+    assert fused["mm"] + fused["addmm"] == 7
+    # Controls: the modules launch more, and the norms of the model itself belong to no layer.
+    assert modules.total() > MOST and not modules["_norm"]
+    assert 0 < fused_rest < modules_rest
+
+
+def test_table_in_the_docs(counts) -> None:
+    rows = [
+        f"| {family} | {fused.total()} | {modules.total()} |"
+        for family, ((fused, modules), _) in counts.items()
+    ]
+    table = HEAD + "\n".join(rows) + "\n"
+    for family, (layers, rest) in counts.items():
+        each = ", ".join(f"{name} {n}" for name, n in sorted(layers[0].items()))
+        print(f"{family}: {each}; apart from the layers {rest[0]} fused, {rest[1]} by modules")
+    print(table)
+    _, found, after = DOCS.read_text(encoding="utf-8").partition(HEAD)
+    assert found + after.partition("\n\n")[0] + "\n" == table, "docs/kernels.md has other counts"
