@@ -129,12 +129,14 @@ def test_device_without_kernels_runs_references_and_warns_once(gpu, machine, kin
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not use_triton("y", Cuda(kind=kind))
-    # Each device has its own warning.
+    # Each device has its own warning; kernels would run on the current one.
+    gpu.setattr(torch.cuda, "current_device", lambda: 1)
     with pytest.warns(RuntimeWarning, match=f"{kind}:1 runs"):
         assert not use_triton("x", Cuda(1, kind))
     # Tensors of another device are found there too.
     with pytest.raises(VLMFastError, match="it takes one device"):
         use_triton("x", CPU, Cuda(kind=kind))
+    gpu.setattr(torch.cuda, "current_device", lambda: 0)
     gpu.setenv("VLMFAST_KERNELS", "triton")
     with pytest.raises(VLMFastError, match=rf"^x: .*{reason}.*; on {kind}:0 set VLMFAST_KERN"):
         use_triton("x", Cuda(kind=kind))

@@ -165,23 +165,23 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
     device = next(iter(devices), torch.device("cpu"))
     if not wanted.forced and device.type in ("cpu", "meta"):
         return False
-    if reason := limitation(device):
+    # Triton launches on the current device, not on that of the tensors.
+    cuda = device.type == "cuda"
+    current = torch.device("cuda", torch.cuda.current_device()) if cuda else device
+    if reason := limitation(current):
         if wanted.forced:
-            raise VLMFastError(f"{name}: {reason}; on {device} set VLMFAST_KERNELS=torch")
+            raise VLMFastError(f"{name}: {reason}; on {current} set VLMFAST_KERNELS=torch")
         _warn(
-            f"kernels: {reason}; {device} runs their PyTorch references, with the same answers "
+            f"kernels: {reason}; {current} runs their PyTorch references, with the same answers "
             "but slower, and with more memory for a quantized cache"
         )
         return False
-    if device.type != "cuda":
-        return True
-    if not text and name in turned_off(device):
+    if cuda and not text and name in turned_off(current):
         return False
-    if device.index != torch.cuda.current_device():
-        # Triton launches on the current device, not on that of the tensors.
+    if device != current:
         raise VLMFastError(
-            f"{name}: tensors on {device}, but the current device is "
-            f"cuda:{torch.cuda.current_device()}; call it under torch.cuda.device({device.index})"
+            f"{name}: tensors on {device}, but the current device is {current}; call it under "
+            f"torch.cuda.device({device.index})"
         )
     return True
 
