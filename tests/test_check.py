@@ -401,10 +401,37 @@ def test_growing_memory_is_found() -> None:
         if grows:
             kept.append(x)
 
-    row = model.check_memory("memory", lambda: ask(True), lambda: model.bytes_in_use(CPU))
+    def measure() -> int:
+        return sum(x.nbytes for x in kept)
+
+    row = model.check_memory("memory", lambda: ask(True), measure)
     assert row.passed is False and "grows" in row.note
-    row = model.check_memory("memory", lambda: ask(False), lambda: model.bytes_in_use(CPU))
-    assert row.passed
+    assert model.check_memory("memory", lambda: ask(False), measure).passed
+
+
+def test_bytes_in_use_counts_each_storage_once() -> None:
+    x = torch.zeros(1 << 20)
+    views = [x[1:], x.view(2, -1)]
+    with_x = model.bytes_in_use(CPU)
+    del x, views
+    assert with_x - model.bytes_in_use(CPU) == 4 << 20
+
+
+# --- warm-up -------------------------------------------------------------------------------------
+
+
+def test_warmup_captures_what_a_question_needs(fresh: VLM) -> None:
+    graphs = fresh.adapter.kept["graphs"] = Graphs(record=repeated)
+    fresh.adapter.decoding = "graph"
+    assert fresh.warmup() > 0
+    assert graphs.captured == 1
+    assert fresh.prefix_cache.stats().entries == 0
+    fresh.ask("What is here?", prompts(1)[0][0], max_new_tokens=4)
+    assert graphs.captured == 1 and graphs.reused == 1
+    # Another recipe has other buffers; its own image prepares it.
+    assert fresh.warmup("h2o:0.7", prompts(1)[0][0], max_new_tokens=3) > 0
+    with pytest.raises(VLMFastError, match="unknown"):
+        fresh.warmup("no-such-method")
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -482,7 +509,7 @@ def test_damaged_file_is_replaced_and_unwritable_folder_is_an_error(gpu, tmp_pat
     assert read_saved() == {machine(gpu): ["pool"]}
     saved_path().unlink()
     saved_path().parent.rmdir()
-    saved_path().parent.write_text("a file in the place of the folder")
+    saved_path().parent.write_text("a file, not a folder")
     with pytest.raises(VLMFastError, match="cannot be written"):
         save(["pool"], gpu)
 

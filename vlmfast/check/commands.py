@@ -95,7 +95,9 @@ def check(vlm: VLM, *, quick: bool = False) -> Report:
         kernels, copy_rate, reason = collected(spawned(list(CASES), device, quick=quick))
     else:
         kernels, copy_rate = [], None
-    how = "compiled for this GPU" if cuda else "in Triton's interpreter"
+    how = "compiled for this GPU"
+    if not cuda:
+        how = "in Triton's interpreter; on this device their PyTorch references answer"
     if reason is not None:
         kernels = [Row("all kernels", None, note=reason)]
         how = "not checked: their PyTorch references run here"
