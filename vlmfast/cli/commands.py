@@ -416,7 +416,7 @@ def _check(args: argparse.Namespace) -> int:
     found = commands.check(vlm, quick=args.quick)
     if args.json:
         name = Path(args.model).name if Path(args.model).is_dir() else args.model
-        print_json({"model": name, "quick": args.quick, **found.to_dict()})
+        print_json({"checkpoint": name, "quick": args.quick, **found.to_dict()})
     else:
         print(f"kernels, {found.how}")
         print()
