@@ -167,9 +167,82 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     assert str(Path.home()) not in out + json.dumps(facts)
 
 
+def test_env_hides_secrets_and_paths(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLMFAST_API_KEY", "password-of-a-server")
+    monkeypatch.setenv("VLMFAST_CLOSENESS", str(tmp_path))
+    monkeypatch.setenv("VLMFAST_KERNELS", "-swiglu")
+    facts = run_json(capsys, ["env", "--json"])
+    shown = {"VLMFAST_API_KEY": "(set)", "VLMFAST_CLOSENESS": "(set)", "VLMFAST_KERNELS": "-swiglu"}
+    assert shown.items() <= facts["variables"].items()
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out + json.dumps(facts)
+    assert "password-of-a-server" not in out and str(tmp_path) not in out
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch):
+    """Lets ``vlmfast check`` find these rows of the kernels."""
+    from vlmfast.check import commands
+    from vlmfast.check.rows import Row
+
+    def found(*rows: Row, reports: list[object]) -> None:
+        model = [Row("memory", True, "1 MB"), Row("capture and reuse", None, note="no GPU")]
+
+        def check(vlm: object, *, quick: bool) -> commands.Report:
+            reports.append((vlm, quick))
+            return commands.Report("cpu", "on a stand-in", list(rows), model)
+
+        monkeypatch.setattr(commands, "check", check)
+
+    return found
+
+
+def test_check_prints_tables_and_the_setting(
+    checked, random_llava_next: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vlmfast.check.rows import Row
+
+    argv = ["check", "--model", str(random_llava_next), "--device", "cpu", "--quick"]
+    reports: list[object] = []
+    checked(Row("swiglu", True, "a", error=0.1), reports=reports)
+    assert main(argv) == 0
+    assert [quick for _, quick in reports] == [True]
+    out = capsys.readouterr().out
+    assert "passed" in out and "FAILED" not in out and "VLMFAST_KERNELS" not in out
+    assert "copy rate" not in out  # nothing was timed
+    wrong = Row("pool", False, "b", "differs from its reference")
+    timed = Row("swiglu", True, "a", "", 0.1, 2e-5, 10**8, 0.8)
+    checked(timed, wrong, reports=reports)
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "b: differs from its reference" in out
+    assert "VLMFAST_KERNELS=-pool" in out and "80%" in out and "100 MB" in out
+    assert main([*argv, "--save"]) == 1
+    assert "nothing to save" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 1
+    text = capsys.readouterr().out
+    document = json.loads(text)
+    assert document["passed"] is False and document["setting"] == "VLMFAST_KERNELS=-pool"
+    assert document["checkpoint"] == random_llava_next.name
+    assert [row["name"] for row in document["kernels"]] == ["swiglu", "pool"]
+    assert str(random_llava_next.parent) not in text and str(Path.home()) not in text
+
+
+@pytest.mark.slow
+def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    document = run_json(capsys, ["check", "--quick", "--json", "--device", "cpu"])
+    assert document["passed"] and document["setting"] is None
+    assert {row["passed"] for row in document["kernels"]} <= {True, None}
+    text = json.dumps(document)
+    assert str(Path.home()) + os.sep not in text and os.getcwd() not in text
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["check", "--help"], ["--quick", "--save", "--json", "--model"]),
         (["train", "tiny", "--help"], ["--minutes", "--seed"]),
         (["eval", "--help"], ["--recipe", "--budget", "--limit", "--out", "--json"]),
         (["report", "--help"], ["DIR"]),

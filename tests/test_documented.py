@@ -64,6 +64,7 @@ PYTHON = {page: found for page, text in PAGES.items() if (found := python_blocks
 # Commands that are checked and not run, and why. Each line must match a command (see the test).
 NOT_RUN = {
     r"--model (?!tiny\b)": "online: a hub id, or a model of the reader's",
+    r"^vlmfast check": "half a minute, and it writes a file; tests/test_check.py runs its parts",
     r"^vlmfast demo": "serves until it is stopped",
     r"^vlmfast serve": "tests/serve/test_documented_server.py runs it, and what asks it",
     r"^curl ": "asks a server, as above",

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
+import vlmfast
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import _triton
-from vlmfast.kernels._triton import Variant, check_heads, padded, pointer, upcast, use_triton
+from vlmfast.kernels._saved import machine, read_saved, saved_path
+from vlmfast.kernels._triton import (
+    KERNELS,
+    Choice,
+    Variant,
+    check_heads,
+    padded,
+    parse_choice,
+    pointer,
+    upcast,
+    use_triton,
+)
 
 CPU = torch.zeros(2)
 
@@ -19,13 +35,25 @@ CPU = torch.zeros(2)
 class Cuda:
     """A tensor on a GPU, as far as the dispatch reads it."""
 
-    def __init__(self, index: int = 0) -> None:
-        self.device = torch.device("cuda", index)
+    def __init__(self, index: int = 0, kind: str = "cuda") -> None:
+        self.device = torch.device(kind, index)
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A process that has not warned and read no file; its configuration folder."""
+    for remembered in (_triton._warn, _triton.turned_off):
+        remembered.cache_clear()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    return tmp_path
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(_triton, "triton", object())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
@@ -71,21 +99,176 @@ def test_other_than_current_gpu_raises(gpu: pytest.MonkeyPatch) -> None:
         use_triton("x", Cuda(1))
 
 
-def test_old_gpu_raises(gpu: pytest.MonkeyPatch) -> None:
+def old_gpu(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(VLMFastError, match=r"col_stats: needs .* 8\.0 or newer; set VLMFAST_KERN"):
-        use_triton("col_stats", Cuda())
 
 
-def test_missing_triton_raises(gpu: pytest.MonkeyPatch) -> None:
+def rocm(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.version, "hip", "7.0")
+
+
+def without_triton(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(_triton, "triton", _triton._Absent())
-    with pytest.raises(VLMFastError, match="x: Triton is missing; install it"):
-        use_triton("x", Cuda())
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind", "reason"),
+    [
+        (old_gpu, "cuda", r"compute capability 7\.5, the kernels need 8\.0"),
+        (rocm, "cuda", "not tested on ROCm"),
+        (without_triton, "cuda", "Triton is missing; install it"),
+        (lambda gpu: None, "xpu", "written for CUDA"),
+        (lambda gpu: None, "mps", "written for CUDA"),
+    ],
+    ids=["old", "rocm", "no Triton", "xpu", "mps"],
+)
+def test_device_without_kernels_runs_references_and_warns_once(gpu, machine, kind, reason) -> None:
+    machine(gpu)
+    with pytest.warns(RuntimeWarning, match=f"{reason}.*; {kind}:0 runs .* references.* slower"):
+        assert not use_triton("x", Cuda(kind=kind))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not use_triton("y", Cuda(kind=kind))
+    # Each device has its own warning; kernels would run on the current one.
+    gpu.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.warns(RuntimeWarning, match=f"{kind}:1 runs"):
+        assert not use_triton("x", Cuda(1, kind))
+    # Tensors of another device are found there too.
+    with pytest.raises(VLMFastError, match="it takes one device"):
+        use_triton("x", CPU, Cuda(kind=kind))
+    gpu.setattr(torch.cuda, "current_device", lambda: 0)
+    gpu.setenv("VLMFAST_KERNELS", "triton")
+    with pytest.raises(VLMFastError, match=rf"^x: .*{reason}.*; on {kind}:0 set VLMFAST_KERN"):
+        use_triton("x", Cuda(kind=kind))
+    gpu.setenv("VLMFAST_KERNELS", "torch")
+    assert not use_triton("x", Cuda(kind=kind))
+
+
+def test_supported_gpu_and_cpu_do_not_warn(gpu: pytest.MonkeyPatch) -> None:
+    """Control for the warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert use_triton("x", Cuda())
+        without_triton(gpu)
+        assert not use_triton("x", CPU)
+    assert not use_triton("x", torch.zeros(2, device="meta"))
+
+
+def test_missing_triton_raises_if_it_is_forced(gpu: pytest.MonkeyPatch) -> None:
+    without_triton(gpu)
     gpu.setenv("VLMFAST_KERNELS", "triton")
     with pytest.raises(VLMFastError, match="x: Triton is missing"):
         use_triton("x", CPU)
-    gpu.setenv("VLMFAST_KERNELS", "torch")
-    assert not use_triton("x", Cuda())
+
+
+# --- kernels by name -----------------------------------------------------------------------------
+
+
+def test_every_name_of_the_code_is_known() -> None:
+    """`KERNELS` lists what `use_triton` is asked for, by file, and nothing else."""
+    package = Path(vlmfast.__file__).parent
+    found: dict[str, set[str]] = {}
+    for path in (*package.glob("kernels/*.py"), *package.glob("engine/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "use_triton":
+                found.setdefault(path.stem, set()).add(ast.literal_eval(node.args[0]))
+    assert {file: set(names) for file, names in KERNELS.items()} == found
+    assert len([name for names in KERNELS.values() for name in names]) == len(
+        {name for names in KERNELS.values() for name in names}
+    )
+
+
+def test_named_kernels_run_the_reference(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setenv("VLMFAST_KERNELS", "-decode_mixed, -dpp")
+    assert not use_triton("decode_mixed", Cuda())
+    assert not use_triton("dpp", Cuda())
+    assert use_triton("max_min", Cuda())  # the same file
+    assert not use_triton("swiglu", CPU)  # all others run as by default
+    gpu.setenv("VLMFAST_KERNELS", "-pool")
+    assert not any(use_triton(name, Cuda()) for name in ("cell_average", "cell_mix", "resample"))
+    assert use_triton("decode_mixed", Cuda())
+    # What is turned off needs no current device.
+    assert not use_triton("resample", Cuda(1))
+    with pytest.raises(VLMFastError, match="it takes one device"):
+        use_triton("resample", Cuda(1), CPU)
+
+
+@pytest.mark.parametrize("value", ["-", "-decode", "-swiglu,-decode", "-swiglu,-", "-swiglu,,-dpp"])
+def test_unknown_kernel_raises(gpu: pytest.MonkeyPatch, value: str) -> None:
+    gpu.setenv("VLMFAST_KERNELS", value)
+    for tensor in (CPU, Cuda()):
+        with pytest.raises(VLMFastError, match=f"^VLMFAST_KERNELS='{value}'") as caught:
+            use_triton("x", tensor)
+        assert "\n" not in str(caught.value) and "decode_mixed" in str(caught.value)
+
+
+def test_choices_are_parsed() -> None:
+    assert parse_choice("") == Choice()
+    assert parse_choice("torch") == Choice(forced="torch")
+    assert parse_choice("-select") == Choice(off=frozenset({"top_k", "mass_count"}))
+    assert parse_choice("-select") is parse_choice("-select")
+
+
+# --- the saved choice ----------------------------------------------------------------------------
+
+
+def save(folder: Path, text: str) -> None:
+    (folder / "vlmfast").mkdir(exist_ok=True)
+    (folder / "vlmfast" / "kernels.json").write_text(text, encoding="utf-8")
+
+
+def test_saved_choice_holds_for_this_gpu_alone(gpu: pytest.MonkeyPatch, fresh: Path) -> None:
+    key = machine(torch.device("cuda", 0))
+    assert key.startswith("Stand-in, 9.0, triton ") and key.endswith(vlmfast.__version__)
+    save(fresh, json.dumps({key: ["decode_mixed"], "Another, 9.0": ["swiglu"]}))
+    assert saved_path() == fresh / "vlmfast" / "kernels.json"
+    assert not use_triton("decode_mixed", Cuda())
+    assert use_triton("swiglu", Cuda())
+    assert not use_triton("swiglu", CPU)
+    # The variable has the last word.
+    for value in ("triton", "-swiglu"):
+        gpu.setenv("VLMFAST_KERNELS", value)
+        assert use_triton("decode_mixed", Cuda())
+    gpu.delenv("VLMFAST_KERNELS")
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    _triton.turned_off.cache_clear()
+    assert use_triton("decode_mixed", Cuda())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"a": "b"}', '{"a": [1]}', "\x00", "[" * 100_000, "KEY"],
+    ids=["empty", "cut", "list", "text", "number", "binary", "deep", "kernel"],
+)
+def test_damaged_file_warns_and_turns_nothing_off(gpu, fresh: Path, text: str) -> None:
+    if text == "KEY":  # of another version
+        text = json.dumps({machine(torch.device("cuda", 0)): ["former_kernel"]})
+    save(fresh, text)
+    with pytest.warns(RuntimeWarning, match="the file is ignored") as caught:
+        assert [use_triton(name, Cuda()) for name in ("decode_mixed", "swiglu")] == [True, True]
+    assert len(caught) == 1
+
+
+def test_folder_in_place_of_the_file_warns(gpu: pytest.MonkeyPatch, fresh: Path) -> None:
+    (fresh / "vlmfast" / "kernels.json").mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="cannot be read"):
+        assert use_triton("decode_mixed", Cuda())
+    with pytest.raises(VLMFastError, match=r"kernels\.json cannot be read"):
+        read_saved()
+
+
+def test_place_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", value)
+        assert saved_path() == tmp_path / ".config" / "vlmfast" / "kernels.json"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
+    assert saved_path() == tmp_path / "roaming" / "vlmfast" / "kernels.json"
+    assert read_saved() == {}
+
+
+# --- imports -------------------------------------------------------------------------------------
 
 
 def test_triton_on_cpu_without_interpreter_raises(gpu: pytest.MonkeyPatch) -> None:

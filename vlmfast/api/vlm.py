@@ -491,6 +491,59 @@ class VLM:
 
         return Session._load(self._sessions, path, recipe)
 
+    # --- preparation -----------------------------------------------------------------------------
+
+    def warmup(
+        self,
+        recipe: Any = None,
+        images: Any = None,
+        video: Any = None,
+        *,
+        num_frames: int | None = None,
+        fps: float | None = None,
+        max_new_tokens: int = 8,
+    ) -> float:
+        """Answer one question, so that later ones need not wait for what happens once.
+
+        On a GPU these are the compilation of the kernels that the recipe needs, and the capture
+        of the decode step of one row; on all devices, memory and tables of the libraries. A step
+        is captured for the size of the cache: images like those that will follow prepare theirs.
+
+        Parameters
+        ----------
+        recipe, images, video, num_frames, fps : optional
+            As in `ask`; a gray image of 336 x 336 by default.
+        max_new_tokens : int
+            Decode steps to run; drafters need several.
+
+        Returns
+        -------
+        float
+            Seconds that it took.
+
+        Raises
+        ------
+        VLMFastError
+            As `ask`.
+        """
+        from PIL import Image
+
+        if images is None and video is None:
+            images = Image.new("RGB", (336, 336), "gray")
+        start = time.perf_counter()
+        with self.prefix_cache.bypassed():
+            self.ask(
+                "What is this?",
+                images,
+                video,
+                num_frames=num_frames,
+                fps=fps,
+                recipe=recipe,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=None,
+            )
+        return time.perf_counter() - start
+
     # --- inputs ----------------------------------------------------------------------------------
 
     def inputs(

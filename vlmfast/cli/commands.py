@@ -1,5 +1,5 @@
-"""The command line: ``vlmfast ask``, ``compare``, ``bench``, ``methods``, ``env``, ``train``,
-``eval``, ``report``, ``serve``, ``demo``.
+"""The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
+``train``, ``eval``, ``report``, ``serve``, ``demo``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import sys
 import warnings
@@ -22,9 +21,22 @@ from typing import TYPE_CHECKING, Any
 from vlmfast.errors import MediaError, ModelError, VLMFastError
 from vlmfast.version import __version__
 
+from .output import (
+    answer_json,
+    audit_row,
+    audited,
+    bench_row,
+    check_rows,
+    comparison_row,
+    divergence,
+    in_bytes,
+    print_json,
+    print_table,
+    stats_row,
+)
+
 if TYPE_CHECKING:
-    from vlmfast.api.vlm import VLM, Answer, Comparison
-    from vlmfast.engine.stats import Stats
+    from vlmfast.api.vlm import VLM
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # 128 + the signal, as in shells
 
@@ -233,6 +245,11 @@ def _fill_bench(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _fill_check(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _module("check.commands").add_arguments(parser)
+
+
 def _fill_demo(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, json=False)
     parser.add_argument("--recipe", default="balanced", help="initial recipe of the page")
@@ -310,11 +327,15 @@ def _ask(args: argparse.Namespace) -> None:
         media |= {"max_kv_tokens": args.max_kv_tokens, "progress": sys.stderr.isatty()}
     answer = vlm.ask(args.question, **media, recipe=args.recipe, **_generation(args))
     if args.json:
-        _print_json({**_heading(args), **_answer_json(answer)})
+        print_json({**_heading(args), **answer_json(answer)})
         return
     print(answer.text)
     print()
-    _print_table([_stats_row(args.recipe, answer.stats)])
+    print_table([stats_row(args.recipe, answer.stats)])
+
+
+def _heading(args: argparse.Namespace) -> dict[str, Any]:
+    return {"file": args.file, "question": args.question, "model": args.model}
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -328,14 +349,14 @@ def _compare(args: argparse.Namespace) -> None:
 
         contact_sheet([row.answer for row in rows]).save(args.overlay)
     if args.json:
-        answers = [{**_answer_json(row.answer), "agreement": row.agreement} for row in rows]
-        _print_json({**_heading(args), "answers": answers})
+        answers = [{**answer_json(row.answer), "agreement": row.agreement} for row in rows]
+        print_json({**_heading(args), "answers": answers})
         return
     print(f"{args.file}: {args.question}")
     print()
     # As given: the canonical text omits defaults.
     names = ["none", *args.recipes]
-    _print_table([_comparison_row(*pair) for pair in zip(names, rows, strict=True)])
+    print_table([comparison_row(*pair) for pair in zip(names, rows, strict=True)])
 
 
 def _bench(args: argparse.Namespace) -> int | None:
@@ -348,10 +369,10 @@ def _bench(args: argparse.Namespace) -> int | None:
     rows = bench.bench(_vlm(args), args.recipes, new_tokens=args.new_tokens, repeats=args.repeats)
     if args.json:
         about = {"model": args.model, "new_tokens": args.new_tokens, "repeats": args.repeats}
-        _print_json({**bench.facts(), **about, "rows": [vars(row) for row in rows]})
+        print_json({**bench.facts(), **about, "rows": [vars(row) for row in rows]})
         return None
-    _print_table(
-        [_bench_row(*pair, rows[0]) for pair in zip(["none", *args.recipes], rows, strict=True)]
+    print_table(
+        [bench_row(*pair, rows[0]) for pair in zip(["none", *args.recipes], rows, strict=True)]
     )
     return None
 
@@ -376,17 +397,42 @@ def _audit(args: argparse.Namespace) -> int:
     if args.json:
         about |= {"model": args.model, "new_tokens": args.new_tokens, "strict": args.strict}
         found = [{**asdict(row), "bugs": row.bugs} for row in rows]
-        _print_json({**about, **bench.facts(), "near": bench.NEAR, "rows": found, "bugs": bugs})
+        print_json({**about, **bench.facts(), "near": bench.NEAR, "rows": found, "bugs": bugs})
         return int(bool(bugs))
     print(f"{args.model}: " + ", ".join(f"{key} {value}" for key, value in about.items()))
     print()
-    _print_table([_audit_row(row) for row in rows])
+    print_table([audit_row(row) for row in rows])
     for row in rows:
         for gone in row.divergences:
-            print(_divergence(row, gone))
+            print(divergence(row, gone))
         if not row.drafted:
-            print(f"nothing was drafted: {_audited(row)}: {row.speculation}")
+            print(f"nothing was drafted: {audited(row)}: {row.speculation}")
     return int(bool(bugs))
+
+
+def _check(args: argparse.Namespace) -> int:
+    commands = _module("check.commands")
+    vlm = _vlm(args)
+    found = commands.check(vlm, quick=args.quick)
+    if args.json:
+        name = Path(args.model).name if Path(args.model).is_dir() else args.model
+        print_json({"checkpoint": name, "quick": args.quick, **found.to_dict()})
+    else:
+        print(f"kernels, {found.how}")
+        print()
+        print_table(check_rows("kernel", commands.summary(found.kernels)))
+        print()
+        print(f"{args.model} on {found.device}")
+        print()
+        print_table(check_rows("check", found.model))
+        print()
+        print("passed" if found.passed else "failed")
+        if found.setting:
+            print(f"{found.setting} runs the PyTorch references of these kernels")
+    if args.save:
+        message = commands.save(found, vlm.adapter.device)
+        print(message, file=sys.stderr if args.json else sys.stdout)
+    return 0 if found.passed else 1
 
 
 def _methods(args: argparse.Namespace) -> None:
@@ -399,7 +445,7 @@ def _methods(args: argparse.Namespace) -> None:
         _module("core.registry").stage_class(name)  # raises for an unknown name and lists all
     found = [method for method in methods() if not args.names or method["name"] in args.names]
     if args.json:
-        _print_json(found)
+        print_json(found)
         return
     for number, method in enumerate(found):
         if number:
@@ -431,9 +477,9 @@ def _supported(args: argparse.Namespace) -> None:
     else:
         found = support(vlm, video=args.video)
     if args.json:
-        _print_json([asdict(method) for method in found])
+        print_json([asdict(method) for method in found])
         return
-    _print_table(
+    print_table(
         [
             {
                 "method": method.method,
@@ -451,11 +497,15 @@ def _env(args: argparse.Namespace) -> None:
 
     facts = environment()
     if args.json:
-        _print_json(facts)
+        print_json(facts)
         return
     facts |= facts.pop("packages")
-    facts["memory"] = _bytes(facts.pop("memory_bytes"))
-    gpus = [f"{gpu['name']} ({_bytes(gpu['memory_bytes'])})" for gpu in facts.pop("gpus")]
+    facts["memory"] = in_bytes(facts.pop("memory_bytes"))
+    gpus = [
+        f"{gpu['name']} ({in_bytes(gpu['memory_bytes'])}, {gpu['capability']}, kernels: "
+        f"{gpu['kernels']})"
+        for gpu in facts.pop("gpus")
+    ]
     facts["gpus"] = ", ".join(gpus) or None
     facts["variables"] = " ".join(f"{k}={v}" for k, v in facts["variables"].items()) or None
     width = max(map(len, facts))
@@ -516,6 +566,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
     "ask": ("answer a question about an image or a video", _fill_ask, _ask),
     "compare": ("compare recipes with the full model", _fill_compare, _compare),
     "bench": ("measure speed and memory of recipes on this machine", _fill_bench, _bench),
+    "check": ("check kernels and a model on this machine", _fill_check, _check),
     "methods": (
         "list methods and their parameters, or which run on a model",
         _fill_methods,
@@ -595,122 +646,6 @@ def _check_overlay(path: str | None) -> None:
         raise MediaError(f"--overlay {path}: folder {Path(path).parent} does not exist")
 
 
-# --- output --------------------------------------------------------------------------------------
-
-
-def _heading(args: argparse.Namespace) -> dict[str, Any]:
-    return {"file": args.file, "question": args.question, "model": args.model}
-
-
-def _answer_json(answer: Answer) -> dict[str, Any]:
-    return {
-        "recipe": answer.recipe,
-        "answer": answer.text,
-        "token_ids": answer.token_ids,
-        "stats": answer.stats.to_dict(),
-    }
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str))
-
-
-def _stats_row(recipe: str, stats: Stats) -> dict[str, str]:
-    return {
-        "recipe": recipe,
-        "visual tokens": _tokens(stats.visual_tokens_in, stats.equivalent_tokens),
-        "TTFT": _seconds(stats.ttft_s),
-        "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
-        "KV cache": _bytes(stats.kv_bytes),
-        "saliency": stats.saliency or "-",
-    }
-
-
-def _tokens(before: int, kept: float) -> str:
-    kept = round(kept, 1)
-    kept = int(kept) if kept == int(kept) else kept
-    return str(before) if kept == before else f"{before} → {kept}"
-
-
-def _comparison_row(name: str, row: Comparison) -> dict[str, str]:
-    return {
-        **_stats_row(name, row.answer.stats),
-        "agreement": f"{row.agreement:.0%}",
-        "answer": " ".join(row.answer.text.split()),
-    }
-
-
-def _bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
-    def against(text: str, ratio: float) -> str:
-        return text if row is full else f"{text} ({ratio:.2f}x)"
-
-    return {
-        "recipe": name,
-        "visual tokens": _tokens(row.visual_tokens_in, row.visual_tokens),
-        "TTFT": against(_seconds(row.ttft_s), full.ttft_s / row.ttft_s),
-        "prefill": against(_seconds(row.prefill_s), full.prefill_s / row.prefill_s),
-        "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
-        "KV cache": _bytes(row.kv_bytes),
-        "peak memory": _bytes(row.peak_memory_bytes),
-        "saliency": row.saliency or "-",
-        "agreement": f"{row.agreement:.0%}",
-    }
-
-
-def _audited(row: Any) -> str:
-    return row.drafter if row.recipe == "none" else f"{row.recipe}+{row.drafter}"
-
-
-def _audit_row(row: Any) -> dict[str, str]:
-    gaps = [gone.gap for gone in row.divergences if gone.gap is not None]
-    return {
-        "recipe": _audited(row),
-        "answers": str(row.prompts),
-        "identical": f"{row.identical / row.prompts:.1%}",
-        "common prefix": f"{sum(row.prefix) / sum(row.lengths):.1%}",
-        "accepted": f"{row.accepted / row.rounds:.2f}" if row.drafted else "-",
-        "decoded again": str(row.redecoded),
-        "largest gap": f"{max(gaps):.3g} ulp" if gaps else "-",
-        "bugs": str(row.bugs),
-    }
-
-
-def _divergence(row: Any, gone: Any) -> str:
-    where = f"{'BUG' if gone.bug else 'near tie'}: {_audited(row)}, prompt {gone.prompt}: token "
-    if gone.gap is None:
-        return f"{where}{gone.at} ends the {'drafted' if gone.drafted is None else 'plain'} answer"
-    return (
-        f"{where}{gone.at} is {gone.drafted}, plain {gone.plain}; {gone.gap:.3g} ulp apart in "
-        f"float32, {gone.own_gap:.3g} in the model's own type"
-    )
-
-
-def _print_table(rows: list[dict[str, str]]) -> None:
-    """Print aligned columns: texts to the left, numbers to the right; the last may be long."""
-    texts = ("recipe", "method", "saliency", "note", "answer")
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for cells in ({key: key for key in widths}, *rows):
-        line = [
-            f"{cells[key]:<{width}}" if key in texts else f"{cells[key]:>{width}}"
-            for key, width in widths.items()
-        ]
-        print("  ".join(line).rstrip())
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"
-
-
 # --- surroundings --------------------------------------------------------------------------------
 
 
@@ -725,6 +660,7 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", ".* is deprecated, use ", FutureWarning)
+        warnings.filterwarnings("default", "kernels: ", RuntimeWarning)
         warnings.showwarning = show
         yield
 

@@ -9,7 +9,10 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch",
@@ -25,6 +28,7 @@ PACKAGES = (
     "av",
 )
 _VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "TRITON_INTERPRET")
+_SECRETS = ("KEY", "TOKEN", "PASSWORD", "SECRET")
 
 
 def environment() -> dict[str, Any]:
@@ -34,13 +38,14 @@ def environment() -> dict[str, Any]:
     -------
     dict
         ``vlmfast``, ``python``, ``platform``, ``packages`` (``None`` where one is missing),
-        ``cpu``, ``cores``, ``threads``, ``memory_bytes``, ``gpus``, ``cuda``, ``variables``.
+        ``cpu``, ``cores``, ``threads``, ``memory_bytes``, ``gpus`` (name, memory, compute
+        capability, and how the kernels run there), ``cuda``, ``variables``. Of variables that hold
+        a secret or a path, only that they are set.
     """
     import torch
 
     from vlmfast.version import __version__
 
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "vlmfast": __version__,
         "python": platform.python_version(),
@@ -50,14 +55,49 @@ def environment() -> dict[str, Any]:
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory(),
-        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "gpus": [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "variables": {
-            key: value
+            key: _shown(key, value)
             for key, value in sorted(os.environ.items())
             if key in _VARIABLES or key.startswith("VLMFAST_")
         },
     }
+
+
+def _shown(key: str, value: str) -> str:
+    hidden = any(word in key for word in _SECRETS) or "/" in value or "\\" in value
+    return "(set)" if hidden else value
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(device)
+    return {
+        "name": gpu.name,
+        "memory_bytes": gpu.total_memory,
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "kernels": _kernels(device),
+    }
+
+
+def _kernels(device: torch.device) -> str:
+    """How the kernels run on a GPU, in a few words."""
+    from vlmfast.errors import VLMFastError
+    from vlmfast.kernels._triton import limitation, parse_choice, turned_off
+
+    text = os.environ.get("VLMFAST_KERNELS", "")
+    try:
+        choice = parse_choice(text)
+    except VLMFastError as error:
+        return str(error)
+    if choice.forced:
+        return choice.forced
+    if reason := limitation(device):
+        return f"torch: {reason}"
+    off, source = (choice.off, "VLMFAST_KERNELS") if text else (turned_off(device), "vlmfast check")
+    return f"triton without {', '.join(sorted(off))} ({source})" if off else "triton"
 
 
 def _version(name: str) -> str | None:

@@ -1,5 +1,7 @@
 """Optional import of Triton, and the choice between a kernel and its PyTorch reference.
 
+`KERNELS` names every kernel, `use_triton` chooses.
+
 Triton is imported on machines with a GPU, in its interpreter (``TRITON_INTERPRET=1``) and with
 ``VLMFAST_KERNELS=triton``. Elsewhere the kernels are plain functions that are never called.
 """
@@ -7,7 +9,10 @@ Triton is imported on machines with a GPU, in its interpreter (``TRITON_INTERPRE
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +20,30 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._saved import machine, read_saved
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHOICES = ("torch", "triton")
+
+# By file, the names that `use_triton` is asked for.
+KERNELS = {
+    "attention": ("attention",),  # of the engine: whether it calls the attention kernels at all
+    "biased_attention": ("biased_attention",),
+    "col_stats": ("col_stats", "row_lse"),
+    "decode_mixed": ("decode_mixed",),
+    "diversity": ("density_peaks", "dpp", "max_min"),
+    "fused": ("fused_step",),  # of the engine: fused decode steps
+    "gather_rows": ("gather_rows",),
+    "merge": ("merge",),
+    "norm_rope_append": ("residual_norm", "rotate_append"),
+    "pool": ("cell_average", "cell_mix", "resample"),
+    "quantize_kv": ("quantize_kv",),
+    "score": ("atp_score",),
+    "select": ("mass_count", "top_k"),
+    "swiglu": ("swiglu",),
+    "temporal_attention": ("temporal_attention",),
+    "tree_verify": ("tree_verify",),
+}
 
 
 class _Absent:
@@ -33,51 +60,150 @@ if INTERPRETED or torch.cuda.is_available() or os.environ.get("VLMFAST_KERNELS")
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # a platform without Triton: `use_triton` raises if it is requested
+    except ImportError:  # a platform without Triton
         triton = tl = _Absent()
 else:
     triton = tl = _Absent()
 
 
-def use_triton(name: str, *tensors: Tensor | None) -> bool:
-    """Whether kernel ``name`` runs on Triton: by default on CUDA; see ``VLMFAST_KERNELS``.
+@dataclass(frozen=True)
+class Choice:
+    """The meaning of ``VLMFAST_KERNELS``.
+
+    Parameters
+    ----------
+    forced : str
+        ``torch`` or ``triton``; empty by default.
+    off : frozenset of str
+        Names in `KERNELS` whose reference runs; all others run as by default.
+    """
+
+    forced: str = ""
+    off: frozenset[str] = frozenset()
+
+
+@cache
+def parse_choice(text: str) -> Choice:
+    """Read a value of ``VLMFAST_KERNELS``: empty, one of `CHOICES`, or ``-name[,-name...]``.
 
     Raises
     ------
     VLMFastError
-        For tensors on several devices or not on the current one, an unknown ``VLMFAST_KERNELS``,
-        or Triton where it cannot run. A GPU never falls back to the reference silently.
+        For any other text and for unknown names.
+    """
+    if text in ("", *CHOICES):
+        return Choice(forced=text)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.startswith("-") for part in parts):
+        raise VLMFastError(
+            f"VLMFAST_KERNELS={text!r} must be one of {', '.join(CHOICES)}, or kernels to turn "
+            "off, such as -decode_mixed,-swiglu"
+        )
+    try:
+        return Choice(off=names_of(part[1:] for part in parts))
+    except VLMFastError as error:
+        raise VLMFastError(f"VLMFAST_KERNELS={text!r}: {error}") from None
+
+
+def names_of(kernels: Iterable[str]) -> frozenset[str]:
+    """What ``kernels`` are called in `use_triton`; each is a file or a name in `KERNELS`.
+
+    Raises
+    ------
+    VLMFastError
+        For an unknown one.
+    """
+    found: set[str] = set()
+    known = {name for names in KERNELS.values() for name in names}
+    for kernel in kernels:
+        if kernel not in KERNELS and kernel not in known:
+            raise VLMFastError(
+                f"{kernel!r} is not a kernel; allowed are {', '.join(sorted({*KERNELS, *known}))}"
+            )
+        found.update(KERNELS.get(kernel, (kernel,)))
+    return frozenset(found)
+
+
+def limitation(device: torch.device) -> str | None:
+    """Why the kernels cannot run on ``device``; None if they can."""
+    if device.type not in ("cuda", "cpu"):
+        return "the kernels are written for CUDA"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "the kernels are not tested on ROCm"
+    if isinstance(triton, _Absent):
+        return "Triton is missing; install it"
+    if device.type == "cpu":
+        where = "Triton runs on CUDA, or with TRITON_INTERPRET=1 set before vlmfast is imported"
+        return None if INTERPRETED else where
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 0):
+        return f"compute capability {major}.{minor}, the kernels need 8.0 or newer"
+    return None
+
+
+def use_triton(name: str, *tensors: Tensor | None) -> bool:
+    """Whether kernel ``name`` runs on Triton: by default on CUDA, where the kernels can run.
+
+    ``VLMFAST_KERNELS`` chooses (`parse_choice`); without it, what ``vlmfast check --save`` stored
+    for this GPU does. On devices without kernels the references run, with one warning.
+
+    Raises
+    ------
+    VLMFastError
+        For tensors on several devices, or on another GPU than the current one; for an unknown
+        ``VLMFAST_KERNELS``, and for ``VLMFAST_KERNELS=triton`` where Triton cannot run.
     """
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         raise VLMFastError(
             f"{name}: tensors on {', '.join(sorted(map(str, devices)))}; it takes one device"
         )
-    wanted = os.environ.get("VLMFAST_KERNELS") or None
-    if wanted is not None and wanted not in CHOICES:
-        raise VLMFastError(f"VLMFAST_KERNELS={wanted!r} must be one of {', '.join(CHOICES)}")
-    device = next(iter(devices), torch.device("cpu"))
-    cuda = device.type == "cuda"
-    if wanted == "torch" or (wanted is None and not cuda):
+    text = os.environ.get("VLMFAST_KERNELS", "")
+    wanted = parse_choice(text)
+    if wanted.forced == "torch" or name in wanted.off:
         return False
-    if isinstance(triton, _Absent):
-        raise VLMFastError(f"{name}: Triton is missing; install it, or set VLMFAST_KERNELS=torch")
-    if not cuda and not INTERPRETED:
-        raise VLMFastError(
-            f"{name}: Triton runs on CUDA, or with TRITON_INTERPRET=1 set before vlmfast is "
-            "imported; on this device set VLMFAST_KERNELS=torch"
+    device = next(iter(devices), torch.device("cpu"))
+    if not wanted.forced and device.type in ("cpu", "meta"):
+        return False
+    # Triton launches on the current device, not on that of the tensors.
+    cuda = device.type == "cuda"
+    current = torch.device("cuda", torch.cuda.current_device()) if cuda else device
+    if reason := limitation(current):
+        if wanted.forced:
+            raise VLMFastError(f"{name}: {reason}; on {current} set VLMFAST_KERNELS=torch")
+        _warn(
+            f"kernels: {reason}; {current} runs their PyTorch references, with the same answers "
+            "but slower, and with more memory for a quantized cache"
         )
-    if cuda and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if cuda and not text and name in turned_off(current):
+        return False
+    if device != current:
         raise VLMFastError(
-            f"{name}: needs a GPU of compute capability 8.0 or newer; set VLMFAST_KERNELS=torch"
-        )
-    if cuda and device.index != torch.cuda.current_device():
-        # Triton launches on the current device, not on that of the tensors.
-        raise VLMFastError(
-            f"{name}: tensors on {device}, but the current device is "
-            f"cuda:{torch.cuda.current_device()}; call it under torch.cuda.device({device.index})"
+            f"{name}: tensors on {device}, but the current device is {current}; call it under "
+            f"torch.cuda.device({device.index})"
         )
     return True
+
+
+@cache
+def turned_off(device: torch.device) -> frozenset[str]:
+    """Names that ``vlmfast check --save`` turned off on a GPU; read once per process.
+
+    A file that cannot be read, or names a kernel that does not exist, turns nothing off and gives
+    one warning.
+    """
+    try:
+        return names_of(read_saved().get(machine(device), ()))
+    except VLMFastError as error:
+        _warn(f"kernels: {error}; the file is ignored, `vlmfast check --save` writes it again")
+        return frozenset()
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn once per process and text."""
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def check_heads(name: str, dim: int) -> None:

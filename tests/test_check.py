@@ -1,0 +1,542 @@
+"""``vlmfast check``: passes here, and finds planted faults in what it is given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vlmfast import VLM, VLMFastError
+from vlmfast.check import cases, commands, kernels, model, worker
+from vlmfast.check.cases import CASES, SMALL, Case, Shape, cases_of
+from vlmfast.check.closeness import SAFETY, deviation
+from vlmfast.check.rows import Row, attempt, message_of
+from vlmfast.check.saved import save
+from vlmfast.engine.graphs import Graphs
+from vlmfast.eval.bench import prompts
+from vlmfast.kernels import _triton
+from vlmfast.kernels._saved import machine, read_saved, saved_path
+from vlmfast.kernels.compile import files
+
+CPU = torch.device("cpu")
+F16, F32 = torch.float16, torch.float32
+EPS = torch.finfo(F32).eps
+
+
+# --- closeness -----------------------------------------------------------------------------------
+
+
+def test_deviation_is_a_fraction_of_the_tolerance() -> None:
+    want = torch.tensor([1.0, -4.0])
+    bound = SAFETY * (EPS + EPS * 3) * 4  # of float32, sums of nine terms, magnitude 4
+    for times in (0.5, 2.0):
+        got = want + torch.tensor([times * bound, 0.0])
+        assert deviation(got, want, F32, 9) == pytest.approx(times, rel=0.05)
+    # Operands in half precision are rounded more.
+    assert deviation(got, want, F16, 9) < 0.01
+    assert deviation([got, want], [want, want], F32, 9) > 1
+    assert deviation(want, want, F32, 9) == 0
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "terms"),
+    [
+        (torch.ones(2), torch.ones(3), 1),
+        (torch.ones(2), torch.ones(2, dtype=F16), 1),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), 1),
+        (torch.ones(2), torch.tensor([1.0, torch.nan]), 1),
+        (torch.tensor([1.0, torch.inf]), torch.tensor([1.0, -torch.inf]), 1),
+        (torch.tensor([1.0, torch.inf]), torch.ones(2), 1),
+        (torch.ones(2) + EPS, torch.ones(2), 0),
+        (torch.tensor([3, 4]), torch.tensor([3, 5]), 9),
+        ([], [], 1),
+    ],
+    ids=["shape", "dtype", "nan", "want-nan", "sign", "inf", "exact", "integer", "empty"],
+)
+def test_deviation_is_infinite(got: Any, want: Any, terms: int) -> None:
+    assert deviation(got, want, F32, terms) == torch.inf
+
+
+def test_equal_infinities_are_close() -> None:
+    x = torch.tensor([torch.inf, -torch.inf, 1.0])
+    assert deviation({"a": x, "b": [x]}, {"b": [x.clone()], "a": x.clone()}, F32, 1) == 0
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def test_every_kernel_has_cases() -> None:
+    assert set(CASES) == set(files())
+    assert set(CASES) <= set(_triton.KERNELS)
+    for kernel in CASES:
+        found = list(cases_of(kernel, [SMALL[0]]))
+        assert found and {case.kernel for case in found} == {kernel}
+        assert len({case.about for case in found}) == len(found)
+
+
+def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, full = (cases.shapes(CPU, quick) for quick in (True, False))
+    assert len(quick) == 2 and len(full) == 4 and set(quick) < set(full)
+    cuda = [cases.shapes(torch.device("cuda", 0), quick) for quick in (True, False)]
+    assert [sum(shape.large for shape in grid) for grid in cuda] == [1, 1]
+    assert {shape.dim for shape in cuda[1]} == {64, 80, 128, 256}
+    assert {shape.dtype for shape in cuda[1]} == {torch.bfloat16, F16, F32}
+    # Shapes that are timed move enough bytes; a small stand-in builds the same cases.
+    large = replace(SMALL[0], large=True)
+    timed = [case for kernel in CASES for case in cases_of(kernel, [large])]
+    assert {case.kernel for case in timed if case.bytes} == {
+        "decode_mixed", "tree_verify", "gather_rows", "quantize_kv", "norm_rope_append", "swiglu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", CASES)
+def test_kernels_pass_in_the_interpreter(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(_triton.triton, _triton._Absent) or worker._interpreter_fails():
+        pytest.skip("no interpreter on this platform")
+    monkeypatch.setenv("VLMFAST_KERNELS", "triton")
+    launched = cases_of(kernel, [SMALL[1]])
+    with torch.no_grad():
+        rows = list(kernels.check_kernel(launched))
+    assert rows and all(row.passed for row in rows), rows
+
+
+def scaled(result: Any, factor: float = 1.001) -> Any:
+    """A result as a kernel with a wrong scale gives it; indices and codes are off by one."""
+    if isinstance(result, torch.Tensor):
+        return result * factor if result.is_floating_point() else result + 1
+    if isinstance(result, dict):
+        return {key: scaled(x, factor) for key, x in result.items()}
+    if is_dataclass(result):
+        return replace(
+            result, **{f.name: scaled(getattr(result, f.name), factor) for f in fields(result)}
+        )
+    if isinstance(result, list | tuple):
+        return [scaled(x, factor) for x in result]
+    return result
+
+
+@pytest.mark.parametrize("kernel", CASES)
+def test_wrong_scale_is_found(kernel: str) -> None:
+    found = list(cases_of(kernel, [SMALL[0]]))
+
+    def planted(case: Case, factor: float) -> Case:
+        return replace(case, run=lambda: scaled(case.run(), factor))
+
+    rows = list(kernels.check_kernel(planted(case, 1.001) for case in found))
+    assert [row.passed for row in rows] == [False] * len(found)
+    assert all(row.name == kernel and "its reference" in row.note for row in rows)
+    # Control: the same cases without the fault, here on the references.
+    assert all(row.passed for row in kernels.check_kernel(found))
+
+
+def test_wrong_scale_is_found_in_half_precision() -> None:
+    (case, *_) = cases_of("decode_mixed", [replace(SMALL[0], dtype=F16)])
+    planted = replace(case, run=lambda: scaled(case.run(), 1.05))
+    rows = kernels.check_kernel([planted, case])
+    assert [row.passed for row in rows] == [False, True]
+
+
+def test_exceptions_are_failures_without_paths() -> None:
+    def fails() -> None:
+        raise RuntimeError(f"{Path.home() / 'x' / 'kernel.py'}:3: out of\nregisters")
+
+    case = Case("swiglu", "", fails, fails, 1, F32)
+    (row,) = kernels.check_kernel([case])
+    assert row == Row("swiglu", False, note="RuntimeError: kernel.py:3: out of registers")
+    assert message_of(OSError(r"C:\Users\me\a b.txt is gone")) == "OSError: a b.txt is gone"
+    assert message_of(ValueError("3/4 of 8 / 2")) == "ValueError: 3/4 of 8 / 2"
+
+
+# --- the current device --------------------------------------------------------------------------
+
+
+def test_missing_guard_of_the_current_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU: the dispatch is asked about tensors on another one."""
+    monkeypatch.setattr(_triton, "triton", object())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device.index])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
+    row = kernels.check_guard("device guard", lambda name, *tensors: True, 0)
+    assert row.passed is False and "would run" in row.note
+    # Control: the dispatch of the package, which needs no second GPU to refuse.
+    assert kernels.check_guard("device guard", _triton.use_triton, 0).passed
+
+
+class Gpus:
+    """Two stand-ins: what runs outside its device reads other memory."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def case(self, *, guarded: bool) -> Case:
+        """A kernel whose tensors are on device 0."""
+
+        def run() -> torch.Tensor:
+            if guarded and self.current != 0:
+                raise VLMFastError("x: tensors on cuda:0, but the current device is cuda:1")
+            return torch.full((3,), 1.0 if self.current == 0 else 7.0)
+
+        return Case("swiglu", "3", run, lambda: torch.ones(3), 1, F32)
+
+
+def test_kernel_without_a_guard_is_found_on_several_gpus() -> None:
+    gpus = Gpus()
+    row = kernels.check_elsewhere("swiglu", gpus.case(guarded=False), gpus.on(1))
+    assert row.passed is False and "not on that of its tensors" in row.note
+    # Controls: with the guard, and on its own device.
+    assert kernels.check_elsewhere("swiglu", gpus.case(guarded=True), gpus.on(1)).passed
+    assert kernels.check_elsewhere("swiglu", gpus.case(guarded=False), gpus.on(0)).passed
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+FAKE = """
+import json, os, sys, time
+device, quick, *names = sys.argv[1:]
+if {broken!r}:
+    sys.exit("no module named /home/me/triton")
+print("a line of a library")
+for name in names:
+    print(json.dumps({{"begins": name}}), flush=True)
+    if name == "crash":
+        os._exit(3)
+    if name == "hang":
+        time.sleep(60)
+    variables = [os.environ[key] for key in ("VLMFAST_KERNELS", "TRITON_INTERPRET")]
+    row = {{"name": name, "passed": True, "about": " ".join([device, quick, *variables])}}
+    print(json.dumps({{"row": row}}))
+    print(json.dumps({{"ends": name}}), flush=True)
+    if name == "spoils":
+        sys.exit(1)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Row]]:
+    """Runs a stand-in for the process that checks kernels."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(*names: str, broken: bool = False, device: str = "cpu", **more: Any) -> list[Row]:
+        (tmp_path / "fake_worker.py").write_text(FAKE.format(broken=broken), encoding="utf-8")
+        given = {"quick": True, "module": "fake_worker", **more}
+        lines = list(worker.spawned(names, torch.device(device), **given))
+        return commands.collected(lines)[0]
+
+    return run
+
+
+def test_crash_is_a_failure_of_its_kernel(fake) -> None:
+    rows = fake("first", "crash", "spoils", "last")
+    assert [(row.name, row.passed) for row in rows] == [
+        ("first", True), ("crash", False), ("spoils", True), ("last", True),
+    ]  # fmt: skip
+    assert "ended with 3" in rows[1].note
+    assert rows[0].about == "cpu 1 triton 1"
+    assert fake("first", device="cuda:0")[0].about == "cuda:0 1 triton 0"
+
+
+def test_hang_is_a_failure_of_its_kernel(fake) -> None:
+    rows = fake("first", "hang", seconds=2.0)
+    assert [(row.name, row.passed) for row in rows] == [("first", True), ("hang", False)]
+    assert rows[1].note == "did not end in time"
+
+
+def test_process_that_cannot_start_fails_all(fake) -> None:
+    rows = fake("first", "last", broken=True)
+    assert [(row.name, row.passed) for row in rows] == [("first", False), ("last", False)]
+    assert rows[0].note == "the process ended with 1: no module named triton"
+
+
+def test_a_kernel_in_its_own_process() -> None:
+    """The real one, in the interpreter."""
+    rows, rate, reason = commands.collected(worker.spawned(["swiglu"], CPU, quick=True))
+    if reason is not None:
+        pytest.skip(reason)
+    assert rate is None and [row.name for row in rows] == ["swiglu"] * 2
+    assert all(row.passed and row.seconds is None for row in rows)
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    return VLM.from_pretrained("tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def reference(vlm: VLM) -> model.Reference:
+    return model.Reference(vlm, prompts(2))
+
+
+@pytest.fixture
+def fresh(vlm: VLM) -> VLM:
+    return VLM(vlm.model, vlm.processor)
+
+
+def repeated(step, state) -> Callable[[], None]:
+    """A stand-in for a captured step: runs it again."""
+    return step
+
+
+def stale(step, state) -> Callable[[], None]:
+    """A capture that keeps its first inputs: each replay gives the same output."""
+    step()
+    return lambda: None
+
+
+class StaleWhenReused:
+    """A capture that sees new inputs for as many replays as the first two answers take."""
+
+    def __init__(self, replays: int) -> None:
+        self.left = replays
+
+    def __call__(self, step, state) -> Callable[[], None]:
+        def replay() -> None:
+            self.left -= 1
+            if self.left >= 0:
+                step()
+
+        return replay
+
+
+def captured(reference: model.Reference, vlm: VLM, record) -> Row:
+    return attempt("capture and reuse", model.check_capture, reference, vlm, record)
+
+
+def test_captures_pass(reference, fresh: VLM) -> None:
+    row = captured(reference, fresh, repeated)
+    assert row.passed, row
+    assert row.about == "1 captured, 3 reused"
+
+
+def test_stale_capture_is_found(reference, fresh: VLM) -> None:
+    row = captured(reference, fresh, stale)
+    assert row.passed is False and "differs from token" in row.note
+
+
+def test_capture_that_is_stale_when_reused_is_found(reference, fresh: VLM) -> None:
+    replays = sum(map(len, reference.tokens)) + 2
+    row = captured(reference, fresh, StaleWhenReused(replays))
+    assert row.passed is False and row.note.startswith("when reused: answer")
+
+
+def test_captures_that_are_not_reused_are_found(reference, fresh: VLM) -> None:
+    class Forgetful(Graphs):
+        def put(self, graphs) -> None:
+            pass
+
+    fresh.adapter.kept["graphs"] = Forgetful(record=repeated)
+    row = captured(reference, fresh, repeated)
+    assert row.passed  # `check_capture` brings its own
+    short = model.Reference.__new__(model.Reference)
+    short.vlm, short.asked, short.referee, short.tokens = fresh, [], reference.referee, []
+    row = captured(short, VLM(fresh.model, fresh.processor), repeated)
+    assert row.passed is False and "none was reused" in row.note
+
+
+def test_all_checks_of_a_model_pass(vlm: VLM) -> None:
+    rows = {row.name: row for row in model.check_model(vlm, quick=True, others=[nullcontext()])}
+    assert {name: row.passed for name, row in rows.items()} == {
+        "Hugging Face generate": True,
+        "decoding=auto": True,
+        "decoding=eager": True,
+        "capture and reuse": None,
+        "second thread": True,
+        "another current GPU": True,
+        "memory": True,
+    }
+    assert all(row.seconds is None and row.share is None for row in rows.values())
+
+
+@contextmanager
+def other_weights(vlm: VLM) -> Iterator[None]:
+    """As if a thread read other memory."""
+    weight = vlm.model.get_output_embeddings().weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(kept.roll(1, 0))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
+def test_wrong_answers_of_a_thread_are_found(reference, vlm: VLM) -> None:
+    row = attempt("second thread", model.check_thread, reference, vlm, other_weights(vlm))
+    assert row.passed is False and row.note.startswith("answer 0 differs from token 0")
+    assert attempt("second thread", model.check_thread, reference, vlm, nullcontext()).passed
+
+
+def test_wrong_decoding_is_found(reference, vlm: VLM) -> None:
+    with other_weights(vlm):
+        row = attempt("decoding=auto", model.check_decoding, reference, vlm)
+    assert row.passed is False
+    assert attempt("decoding=auto", model.check_decoding, reference, vlm).passed
+
+
+def test_growing_memory_is_found() -> None:
+    kept: list[torch.Tensor] = []
+
+    def ask(grows: bool) -> None:
+        x = torch.zeros(1 << 16)  # 256 kB; eight of them are beyond the slack
+        if grows:
+            kept.append(x)
+
+    def measure() -> int:
+        return sum(x.nbytes for x in kept)
+
+    row = model.check_memory("memory", lambda: ask(True), measure)
+    assert row.passed is False and "grows" in row.note
+    assert model.check_memory("memory", lambda: ask(False), measure).passed
+
+
+def test_bytes_in_use_counts_each_storage_once() -> None:
+    x = torch.zeros(1 << 20)
+    views = [x[1:], x.view(2, -1)]
+    with_x = model.bytes_in_use(CPU)
+    del x, views
+    assert with_x - model.bytes_in_use(CPU) == 4 << 20
+
+
+# --- warm-up -------------------------------------------------------------------------------------
+
+
+def test_warmup_captures_what_a_question_needs(fresh: VLM) -> None:
+    graphs = fresh.adapter.kept["graphs"] = Graphs(record=repeated)
+    fresh.adapter.decoding = "graph"
+    assert fresh.warmup() > 0
+    assert graphs.captured == 1
+    assert fresh.prefix_cache.stats().entries == 0
+    fresh.ask("What is here?", prompts(1)[0][0], max_new_tokens=4)
+    assert graphs.captured == 1 and graphs.reused == 1
+    # Another recipe has other buffers; its own image prepares it.
+    assert fresh.warmup("h2o:0.7", prompts(1)[0][0], max_new_tokens=3) > 0
+    with pytest.raises(VLMFastError, match="unknown"):
+        fresh.warmup("no-such-method")
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def test_report_names_the_setting() -> None:
+    good, bad = Row("swiglu", True, error=0.1), Row("decode_mixed", False, note="differs")
+    report = commands.Report("cpu", "", [good, bad, replace(bad, name="merge")], [])
+    assert not report.passed and report.setting == "VLMFAST_KERNELS=-decode_mixed,-merge"
+    _triton.parse_choice(report.setting.partition("=")[2])  # is valid
+    report = commands.Report("cpu", "", [good], [Row("memory", False)])
+    assert not report.passed and report.setting is None
+    report = commands.Report("cpu", "", [good, Row("device guard", None)], [])
+    assert report.passed and report.setting is None
+    found = json.dumps(report.to_dict())
+    assert str(Path.home()) not in found and '"kernels"' in found
+
+
+def test_summary_has_a_row_per_kernel() -> None:
+    rows = [
+        Row("swiglu", True, "a", error=0.1),
+        Row("swiglu", True, "b", error=0.3, seconds=0.5, bytes=8, share=0.2),
+        Row("pool", True, "c", error=0.2),
+        Row("pool", False, "d", "differs"),
+        Row("pool", False, "e", "differs more"),
+        Row("merge", None, note="not here"),
+    ]
+    merged = commands.summary(rows)
+    assert merged[0] == Row("swiglu", True, "2 cases", "", 0.3, 0.5, 8, 0.2)
+    assert merged[1] == Row("pool", False, "2 of 3 cases failed", "d: differs; and 1 more")
+    assert merged[2] == rows[-1]
+
+
+# --- the saved choice ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    _triton.turned_off.cache_clear()
+    return torch.device("cuda", 0)
+
+
+def test_failed_kernels_are_saved_for_a_gpu(gpu: torch.device, tmp_path: Path) -> None:
+    failed = Row("decode_mixed", False)
+    report = commands.Report("Stand-in", "", [Row("swiglu", True), failed], [])
+    assert "decode_mixed stay off" in commands.save(report, gpu)
+    assert read_saved() == {machine(gpu): ["decode_mixed"]}
+    assert _triton.turned_off(gpu) == {"decode_mixed"}
+    # Entries of other GPUs remain, and nothing else is in the folder.
+    saved_path().write_text(json.dumps({"Another": ["pool"], machine(gpu): ["merge"]}))
+    save(["swiglu", "merge"], gpu)
+    assert read_saved() == {"Another": ["pool"], machine(gpu): ["merge", "swiglu"]}
+    assert [path.name for path in saved_path().parent.iterdir()] == ["kernels.json"]
+    # A run without failures clears the entry.
+    assert "all kernels run" in commands.save(replace(report, kernels=[Row("pool", True)]), gpu)
+    assert read_saved() == {"Another": ["pool"]}
+
+
+def test_nothing_is_saved_where_no_kernel_ran(gpu: torch.device) -> None:
+    report = commands.Report("cpu", "", [Row("swiglu", False)], [])
+    assert commands.save(report, CPU).startswith("nothing to save")
+    absent = replace(report, kernels=[Row("all kernels", None, note="ROCm")])
+    assert commands.save(absent, gpu).startswith("nothing to save")
+    assert not saved_path().exists()
+
+
+def test_damaged_file_is_replaced_and_unwritable_folder_is_an_error(gpu, tmp_path: Path) -> None:
+    saved_path().parent.mkdir()
+    saved_path().write_text("{")
+    save(["pool"], gpu)
+    assert read_saved() == {machine(gpu): ["pool"]}
+    saved_path().unlink()
+    saved_path().parent.rmdir()
+    saved_path().parent.write_text("a file, not a folder")
+    with pytest.raises(VLMFastError, match="cannot be written"):
+        save(["pool"], gpu)
+
+
+def test_saved_kernels_are_shown_by_env(gpu: torch.device, monkeypatch) -> None:
+    from vlmfast.core import env
+
+    monkeypatch.setattr(_triton, "triton", object())
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
+    assert env._kernels(gpu) == "triton"
+    save(["pool", "swiglu"], gpu)
+    _triton.turned_off.cache_clear()
+    shown = "triton without cell_average, cell_mix, resample, swiglu (vlmfast check)"
+    assert env._kernels(gpu) == shown
+    for value, said in (
+        ("-swiglu", "triton without swiglu (VLMFAST_KERNELS)"),
+        ("torch", "torch"),
+        ("-x", "'x' is not a kernel"),
+    ):
+        monkeypatch.setenv("VLMFAST_KERNELS", value)
+        assert said in env._kernels(gpu)
+    monkeypatch.delenv("VLMFAST_KERNELS")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert env._kernels(gpu).startswith("torch: compute capability 7.0")
+
+
+def test_rows_are_json() -> None:
+    row = Row("swiglu", True, str(Shape(4, 2, 16, 48, 64)), error=0.5)
+    assert Row(**json.loads(json.dumps(asdict(row)))) == row

@@ -1,0 +1,141 @@
+"""Tables and JSON that the commands print."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlmfast.api.vlm import Answer, Comparison
+    from vlmfast.engine.stats import Stats
+
+# Columns of text; all others are aligned to the right.
+_TEXTS = ["recipe", "method", "saliency", "note", "answer", "kernel", "check", "result", "cases"]
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "recipe": answer.recipe,
+        "answer": answer.text,
+        "token_ids": answer.token_ids,
+        "stats": answer.stats.to_dict(),
+    }
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def stats_row(recipe: str, stats: Stats) -> dict[str, str]:
+    return {
+        "recipe": recipe,
+        "visual tokens": _tokens(stats.visual_tokens_in, stats.equivalent_tokens),
+        "TTFT": _seconds(stats.ttft_s),
+        "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
+        "KV cache": in_bytes(stats.kv_bytes),
+        "saliency": stats.saliency or "-",
+    }
+
+
+def _tokens(before: int, kept: float) -> str:
+    kept = round(kept, 1)
+    kept = int(kept) if kept == int(kept) else kept
+    return str(before) if kept == before else f"{before} → {kept}"
+
+
+def comparison_row(name: str, row: Comparison) -> dict[str, str]:
+    return {
+        **stats_row(name, row.answer.stats),
+        "agreement": f"{row.agreement:.0%}",
+        "answer": " ".join(row.answer.text.split()),
+    }
+
+
+def bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
+    def against(text: str, ratio: float) -> str:
+        return text if row is full else f"{text} ({ratio:.2f}x)"
+
+    return {
+        "recipe": name,
+        "visual tokens": _tokens(row.visual_tokens_in, row.visual_tokens),
+        "TTFT": against(_seconds(row.ttft_s), full.ttft_s / row.ttft_s),
+        "prefill": against(_seconds(row.prefill_s), full.prefill_s / row.prefill_s),
+        "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
+        "KV cache": in_bytes(row.kv_bytes),
+        "peak memory": in_bytes(row.peak_memory_bytes),
+        "saliency": row.saliency or "-",
+        "agreement": f"{row.agreement:.0%}",
+    }
+
+
+def check_rows(kind: str, rows: list[Any]) -> list[dict[str, str]]:
+    """A line for each row, without columns in which no row has an entry."""
+    results = {True: "passed", False: "FAILED", None: "not checked"}
+    cells = [
+        {
+            kind: row.name,
+            "result": results[row.passed],
+            "cases": row.about or "-",
+            "error": "-" if row.error is None else f"{row.error:.1%}",
+            "time": "-" if row.seconds is None else _seconds(row.seconds),
+            "bytes": in_bytes(row.bytes),
+            "copy rate": "-" if row.share is None else f"{row.share:.0%}",
+            "note": row.note or "-",
+        }
+        for row in rows
+    ]
+    used = [key for key in cells[0] if any(line[key] != "-" for line in cells)]
+    return [{key: line[key] for key in used} for line in cells]
+
+
+def audited(row: Any) -> str:
+    return row.drafter if row.recipe == "none" else f"{row.recipe}+{row.drafter}"
+
+
+def audit_row(row: Any) -> dict[str, str]:
+    gaps = [gone.gap for gone in row.divergences if gone.gap is not None]
+    return {
+        "recipe": audited(row),
+        "answers": str(row.prompts),
+        "identical": f"{row.identical / row.prompts:.1%}",
+        "common prefix": f"{sum(row.prefix) / sum(row.lengths):.1%}",
+        "accepted": f"{row.accepted / row.rounds:.2f}" if row.drafted else "-",
+        "decoded again": str(row.redecoded),
+        "largest gap": f"{max(gaps):.3g} ulp" if gaps else "-",
+        "bugs": str(row.bugs),
+    }
+
+
+def divergence(row: Any, gone: Any) -> str:
+    where = f"{'BUG' if gone.bug else 'near tie'}: {audited(row)}, prompt {gone.prompt}: token "
+    if gone.gap is None:
+        return f"{where}{gone.at} ends the {'drafted' if gone.drafted is None else 'plain'} answer"
+    return (
+        f"{where}{gone.at} is {gone.drafted}, plain {gone.plain}; {gone.gap:.3g} ulp apart in "
+        f"float32, {gone.own_gap:.3g} in the model's own type"
+    )
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Print aligned columns: texts to the left, numbers to the right; the last may be long."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for cells in ({key: key for key in widths}, *rows):
+        line = [
+            f"{cells[key]:<{width}}" if key in _TEXTS else f"{cells[key]:>{width}}"
+            for key, width in widths.items()
+        ]
+        print("  ".join(line).rstrip())
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def in_bytes(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
