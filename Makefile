@@ -15,9 +15,12 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinit
 PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
 WHEEL_FLAGS ?=
+GPU_FLAGS ?=
+# Compiling for other GPUs needs none.
+GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus lint format types bench docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus lint format types bench gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -68,6 +71,18 @@ bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/r
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
+
+# Without an installation, and offline. Each line stops the rest if it fails.
+gpu: export PYTHONPATH := $(CURDIR)
+gpu: export HF_HUB_OFFLINE := 1
+gpu: export PYTHONUNBUFFERED := 1
+gpu:             ## Check and measure on the GPU of this machine, see docs/gpu.md
+	$(PYTHON) benchmarks/gpu_hour.py probe $(GPU_FLAGS)
+	$(PYTHON) benchmarks/gpu_hour.py smoke $(GPU_FLAGS)
+	$(PYTHON) -m pytest -q --maxfail=20 -n $(WORKERS) -p no:cacheprovider $(GPU_TESTS) $(PYTEST_FLAGS)
+	$(PYTHON) benchmarks/gpu_hour.py kernels $(GPU_FLAGS)
+	$(PYTHON) benchmarks/gpu_hour.py step $(GPU_FLAGS)
+	$(PYTHON) benchmarks/gpu_hour.py serve $(GPU_FLAGS)
 
 docs: $(SITE)    ## Build the documentation and check its links offline
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -1,22 +1,26 @@
 """Run every path that needs a GPU once: ``python benchmarks/gpu_hour.py``.
 
-Weights are random or those of `tiny`, and nothing is downloaded. Four parts run in this order; name
+Weights are random or those of `tiny`, and nothing is downloaded. Five parts run in this order; name
 parts to run only those.
 
-=========  =====================================================================================
-``probe``  device, versions, copy bandwidth, time of the first and of later answers
-``smoke``  every method of the library on `tiny`: captured decoding, eager decoding and the
-           kernels' PyTorch references must all give the CPU's tokens; a ragged batch, streaming,
-           a session; captures while another thread allocates memory
-``step``   decode steps of LLaVA-NeXT and of Qwen2.5-VL at 7B, compared with the time to read
-           weights and cache once at the copy bandwidth; kernels per layer, time of a capture
-``serve``  tokens per second of batches with equal and with different answer lengths
-=========  =====================================================================================
+===========  ===================================================================================
+``probe``    device, versions, copy bandwidth, time of the first and of later answers
+``smoke``    every method of the library on `tiny`: captured decoding, eager decoding and the
+             kernels' PyTorch references must all give the CPU's tokens; requests that join and
+             leave, streaming, a session; captures while another thread allocates memory
+``kernels``  the rows of `kernels.py`, in its own process, with their thresholds
+``step``     launches per layer of each model family; decode steps of LLaVA-NeXT and of Qwen2.5-VL
+             at 7B, compared with the time to read weights and cache once at the copy bandwidth;
+             time of a capture
+``serve``    tokens per second of requests with equal and with different answer lengths, captures
+             that they share, time of the first token, idle memory
+===========  ===================================================================================
 
-Rows with a target have a verdict: ``PASS``, ``MISS`` (target missed) or ``FAIL`` (wrong result or
-error). The result file is written after every row, with device, versions, command and date.
-``--dry`` checks the script at small sizes on a CPU; times have no verdict then. The
-exit code is 1 if a row failed.
+Rows with a threshold (`gpu_limits.py`) have a verdict: ``PASS``, ``MISS`` (too slow) or ``FAIL``
+(wrong result or error). The result file is written after every row, with device, versions, command
+and date; it keeps the rows of parts that are not run again on the same device. ``--dry`` checks the
+script at small sizes on a CPU, where steps are repeated instead of captured and times have no
+verdict. The exit code is 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ import json
 import os
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -39,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import end_to_end
+import gpu_limits as limits
 import kv
 import torch
 
@@ -51,7 +58,7 @@ from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.forward import forward
 from vlmfast.engine.fused import fusable
-from vlmfast.engine.graphs import StepGraphs, cuda_graph
+from vlmfast.engine.graphs import Graphs, State, StepGraphs, cuda_graph
 from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
@@ -60,7 +67,7 @@ from vlmfast.eval.bench import drawn, facts
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-PARTS = ("probe", "smoke", "step", "serve")
+PARTS = ("probe", "smoke", "kernels", "step", "serve")
 QUESTION = "What is in the bottom left?"
 IMAGE = str(ROOT / "examples" / "picture.png")
 # In addition to each method at its defaults.
@@ -74,10 +81,8 @@ STACKS = (
     "hired:0.5+pyramiddrop+zipvl",
 )
 DRY_RECIPES = ("none", "hired:0.2", "zipvl")
-# Targets: seconds, and the ratio of the time to read weights and cache once to the step time.
-FIRST, LATER, SECOND_REQUEST, CAPTURE = 1.5, 0.3, 0.5, 0.15
-OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
-KERNELS_PER_LAYER = 16
+# Builders of `tests/tiny_families.py`, two layers each.
+FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -100,12 +105,12 @@ class Report:
     part: str = ""
 
     def row(self, what: str, value: Any, aim: str = "", ok: bool | None = None) -> None:
-        """Add a row; ``ok`` is whether the target was met, ``None`` without a target."""
-        self._add(what, value, aim, "" if ok is None else "PASS" if ok else "MISS")
+        """Add a row; ``ok`` is whether the threshold was met, ``None`` without a threshold."""
+        self.add(what, value, aim, "" if ok is None else "PASS" if ok else "MISS")
 
     def exact(self, what: str, value: Any, aim: str, ok: bool) -> None:
         """The same for results that must be correct: ``FAIL`` instead of ``MISS``."""
-        self._add(what, value, aim, "PASS" if ok else "FAIL")
+        self.add(what, value, aim, "PASS" if ok else "FAIL")
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -115,11 +120,12 @@ class Report:
         except Exception as error:
             text = " ".join(str(error).split())[:200]
             traceback.print_exc(limit=4)
-            self._add(what, f"{type(error).__name__}: {text}", "", "FAIL")
+            self.add(what, f"{type(error).__name__}: {text}", "", "FAIL")
             if "CUDA error" in text or "illegal memory access" in text:
                 raise SystemExit(1) from error
 
-    def _add(self, what: str, value: Any, aim: str, verdict: str) -> None:
+    def add(self, what: str, value: Any, aim: str, verdict: str) -> None:
+        """Add a row, print it and write the file."""
         row = {"part": self.part, "what": what, "value": value, "aim": aim, "verdict": verdict}
         self.rows.append(row)
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -127,9 +133,6 @@ class Report:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**self.about, "rows": self.rows}, indent=1)
         self.path.write_text(text + "\n", encoding="utf-8")
-
-    def failed(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row["verdict"] == "FAIL"]
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,38 @@ class Bench:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.dry else torch.bfloat16
 
-    def timed(self, what: str, seconds: float, aim: float | None = None) -> None:
-        """A row in seconds, at most ``aim``."""
-        judged = aim is not None and not self.dry
-        text = f"<= {aim:g}" if judged else ""
-        self.report.row(f"{what}, s", seconds, text, seconds <= aim if judged else None)
+    def most(self, what: str, value: float, limit: float | None = None) -> None:
+        """A measurement of at most ``limit``."""
+        self._judged(what, value, "<=", limit, limit is not None and value <= limit)
+
+    def least(self, what: str, value: float, limit: float | None = None) -> None:
+        """A measurement of at least ``limit``."""
+        self._judged(what, value, ">=", limit, limit is not None and value >= limit)
+
+    def _judged(self, what: str, value: float, sign: str, limit: float | None, ok: bool) -> None:
+        if self.dry or limit is None:
+            self.report.row(what, value)
+        else:
+            self.report.row(what, value, f"{sign} {limit:g}", ok)
+
+    def vlm(self, model: Any, processor: Any, **given: Any) -> VLM:
+        """A model without prefix cache; in a dry run its steps are captured by `repeated`."""
+        vlm = VLM(model, processor, prefix_cache_bytes=0, **given)
+        if self.dry and "decoding" not in given:
+            vlm.adapter.decoding = "graph"
+            vlm.adapter.kept["graphs"] = Graphs(record=repeated)
+        return vlm
+
+    @property
+    def record(self) -> Any:
+        """What captures a step."""
+        return repeated if self.dry else cuda_graph
+
+    def cleaned(self) -> None:
+        """Free what no model holds."""
+        gc.collect()
+        if not self.dry:
+            torch.cuda.empty_cache()
 
     def bandwidth(self) -> float:
         """Bytes per second of a large copy, reads plus writes."""
@@ -168,6 +198,27 @@ class Bench:
         return statistics.median(found)
 
 
+def repeated(step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:
+    """Stands in for `cuda_graph` on a CPU: repeats the step, and raises if its tensors move."""
+    addresses = {key: x.data_ptr() for key, x in state().items()}
+
+    def replay() -> None:
+        if addresses != {key: x.data_ptr() for key, x in state().items()}:
+            raise RuntimeError("a tensor of the captured step has moved")
+        step()
+
+    return replay
+
+
+def family(name: str) -> tuple[Any, Any]:
+    """A small model of a family with random weights, and its processor."""
+    if (tests := str(ROOT / "tests")) not in sys.path:
+        sys.path.append(tests)
+    import tiny_families
+
+    return tiny_families.builders()[name]()
+
+
 # --- probe ---------------------------------------------------------------------------------------
 
 
@@ -177,14 +228,21 @@ def probe(bench: Bench) -> None:
     if not bench.dry:
         major, minor = torch.cuda.get_device_capability()
         report.exact("compute capability", f"{major}.{minor}", ">= 8.0", major >= 8)
-    report.row("bandwidth of a copy, TB/s", bench.bandwidth() / 1e12)
+    known = [rate for name, rate in limits.COPY.items() if name in report.about["device"]]
+    expected = limits.COPY_SHARE * known[0] / 1e12 if known else None
+    bench.least("bandwidth of a copy, TB/s", bench.bandwidth() / 1e12, expected)
     begin = clock(bench.device)
     vlm = VLM.from_pretrained("tiny", device=bench.device, prefix_cache_bytes=0)
-    bench.timed("loading tiny", clock(bench.device) - begin)
-    for what, aim in (("first answer, kernels compile", None), ("second", FIRST), ("third", LATER)):
+    bench.most("loading tiny, s", clock(bench.device) - begin)
+    answers = (
+        ("first answer, kernels compile", limits.FIRST_ANSWER),
+        ("second", limits.SECOND_ANSWER),
+        ("third", limits.THIRD_ANSWER),
+    )
+    for what, limit in answers:
         begin = clock(bench.device)
         answer = vlm.ask(QUESTION, IMAGE, max_new_tokens=8)
-        bench.timed(f"{what} ({answer.text})", clock(bench.device) - begin, aim)
+        bench.most(f"{what} ({answer.text}), s", clock(bench.device) - begin, limit)
     with report.guarded("streaming, in a thread of its own"):
         *pieces, _ = vlm.stream(QUESTION, IMAGE, max_new_tokens=4)
         report.row("streaming, in a thread of its own", "".join(pieces))
@@ -197,10 +255,9 @@ def smoke(bench: Bench) -> None:
     report, new = bench.report, 6 if bench.dry else 48
     length = {"max_new_tokens": new, "min_new_tokens": new}
     cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
-    auto = VLM.from_pretrained(
-        "tiny", device=bench.device, dtype=torch.float32, prefix_cache_bytes=0
-    )
-    eager = VLM(auto.model, auto.processor, decoding="eager", prefix_cache_bytes=0)
+    own = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
+    auto = bench.vlm(own.model, own.processor)
+    eager = bench.vlm(own.model, own.processor, decoding="eager")
     modes = {"auto": (auto, None), "eager": (eager, None), "references": (eager, "torch")}
     differing, ran, second = [], 0, {}
     for recipe in DRY_RECIPES if bench.dry else recipes():
@@ -224,9 +281,9 @@ def smoke(bench: Bench) -> None:
     for what in differing:
         report.row("tokens differ", what)
     for recipe in sorted(second, key=second.get, reverse=True)[:5]:
-        bench.timed(f"a later request, {recipe}", second[recipe], SECOND_REQUEST)
-    with report.guarded("ragged batch"):
-        ragged(report, auto, cpu)
+        bench.most(f"a later request, {recipe}, s", second[recipe], limits.SECOND_REQUEST)
+    with report.guarded("requests that join and leave"):
+        joined(report, auto, cpu)
     with report.guarded("session"), auto.session(images=IMAGE, recipe="lookm:0.5") as session:
         texts = [session.ask(q, max_new_tokens=6).text for q in (QUESTION, "And above it?")]
         report.row("two questions of a session", " / ".join(texts))
@@ -240,23 +297,22 @@ def recipes() -> list[str]:
     return [*STACKS, *names]
 
 
-def ragged(report: Report, vlm: VLM, cpu: VLM) -> None:
-    """Six requests with different recipes and lengths in a batch of three."""
-    pairs = zip(
-        ("none", "hired:0.2", "zipvl", "kivi", "snapkv:0.3", "none"),
-        (5, 9, 4, 12, 7, 3),
-        strict=True,
-    )
-    requests = [
-        Request(QUESTION, IMAGE, recipe=text, generation={"max_new_tokens": n, "min_new_tokens": n})
-        for text, n in pairs
-    ]
-    got, wanted = (
-        [answer.token_ids for answer in model.ask_many(requests, batch_size=3)]
-        for model in (vlm, cpu)
-    )
-    same = sum(a == b for a, b in zip(got, wanted, strict=True))
-    report.exact("ragged batch: answers that are the CPU's", same, "6", same == 6)
+def joined(report: Report, vlm: VLM, cpu: VLM) -> None:
+    """Six requests with different recipes and lengths, of which three are decoded at once."""
+    recipe_lengths = {"none": 5, "hired:0.2": 9, "zipvl": 4, "kivi": 12, "snapkv:0.3": 7}
+    requests = [asked(IMAGE, recipe, n) for recipe, n in (*recipe_lengths.items(), ("none", 3))]
+    vlm.engine.max_rows = 3
+    handles = [vlm.submit(request) for request in requests]
+    got = [handle.result(timeout=300).token_ids for handle in handles]
+    wanted = [cpu.ask(r.question, r.images, recipe=r.recipe, **r.generation) for r in requests]
+    same = sum(a == b.token_ids for a, b in zip(got, wanted, strict=True))
+    report.exact("requests that join and leave: answers that are the CPU's", same, "6", same == 6)
+
+
+def asked(image: Any, recipe: str, length: int) -> Request:
+    """A request for exactly ``length`` tokens."""
+    generation = {"max_new_tokens": length, "min_new_tokens": length}
+    return Request(QUESTION, image, recipe=recipe, generation=generation)
 
 
 def beside_a_thread(bench: Bench) -> None:
@@ -281,37 +337,109 @@ def beside_a_thread(bench: Bench) -> None:
     bench.report.exact("captures beside a thread that allocates", "no error", "no error", True)
 
 
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def kernel_rows(bench: Bench) -> None:
+    """`kernels.py` in its own process, and the verdicts of its rows."""
+    report = bench.report
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, str(Path(__file__).with_name("kernels.py"))]
+        if bench.dry:
+            out = Path(scratch) / "kernels.json"
+            command += ["--check", "--kernel", "swiglu", "--shapes", "small", "--out", str(out)]
+        else:
+            out = report.path.with_name(report.path.name.replace("gpu_hour", "kernels"))
+            command += ["--minutes", "7.5", "--row-seconds", "40", "--missing", "--out", str(out)]
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+        if not out.is_file():
+            report.exact("kernels.py", f"exit code {code}, no result", "a result file", False)
+            return
+        rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    wrong = [key for key, row in rows.items() if not row.get("check", {}).get("passed")]
+    agree = f"{len(rows) - len(wrong)} of {len(rows)}"
+    report.exact("kernels that agree with their references", agree, "all", not wrong and bool(rows))
+    for key in wrong:
+        report.row(key, rows[key].get("error") or rows[key]["check"]["why"])
+    if not bench.dry:
+        for limit in limits.LIMITS:
+            report.add(limit.row, *limits.verdict(limit, rows))
+
+
 # --- step ----------------------------------------------------------------------------------------
 
 
 def step(bench: Bench) -> None:
+    for name in FAMILIES:
+        with bench.report.guarded(f"launches per layer, {name}"):
+            launches_per_layer(bench, name)
     bandwidth = bench.bandwidth()
     small = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
     models = {
         "llava-next-7b": lambda: end_to_end.build(small, bench.device, bench.dtype),
         "qwen2.5-vl-7b": lambda: qwen(bench),
     }
+    many = 2 if bench.dry else 16
     for name, build in models.items():
         with bench.report.guarded(name):
-            vlm = VLM(*build(), prefix_cache_bytes=0)
-            fused = not bench.dry and fusable(vlm.adapter)
-            bench.report.row(f"{name}: fused decode step", fused)
-            for recipe, batch in (("none", 1), ("none", 2 if bench.dry else 16)):
-                steps(bench, vlm, name, recipe, batch, bandwidth)
-            for recipe in ("snapkv:0.2", "kivi", "zipcache"):
+            vlm = bench.vlm(*build())
+            bench.report.row(f"{name}: fused decode step", fusable(vlm.adapter))
+            for recipe in ("none", "snapkv:0.2", "kivi", "zipcache"):
                 steps(bench, vlm, name, recipe, 1, bandwidth)
+            full = steps(bench, vlm, name, "none", many, bandwidth)
+            short = steps(bench, vlm, name, "snapkv:0.2", many, bandwidth)
+            what = f"{name} | batch {many}: step of none over snapkv:0.2"
+            bench.least(what, full / short, limits.SHORT_CACHE)
             del vlm
-        gc.collect()
+        bench.cleaned()
+
+
+@torch.no_grad()
+def launches_per_layer(bench: Bench, name: str) -> None:
+    """Kernels of a captured step of two layers, less those of one."""
+    found = []
+    for layers in (2, 1):
+        model, processor = family(name)
+        decoder = model.get_decoder()
+        del decoder.layers[layers:]
+        config = decoder.config
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[:layers]
+        vlm = bench.vlm(model.to(bench.device, bench.dtype), processor)
+        with switched(vlm.model):
+            run = prefilled(vlm, "none", 48)
+            batch = Batch()
+            batch.join(run.group)
+            batch.next(torch.full((1, 1), 7, device=bench.device))
+            replay = next(iter(run.group.graphs._replays.values()))
+            found.append(sum(launched(bench, replay).values()))
+            batch.release()
+    what = f"launches per layer, {name}, {'fused' if fusable(vlm.adapter) else 'modules'}"
+    bench.most(what, found[0] - found[1], limits.LAUNCHES_PER_LAYER)
+
+
+def launched(bench: Bench, replay: Callable[[], None]) -> dict[str, int]:
+    """How often a replay launches each kernel; in a dry run, each operation of PyTorch."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
+    kind = DeviceType.CPU if bench.dry else DeviceType.CUDA
+    with profile(activities=[activity]) as seen:
+        replay()
         if not bench.dry:
-            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+    counts: dict[str, int] = {}
+    for event in seen.events():
+        if event.device_type == kind:
+            counts[event.name] = counts.get(event.name, 0) + 1
+    return counts
 
 
 def qwen(bench: Bench) -> tuple[Any, Any]:
     """Qwen2.5-VL's own modules at 7B with random weights; small ones in a dry run."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import tiny_families
-
-    small, processor = tiny_families.build_qwen2_5_vl()
+    small, processor = family("qwen2_5_vl")
     config, shape = small.config, end_to_end.MODELS["qwen2.5-vl-7b-shape"]
     if not bench.dry:
         text = config.text_config
@@ -334,8 +462,8 @@ def qwen(bench: Bench) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth: float) -> None:
-    """Measure decode steps of ``batch`` requests of equal length."""
+def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth: float) -> float:
+    """Measure decode steps of ``batch`` requests of equal length; returns the seconds of one."""
     report, what = bench.report, f"{name} | {recipe} | batch {batch}"
     with switched(vlm.model):
         runs = [prefilled(vlm, recipe, 256 if bench.dry else 2944) for _ in range(batch)]
@@ -346,27 +474,27 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         tokens = torch.full((batch, 1), 7, device=bench.device)
         begin = clock(bench.device)
         decoder.next(tokens)
-        bench.timed(f"{what}: first step, compiles and captures", clock(bench.device) - begin)
+        bench.most(f"{what}: first step, compiles and captures, s", clock(bench.device) - begin)
         for _ in range(3):
             decoder.next(tokens)
+        captured = vlm.adapter.kept["graphs"].captured
         count = 4 if bench.dry else 24
         begin = clock(bench.device)
         for _ in range(count):  # asynchronous, as far as the method allows it
             decoder.next(tokens)
         took = (clock(bench.device) - begin) / count
         floor = (end_to_end.weights(vlm.model) + group.cache.held_bytes()) / bandwidth
-        report.row(f"{what}: least time of a step, ms", 1e3 * floor)
+        report.row(f"{what}: floor, ms", 1e3 * floor)
         report.row(f"{what}: step, ms", 1e3 * took)
-        aim = OF_FLOOR[name]
-        judged = (f">= {aim}", floor / took >= aim) if not bench.dry else ("", None)
-        report.row(f"{what}: least time over time", floor / took, *judged)
-        if group.graphs is not None:
-            with report.guarded(f"{what}: captured step"):
-                capture(bench, what, group, tokens)
+        judged = batch == 1 and recipe == "none"
+        limit = limits.STEP_OF_FLOOR[name] if judged else None
+        bench.least(f"{what}: floor over step", floor / took, limit)
+        more = vlm.adapter.kept["graphs"].captured - captured
+        report.row(f"{what}: captures of later steps", more, "0", more == 0)
+        with report.guarded(f"{what}: captured step"):
+            capture(bench, what, group, tokens)
         decoder.release()
-    if not bench.dry:
-        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        report.row(f"{what}: reserved and not allocated, GB", idle / 1e9)
+    return took
 
 
 def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
@@ -385,29 +513,17 @@ def prefilled(vlm: VLM, recipe: str, length: int) -> Sequence:
 
 def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> None:
     """Measure one replay without the host, its kernels, and the time of a capture."""
-    from torch.profiler import ProfilerActivity, profile
-
-    report, replay = bench.report, next(iter(group.graphs._replays.values()))
-    report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        replay()
-        torch.cuda.synchronize()
-    events = seen.key_averages()
-    launched = sum(event.count for event in events) / group.adapter.depth
-    report.row(
-        f"{what}: kernels per layer",
-        launched,
-        f"<= {KERNELS_PER_LAYER}",
-        launched <= KERNELS_PER_LAYER,
-    )
-    slowest = sorted(events, key=lambda event: event.self_device_time_total, reverse=True)
-    for event in slowest[:8]:
-        milliseconds = event.self_device_time_total / 1e3
-        print(f"{'':6}{milliseconds:8.3f} ms {event.count:5} x {event.key[:80]}", flush=True)
+    replay = next(iter(group.graphs._replays.values()))
+    bench.report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
+    counts = launched(bench, replay)
+    per_layer = sum(counts.values()) / group.adapter.depth
+    bench.report.row(f"{what}: launches of the step over its layers", per_layer)
+    for kernel in sorted(counts, key=counts.__getitem__, reverse=True)[:8]:
+        print(f"{'':6}{counts[kernel]:5} x {kernel[:80]}", flush=True)
     begin = clock(bench.device)
-    again = StepGraphs(group.kind, group.cache, cuda_graph)
+    again = StepGraphs(group.kind, group.cache, bench.record)
     again.run(partial(forward, group.adapter), (), tokens)
-    bench.timed(f"{what}: another capture", clock(bench.device) - begin, CAPTURE)
+    bench.most(f"{what}: another capture, s", clock(bench.device) - begin, limits.CAPTURE)
 
 
 # --- serve ---------------------------------------------------------------------------------------
@@ -416,45 +532,55 @@ def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> N
 def serve(bench: Bench) -> None:
     report = bench.report
     shape = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
-    vlm = VLM(*end_to_end.build(shape, bench.device, bench.dtype), prefix_cache_bytes=0)
-    image = drawn(max(shape.image))
-    batches = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
-    for recipe, size in batches:
+    vlm = bench.vlm(*end_to_end.build(shape, bench.device, bench.dtype))
+    image, asks = drawn(max(shape.image)), 0
+    waves = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
+    for recipe, size in waves:
         rates = {}
         for lengths in ("equal", "ragged"):
             what = f"{recipe}, {size} at once, {lengths} lengths"
             with report.guarded(what):
-                rates[lengths] = served(bench, vlm, image, recipe, size, lengths == "equal")
+                served(bench, vlm, image, recipe, size, lengths)  # captures
+                captured = vlm.adapter.kept["graphs"].captured
+                rates[lengths] = served(bench, vlm, image, recipe, size, lengths)
                 report.row(f"{what}: decoded tokens per second", rates[lengths])
+                more = vlm.adapter.kept["graphs"].captured - captured
+                report.row(f"{what}: captures in steady state", more, "0", more == 0)
+                asks += 4 * size
         if len(rates) == 2:
             share = rates["ragged"] / rates["equal"]
-            report.row(f"{recipe}, {size} at once: ragged over equal", share)
-    graphs = vlm.adapter.kept.get("graphs")
-    if graphs is not None:
-        report.row("steps captured, and used again", f"{graphs.captured}, {graphs.adopted}")
-    stats = vlm.ask("What?", image, max_new_tokens=2).stats
-    for name in ("processor", "vision", "reduce", "prefill"):
-        seconds = getattr(stats, f"time_{name}_s")
-        report.row(f"one request: {name}, ms", 1e3 * seconds)
+            bench.least(f"{recipe}, {size} at once: ragged over equal", share, limits.RAGGED)
+    graphs = vlm.adapter.kept["graphs"]
+    report.row("steps captured, buffers reused", f"{graphs.captured}, {graphs.reused}")
+    first = {}
+    for recipe in ("none", "hired:0.2"):
+        given = {"recipe": recipe, "max_new_tokens": 2}
+        vlm.ask(QUESTION, image, **given)
+        stats = vlm.ask(QUESTION, image, **given).stats
+        parts = ("processor", "vision", "reduce", "prefill")
+        first[recipe] = sum(getattr(stats, f"time_{name}_s") for name in parts)
+        limit = limits.PREFILL if recipe == "none" else None
+        bench.most(f"one request, {recipe}: prefill, s", stats.time_prefill_s, limit)
+    ratio = first["none"] / first["hired:0.2"]
+    bench.least("time to the first token, none over hired:0.2", ratio, limits.TTFT)
+    asks += 4
     if not bench.dry:
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        what = f"reserved and not allocated after {asks} requests, GB"
+        bench.most(what, idle / 1e9, limits.IDLE_BYTES / 1e9)
         report.row("memory allocated at most, GB", torch.cuda.max_memory_allocated() / 1e9)
-        report.row("memory reserved, GB", torch.cuda.memory_reserved() / 1e9)
 
 
-def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, equal: bool) -> float:
-    """Tokens per second of ``2 * size`` requests, without the time of their prompts."""
+def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, lengths: str) -> float:
+    """Tokens per second of ``2 * size`` requests that join and leave, without their prompts."""
     if bench.dry:
-        lengths = [6 if equal else 3 + i for i in range(2 * size)]
+        counts = [6 if lengths == "equal" else 3 + i for i in range(2 * size)]
     else:
-        lengths = [32 if equal else 8 + 13 * i % 49 for i in range(2 * size)]
-    requests = [
-        Request(
-            "What?", image, recipe=recipe, generation={"max_new_tokens": n, "min_new_tokens": n}
-        )
-        for n in lengths
-    ]
+        counts = [32 if lengths == "equal" else 8 + 13 * i % 49 for i in range(2 * size)]
+    vlm.engine.max_rows = size
     begin = clock(bench.device)
-    answers = vlm.ask_many(requests, batch_size=size)
+    handles = [vlm.submit(asked(image, recipe, count)) for count in counts]
+    answers = [handle.result(timeout=600) for handle in handles]
     took = clock(bench.device) - begin
     for stats in (answer.stats for answer in answers):
         took -= stats.time_processor_s + stats.time_vision_s + stats.time_prefill_s
@@ -480,6 +606,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def kept_rows(out: Path, device: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of earlier runs on this device, of parts that are not run now."""
+    if not out.is_file():
+        return []
+    before = json.loads(out.read_text(encoding="utf-8"))
+    if before["device"] != device or before["dry"] != args.dry:
+        return []
+    return [row for row in before["rows"] if row["part"] not in args.parts]
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
@@ -496,19 +632,24 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or RESULTS / f"gpu_hour-{kind}.json"
     command = shlex.join(["python", "benchmarks/gpu_hour.py", *arguments])
     report = Report(out, {"command": command, "dry": args.dry, **about})
+    report.rows += kept_rows(out, about["device"], args)
     bench = Bench(report, torch.device("cpu" if args.dry else "cuda"), args.dry)
     for part in args.parts:
         report.part, begin = part, time.perf_counter()
         print(f"\n{part}", flush=True)
         with report.guarded(part):
-            {"probe": probe, "smoke": smoke, "step": step, "serve": serve}[part](bench)
+            run = {"probe": probe, "smoke": smoke, "kernels": kernel_rows}
+            (run | {"step": step, "serve": serve})[part](bench)
         report.row(f"{part}: whole time, s", time.perf_counter() - begin)
-    missed = sum(row["verdict"] == "MISS" for row in report.rows)
-    print(f"\n{len(report.rows)} rows, {missed} MISS, {len(report.failed())} FAIL")
-    for row in report.failed():
+        bench.cleaned()
+    rows = [row for row in report.rows if row["part"] in args.parts]
+    failed = [row for row in rows if row["verdict"] == "FAIL"]
+    missed = sum(row["verdict"] == "MISS" for row in rows)
+    print(f"\n{len(rows)} rows, {missed} MISS, {len(failed)} FAIL")
+    for row in failed:
         print(f"FAIL  {row['part']}: {row['what']}: {row['value']}")
     print(f"written: {out}", file=sys.stderr)
-    return int(bool(report.failed()))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

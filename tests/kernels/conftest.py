@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from kernel_memory import checked
 from vlmfast.kernels import _triton
 
 
@@ -16,8 +19,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    """Run kernels on Triton on any device, with poisoned output memory."""
+def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Iterator[None]:
+    """Run kernels on Triton on any device, with poisoned output memory.
+
+    In the interpreter every address is checked.
+    """
     if isinstance(_triton.triton, _triton._Absent):
         pytest.skip("no Triton on this platform")
     if _triton.INTERPRETED and not _interpreter_has_loops():
@@ -25,6 +31,8 @@ def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
             "this Triton cannot interpret loops with this NumPy; 3.6 needs NumPy before 2.4"
         )
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
+    with checked() if _triton.INTERPRETED else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -338,8 +338,8 @@ def _rotate(
     UNIT_OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr,  # at least D / 2
 ):
-    b, t = (tl.program_id(0) // T).to(tl.int64), tl.program_id(0) % T
-    head = tl.program_id(1)
+    b, t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     j = tl.arange(0, BLOCK_H)
     half: tl.constexpr = D // 2
     m_half = j < half

@@ -1,0 +1,122 @@
+"""Kernels access nothing beside their tensors, at sizes where a wrong mask would show.
+
+In Triton's interpreter each address is checked (the fixture `triton`, in all kernel tests). Here
+all buffers also have guard bands, on any device: the result may not depend on those of the inputs,
+and those of the outputs may not change.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_cases import CASES
+from kernel_memory import Guarded, banded, checked, each_tensor, guarded, results
+from vlmfast.kernels import _triton
+from vlmfast.kernels.compile import files
+
+pytestmark = pytest.mark.usefixtures("triton")
+tl, triton_jit = _triton.tl, _triton.triton.jit
+interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="addresses are not observable")
+
+
+# Slow in the interpreter.
+SLOW = ("block - 1", "block + 1", "not causal", "two words", "empty context", "8 bit")
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW), id=name) for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_stay_within_their_buffers(name: str, device: torch.device) -> None:
+    function, given = CASES[name]()
+    with guarded() as buffers:
+        got = results(function(**each_tensor(given, lambda x: banded(x.to(device)))))
+        assert buffers.check(), "no output was allocated with guard bands"
+    assert got and all(not x.is_floating_point() or not x.isnan().any() for x in got)
+    if not _triton.INTERPRETED:  # there the addresses are checked
+        plain = results(function(**each_tensor(given, lambda x: x.to(device, copy=True))))
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+def test_every_kernel_file_has_cases() -> None:
+    assert {name.split()[0] for name in CASES} == set(files())
+
+
+# --- controls ------------------------------------------------------------------------------------
+
+
+@triton_jit
+def _copy(x, out, first, last, N):
+    """Copies entries ``first`` to ``last``, which may be outside of both tensors."""
+    i = tl.arange(0, 16)
+    m_i = (i >= first) & (i < last)
+    value = tl.load(x + i, mask=m_i, other=0.0)
+    tl.store(out + tl.minimum(i, N), value, mask=m_i & (i < N))
+
+
+@triton_jit
+def _copy_unguarded(x, out, last):
+    i = tl.arange(0, 16)
+    tl.store(out + i, tl.load(x + i, mask=i < 8, other=0.0), mask=i < last)
+
+
+@triton_jit
+def _copy_rows(x, out, stride, ROW: tl.constexpr):
+    i = tl.arange(0, 8)
+    tl.store(out + i, tl.load(x + stride + i, mask=i < ROW, other=0.0), mask=i < 8)
+
+
+@interpreted
+def test_read_outside_that_does_not_reach_the_result_is_caught() -> None:
+    x, out = banded(torch.ones(8)), banded(torch.zeros(8))
+    _copy[(1,)](x, out, 0, 8, 8)
+    assert out.tolist() == [1.0] * 8
+    with pytest.raises(Exception, match=r"read outside the tensors: byte 32 of torch.float32 \(8,"):
+        _copy[(1,)](x, out, 0, 9, 8)
+
+
+@interpreted
+def test_read_in_the_gap_of_a_view_is_caught() -> None:
+    x, out = torch.ones(2, 8)[:, :6], torch.zeros(8)
+    _copy_rows[(1,)](x, out, 8, ROW=6)
+    assert out.tolist() == [1.0] * 6 + [0.0] * 2
+    with pytest.raises(Exception, match=r"_copy_rows: tl.store\(out \+ i, tl.load\(x \+ stride"):
+        _copy_rows[(1,)](x, out, 8, ROW=7)
+
+
+@interpreted
+def test_write_outside_is_caught() -> None:
+    x = torch.ones(8)
+    with guarded():
+        out = torch.empty(8)
+        _copy_unguarded[(1,)](x, out, 8)
+        with pytest.raises(Exception, match="write outside the tensors: byte 32"):
+            _copy_unguarded[(1,)](x, out, 9)
+
+
+def test_guard_bands_show_reads_and_writes(device: torch.device) -> None:
+    """What the bands show alone, as on a GPU, where addresses are not observable."""
+    x = banded(torch.ones(8, device=device))
+    beside = x.as_strided((10,), (1,), x.storage_offset() - 1)
+    assert beside[1:9].eq(1).all() and beside[[0, 9]].isnan().all()
+    for offset in (0, 7, -1, 8):
+        buffers = Guarded()
+        out = buffers.around(torch.empty(8, device=device))
+        out.as_strided((1,), (1,), out.storage_offset() + offset).fill_(3.0)
+        if 0 <= offset < 8:
+            assert buffers.check() == 1
+            continue
+        with pytest.raises(AssertionError, match="written beside"):
+            buffers.check()
+
+
+@interpreted
+def test_nothing_is_checked_outside_of_the_context() -> None:
+    """The check leaves Triton as it was."""
+    from triton.runtime import interpreter
+
+    before = interpreter._interpreter, interpreter.GridExecutor.__call__
+    with checked():
+        assert interpreter._interpreter is not before[0]
+    assert (interpreter._interpreter, interpreter.GridExecutor.__call__) == before

@@ -1,0 +1,164 @@
+"""Offsets beyond 2^31 elements are computed in 64 bits.
+
+Two checks in Triton's interpreter. Tensors are views with a huge stride over mapped memory, of
+which only the touched pages exist: an offset in 32 bits is outside of the tensor. And a product of
+an index and a size or stride in 32 bits may not reach an address; this also covers contiguous
+outputs that are too large to allocate.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import THREE
+from kernel_memory import each_tensor, narrow_products, results
+from vlmfast.kernels import _triton
+
+pytestmark = [
+    pytest.mark.usefixtures("triton"),
+    pytest.mark.skipif(not _triton.INTERPRETED, reason="needs Triton's interpreter"),
+]
+tl, triton_jit = _triton.tl, _triton.triton.jit
+
+# Axes whose offsets are in 32 bits: those of slots within one head of one request, less than 2^31
+# elements apart (524,288 tokens of 32 heads of 128 channels), and heads side by side in a row.
+BOUNDED = {
+    "decode_mixed": {2},
+    "tree_verify": {2},
+    "quantize_kv": {2},
+    "score": {0},
+    "temporal_attention": {3},
+}
+# Functions with products of that kind, or of a head and its columns.
+WITHIN_ONE_HEAD = {
+    "decode_mixed": {"_attend", "_attend_one"},
+    "tree_verify": {"_attend", "_attend_one"},
+    "quantize_kv": {"_extent", "_pack", "_value_parameters"},
+    "pool": {"_mix", "_read", "_share"},
+    "temporal_attention": {"_attend"},
+}
+
+
+def mapped(size: int) -> Tensor:
+    """Zeros, uint8, of which only the touched pages take memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"this platform refuses {size >> 30} GiB of address space: {error}")
+
+
+def spread(x: Tensor, axis: int) -> Tensor:
+    """A copy of ``x`` whose last index along ``axis`` is 2^31 elements or more away."""
+    strides = list(torch.empty(x.shape, device="meta").stride())
+    # A multiple of 64, and itself in 32 bits.
+    strides[axis] = min((2**31 // (x.shape[axis] - 1) // 64 + 1) * 64, 2**31 - 64)
+    size = (x.shape[axis] - 1) * strides[axis] + x.numel()
+    assert size > 2**31
+    return mapped(size * x.element_size()).view(x.dtype).as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    # Arguments on the CPU are used in place; copying them back would touch every page.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *args: None)
+
+
+@functools.cache
+def contiguous(name: str) -> tuple[list[Tensor], set[str]]:
+    """Results of a case as it is, and its products in 32 bits."""
+    function, given = THREE[name]()
+    with narrow_products() as products:
+        return results(function(**given)), products
+
+
+def axes(name: str) -> list[int]:
+    """Axes of a case's tensors but the last, which is contiguous, with at least three entries."""
+    found: set[int] = set()
+
+    def add(x: Tensor) -> Tensor:
+        found.update(axis for axis, n in enumerate(x.shape[:-1]) if n > 2)
+        return x
+
+    each_tensor(THREE[name]()[1], add)
+    return sorted(found - BOUNDED.get(name.split()[0], set()))
+
+
+def pairs() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLMFAST_KERNELS", "torch")
+        for name in THREE:
+            for axis in axes(name):
+                slow = name.startswith(("decode_mixed rows", "tree_verify")) and axis > 0
+                yield pytest.param(name, axis, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("name", "axis"), pairs())
+@pytest.mark.usefixtures("in_place")
+def test_huge_strides_do_not_change_the_result(name: str, axis: int) -> None:
+    function, given = THREE[name]()
+    placed = []
+
+    def place(x: Tensor) -> Tensor:
+        # Bits of ancestors are T words, not a buffer of the cache.
+        fits = axis < x.dim() - 1 and x.shape[axis] > 2 and x is not given.get("ancestors")
+        placed.append(fits)
+        return spread(x, axis) if fits else x.clone()
+
+    got = results(function(**each_tensor(given, place)))
+    assert any(placed) and all(
+        torch.equal(a, b) for a, b in zip(got, contiguous(name)[0], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_products_in_32_bits_stay_within_one_head(name: str) -> None:
+    allowed = WITHIN_ONE_HEAD.get(name.split()[0], set())
+    assert not {line for line in contiguous(name)[1] if line.partition(":")[0] not in allowed}
+
+
+# --- controls ------------------------------------------------------------------------------------
+
+
+@triton_jit
+def _narrow(x, out, stride):
+    i = tl.arange(0, 4)
+    tl.store(out + i, tl.load(x + tl.program_id(0) * stride + i))
+
+
+@triton_jit
+def _wide(x, out, stride):
+    i = tl.arange(0, 4)
+    tl.store(out + i, tl.load(x + tl.program_id(0).to(tl.int64) * stride + i))
+
+
+@triton_jit
+def _late(x, out, stride):
+    i = tl.arange(0, 4)  # the product is in 32 bits, its cast is too late
+    tl.store(out + i, tl.load(x + (tl.program_id(0) * stride).to(tl.int64) + i))
+
+
+@pytest.mark.parametrize(("kernel", "narrow"), [(_narrow, True), (_late, True), (_wide, False)])
+@pytest.mark.usefixtures("in_place")
+def test_planted_product_in_32_bits_is_caught(kernel, narrow: bool) -> None:
+    x, out = torch.arange(12.0).view(3, 4), torch.zeros(4)
+    with narrow_products() as products:
+        kernel[(3,)](x, out, 4)
+    assert out.tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert [line.partition(":")[0] for line in products] == [kernel.__name__] * narrow
+    far = spread(x, 0)
+    if narrow:
+        with pytest.raises(Exception, match="read outside the tensors: byte -8589934080"):
+            kernel[(3,)](far, out, far.stride(0))
+    else:
+        kernel[(3,)](far, out.zero_(), far.stride(0))
+        assert out.tolist() == [8.0, 9.0, 10.0, 11.0]
