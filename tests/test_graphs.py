@@ -39,18 +39,22 @@ def plain() -> VLM:
     return VLM(*build_llava())
 
 
-@pytest.fixture
-def vlm(monkeypatch) -> VLM:
-    """A model whose steps are captured by the stand-in."""
+def captured_by_stand_in(vlm: VLM, monkeypatch) -> VLM:
+    """``vlm``, whose steps are captured by the stand-in."""
     from vlmfast.engine.kv_layer import KVLayer
 
     # As on CUDA: masks, not lengths, mark the filled slots.
     monkeypatch.setattr(KVLayer, "prefix", False)
     monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-    vlm = VLM(*build_llava())
     vlm.adapter.decoding = "graph"
     vlm.adapter.kept["graphs"] = Graphs(record=repeated)
     return vlm
+
+
+@pytest.fixture
+def vlm(monkeypatch) -> VLM:
+    """A model whose steps are captured by the stand-in."""
+    return captured_by_stand_in(VLM(*build_llava()), monkeypatch)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

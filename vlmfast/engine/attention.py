@@ -36,6 +36,7 @@ from vlmfast.kernels.biased_attention import biased_attention
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.tree_verify import tree_verify
+from vlmfast.models.rope import LengthRotary
 
 from .cache import JointCache
 
@@ -645,10 +646,15 @@ def lock_of(model: PreTrainedModel) -> Iterator[None]:
 def switched(model: PreTrainedModel) -> Iterator[None]:
     """Prepare ``model`` for the engine in this thread; on exit, it is restored.
 
-    It uses vlmfast's attention, its device is the current one, and gradient checkpointing, under
-    which layers get no cache, is suspended.
+    It uses vlmfast's attention and `LengthRotary`, its device is the current one, and gradient
+    checkpointing, under which layers get no cache, is suspended.
     """
-    with lock_of(model), _current(model.device), _without_checkpointing(model):
+    with (
+        lock_of(model),
+        _current(model.device),
+        _without_checkpointing(model),
+        _rotary(model.get_decoder()),
+    ):
         before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
         try:
             model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
@@ -660,6 +666,17 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
 def _current(device: torch.device) -> AbstractContextManager:
     """Kernels and captures run on the current device, which is set per thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _rotary(decoder: Any) -> Iterator[None]:
+    """Rotary tables without host sync, whose sequence lengths are those of single tokens."""
+    own = decoder.rotary_emb
+    decoder.rotary_emb = LengthRotary.of(own)
+    try:
+        yield
+    finally:
+        decoder.rotary_emb = own
 
 
 @contextmanager
