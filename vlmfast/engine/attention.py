@@ -214,10 +214,15 @@ def _cached(
             query, key, value, lengths, *own, words, scaling, layer.segments, layer.bias
         )
         return output.transpose(1, 2)
-    mask = layer.mask(tokens, context.tree, sliding)
     bias, segments = layer.bias, layer.segments
+    # A single token sees all slots in use, without a tree or a window: their number says which.
+    if not dense and tokens == 1 and context.tree is None and not sliding:
+        mask = layer.length + 1 if context.lengths is None else context.lengths[index]
+    else:
+        mask = layer.mask(tokens, context.tree, sliding)
     if (n := layer.extent(tokens)) < key.shape[2]:
-        key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
+        key, value = key[:, :, :n], value[:, :, :n]
+        mask = mask[..., :n] if mask.dtype == torch.bool else mask
         bias = None if bias is None else bias[:, :, :n]
     tail = key.shape[2]
     if sliding and segments:  # rows see different parts of them, which needs a mask
