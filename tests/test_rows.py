@@ -17,8 +17,8 @@ from torch import Tensor
 import tiny_families
 from batched import CountingPool
 from closeness import close, network
+from cpu_graph import CPUGraphs
 from test_cache import Own, frozen, started
-from test_graphs import repeated
 from tiny_models import build_llava
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, capacity_class
@@ -26,7 +26,6 @@ from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer, RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.engine.graphs import Graphs
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 RECIPES = {
@@ -211,7 +210,7 @@ def capturing(vlm: VLM) -> Iterator[None]:
     """Steps are captured by the stand-in, and masks mark the filled slots, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vlm.adapter, "decoding", "graph")
-        patch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
+        patch.setitem(vlm.adapter.kept, "graphs", CPUGraphs())
         patch.setattr(KVLayer, "prefix", False)
         patch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
         yield
