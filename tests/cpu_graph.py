@@ -132,14 +132,14 @@ class Allocations(TorchDispatchMode):
 class CPUGraphs(Graphs):
     """`Graphs` whose steps are recorded as `Recording`."""
 
-    def new(self, kind: tuple, cache: KVCache) -> StepGraphs:
+    def new(self, kind: tuple, weights: bytes | None, cache: KVCache) -> StepGraphs:
         steps: StepGraphs
 
         def record(step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:
             self.captured += 1
             return recorded(steps, step, state)
 
-        steps = StepGraphs(kind, cache, record)
+        steps = StepGraphs(kind, weights, cache, record)
         return steps
 
 

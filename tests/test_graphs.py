@@ -429,13 +429,47 @@ def test_steps_that_cannot_be_captured_are_detected(captured: VLM, fault: str) -
         captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
 
 
+def replaced(vlm: VLM) -> None:
+    """Other memory for a weight, with other values."""
+    weight = vlm.adapter.decoder.layers[0].mlp.up_proj.weight
+    weight.data = -weight.data
+
+
 def test_freed_memory_is_detected(captured: VLM) -> None:
-    """A graph of a step whose weights were replaced."""
-    given = {"images": make_image(seed=0), "max_new_tokens": 4}
-    captured.ask("what is here ?", **given)
+    """A step whose weights were replaced."""
+    captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
     (steps,) = captured.adapter.kept["graphs"]._idle
-    weight = captured.adapter.decoder.layers[0].mlp.up_proj.weight
-    weight.data = weight.data.clone()
+    replaced(captured)
     (replay,) = steps._replays.values()
     with pytest.raises(AssertionError, match="memory that was freed"):
         replay()
+
+
+# --- changes of the model ------------------------------------------------------------------------
+
+
+def test_replaced_weights_are_captured_anew(plain: VLM, vlm: VLM) -> None:
+    given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
+    before = vlm.ask("what is here ?", **given).token_ids
+    other = VLM(*build_llava())
+    for model in (vlm, other):
+        replaced(model)
+    wanted = other.ask("what is here ?", **given).token_ids
+    assert vlm.ask("what is here ?", **given).token_ids == wanted != before
+    graphs = vlm.adapter.kept["graphs"]
+    assert (graphs.captured, graphs.reused) == (2, 0) and len(graphs._idle) == 1
+    # Control: a change in place keeps the captured step, which reads the new values.
+    with torch.no_grad():
+        vlm.adapter.decoder.layers[0].mlp.up_proj.weight.neg_()
+    assert vlm.ask("what is here ?", **given).token_ids == before
+    assert (graphs.captured, graphs.reused) == (2, 1)
+
+
+def test_hooks_of_the_user_are_captured_anew(vlm: VLM) -> None:
+    given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
+    before = vlm.ask("what is here ?", **given).token_ids
+    layer = vlm.adapter.decoder.layers[1].mlp
+    handle = layer.register_forward_hook(lambda module, args, output: -output)
+    other = vlm.ask("what is here ?", **given).token_ids
+    handle.remove()
+    assert vlm.ask("what is here ?", **given).token_ids == before != other
