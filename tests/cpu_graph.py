@@ -124,9 +124,14 @@ class Allocations(TorchDispatchMode):
 
     def kept(self, outputs: list[Tensor]) -> list[str]:
         """Operations whose result lasts, apart from the outputs of the step."""
-        gc.collect()
         known = {StorageWeakRef(x.untyped_storage()).cdata for x in outputs}
-        return [name for name, of in self.made if not of.expired() and of.cdata not in known]
+
+        def lasting() -> list[str]:
+            return [name for name, of in self.made if not of.expired() and of.cdata not in known]
+
+        if lasting():  # maybe only by a cycle of references
+            gc.collect()
+        return lasting()
 
 
 class CPUGraphs(Graphs):

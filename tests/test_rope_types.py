@@ -168,7 +168,7 @@ def test_three_rotary_ids(kind: str) -> None:
     config.max_position_embeddings = ORIGINAL
     config.rope_parameters = {**config.rope_parameters, "rope_type": kind, **TYPES[kind]}
     own = type(model.get_decoder().rotary_emb)(config)
-    ours = LengthRotary.of(copy.deepcopy(own))
+    ours = LengthRotary(copy.deepcopy(own))
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, ORIGINAL + 20, (3, 1, 90), generator=generator)
     prompt[:, :, 0] = 0
@@ -189,7 +189,7 @@ def test_layers_of_two_kinds(kind: str) -> None:
     full = {**config.rope_parameters["full_attention"], "rope_type": kind, **TYPES[kind]}
     config.rope_parameters = {**config.rope_parameters, "full_attention": full}
     own = type(model.get_decoder().rotary_emb)(config)
-    ours = LengthRotary.of(copy.deepcopy(own))
+    ours = LengthRotary(copy.deepcopy(own))
     assert longest(config) == ORIGINAL  # layers with a window are not stretched
     for last in (ORIGINAL - 1, ORIGINAL + 9):
         for layer_type in ("full_attention", "sliding_attention"):

@@ -36,7 +36,7 @@ from vlmfast.kernels.biased_attention import biased_attention
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.tree_verify import tree_verify
-from vlmfast.models.rope import LengthRotary
+from vlmfast.models.rope import rotary_by_length
 
 from .cache import JointCache
 
@@ -169,10 +169,16 @@ def _cached(
     dropout: float,
     *,
     alone: bool = True,
+    chunk: bool = False,
 ) -> Tensor:
     """Attention of new tokens over a frozen cache; its tail already contains them.
 
-    ``alone``: whether the step has no rows of other caches.
+    Parameters
+    ----------
+    alone : bool
+        Whether the step has no rows of other caches.
+    chunk : bool
+        Whether the tokens are a chunk of a prompt, whose shapes may differ from others'.
     """
     index, tokens = module.layer_idx, query.shape[2]
     if isinstance(context.cache, JointCache):
@@ -215,16 +221,15 @@ def _cached(
         )
         return output.transpose(1, 2)
     bias, segments = layer.bias, layer.segments
+    tail = max(layer.max_lengths) + tokens if chunk else layer.extent(tokens)
     # A single token sees all slots in use, without a tree or a window: their number says which.
     if not dense and tokens == 1 and context.tree is None and not sliding:
         mask = layer.length + 1 if context.lengths is None else context.lengths[index]
     else:
-        mask = layer.mask(tokens, context.tree, sliding)
-    if (n := layer.extent(tokens)) < key.shape[2]:
-        key, value = key[:, :, :n], value[:, :, :n]
-        mask = mask[..., :n] if mask.dtype == torch.bool else mask
-        bias = None if bias is None else bias[:, :, :n]
-    tail = key.shape[2]
+        mask = layer.mask(tokens, context.tree, sliding, tail)
+    if tail < key.shape[2]:
+        key, value = key[:, :, :tail], value[:, :, :tail]
+        bias = None if bias is None else bias[:, :, :tail]
     if sliding and segments:  # rows see different parts of them, which needs a mask
         parts = [layer.opened(segment, tokens, context.tree, key.dtype) for segment in segments]
         key, value, mask, bias = _joined([*parts, (key, value, mask, bias)])
@@ -287,7 +292,7 @@ def _extended(
         output = _after_slots(module, query, key, value, context, scaling, dropout)
     else:
         over = DecodeContext(context.cache)
-        output = _cached(module, query, key, value, over, scaling, dropout)
+        output = _cached(module, query, key, value, over, scaling, dropout, chunk=True)
     if context.after is not None:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
@@ -658,7 +663,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
         lock_of(model),
         _current(model.device),
         _without_checkpointing(model),
-        _rotary(model.get_decoder()),
+        rotary_by_length(model.get_decoder()),
     ):
         before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
         try:
@@ -671,17 +676,6 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
 def _current(device: torch.device) -> AbstractContextManager:
     """Kernels and captures run on the current device, which is set per thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def _rotary(decoder: Any) -> Iterator[None]:
-    """Rotary tables without host sync, whose sequence lengths are those of single tokens."""
-    own = decoder.rotary_emb
-    decoder.rotary_emb = LengthRotary.of(own)
-    try:
-        yield
-    finally:
-        decoder.rotary_emb = own
 
 
 @contextmanager

@@ -14,17 +14,19 @@ tokens of a prompt have that of the whole prompt, each later one that up to itse
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-_BY_LENGTH = ("dynamic", "longrope")
+_BY_LENGTH = {"dynamic", "longrope"}
 
 
 class LengthRotary(nn.Module):
-    """Stands in for the rotary module of a decoder, see `of`.
+    """Stands in for the rotary module of a decoder, see `rotary_by_length`.
 
     Parameters
     ----------
@@ -43,13 +45,6 @@ class LengthRotary(nn.Module):
             if kind == "longrope" and name not in rotary._buffers:
                 vars(rotary).pop(name, None)
                 rotary.register_buffer(name, _long(rotary, layer_type), persistent=False)
-
-    @staticmethod
-    def of(rotary: nn.Module) -> nn.Module:
-        """``rotary`` itself where its tables depend on the rotary ids alone."""
-        if isinstance(rotary, LengthRotary) or not by_length(rotary):
-            return rotary
-        return LengthRotary(rotary)
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
@@ -113,9 +108,16 @@ class LengthRotary(nn.Module):
         return torch.where(length > most, grown, original)
 
 
-def by_length(rotary: nn.Module) -> bool:
-    """Whether the tables of a rotary module depend on the length of the sequence."""
-    return any(kind in _BY_LENGTH for kind in _kinds(rotary).values())
+@contextmanager
+def rotary_by_length(decoder: Any) -> Iterator[None]:
+    """Inside the block, a decoder whose tables depend on lengths has a `LengthRotary`."""
+    own = decoder.rotary_emb
+    if not isinstance(own, LengthRotary) and not _BY_LENGTH.isdisjoint(_kinds(own).values()):
+        decoder.rotary_emb = LengthRotary(own)
+    try:
+        yield
+    finally:
+        decoder.rotary_emb = own
 
 
 def short(config: Any) -> int | None:
