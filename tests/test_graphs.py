@@ -1,7 +1,7 @@
 """Captured decode steps, recorded and replayed on the CPU by `cpu_graph`.
 
 A replay runs the recorded operations on the recorded memory, without Python. It refuses to run when
-a tensor of the step has moved, and what Python would have computed anew is stale.
+a tensor of the step has moved, and what Python would have computed again is stale.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ def test_freed_memory_is_detected(captured: VLM) -> None:
 # --- changes of the model ------------------------------------------------------------------------
 
 
-def test_replaced_weights_are_captured_anew(plain: VLM, vlm: VLM) -> None:
+def test_replaced_weights_are_captured_again(plain: VLM, vlm: VLM) -> None:
     given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
     before = vlm.ask("what is here ?", **given).token_ids
     other = VLM(*build_llava())
@@ -465,7 +465,7 @@ def test_replaced_weights_are_captured_anew(plain: VLM, vlm: VLM) -> None:
     assert (graphs.captured, graphs.reused) == (2, 1)
 
 
-def test_hooks_of_the_user_are_captured_anew(vlm: VLM) -> None:
+def test_hooks_of_the_user_are_captured_again(vlm: VLM) -> None:
     given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
     before = vlm.ask("what is here ?", **given).token_ids
     layer = vlm.adapter.decoder.layers[1].mlp

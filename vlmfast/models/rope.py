@@ -65,13 +65,13 @@ class LengthRotary(nn.Module):
             As the decoder's own module returns them.
         """
         named = () if layer_type is None else (layer_type,)
+        kinds = _kinds(self.rotary)
+        if kinds[layer_type] not in _BY_LENGTH:
+            return self.rotary(x, position_ids, *named)
         # A copy, so that no other thread sees the frequencies of single tokens.
         fixed = copy.copy(self.rotary)
         fixed._buffers = dict(fixed._buffers)
-        kinds = _kinds(self.rotary)
         fixed.rope_type = "default" if None in kinds else dict.fromkeys(kinds, "default")
-        if kinds[layer_type] not in _BY_LENGTH:
-            return fixed(x, position_ids, *named)
         frequencies = self._frequencies(position_ids, layer_type)
         name = _prefixed("inv_freq", layer_type)
 
