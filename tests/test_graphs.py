@@ -1,11 +1,12 @@
-"""Captured decode steps: without a GPU a step is repeated instead of replayed.
+"""Captured decode steps, recorded and replayed on the CPU by `cpu_graph`.
 
-A CUDA graph runs kernels on fixed addresses. The stand-in checks them: it refuses to run when a
-tensor of the step has moved.
+A replay runs the recorded operations on the recorded memory, without Python. It refuses to run when
+a tensor of the step has moved, and what Python would have computed again is stale.
 """
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,25 +14,21 @@ import pytest
 import torch
 
 import vlmfast
+from cpu_graph import CPUGraphs
+from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
+from vlmfast.api.request import sequence_of_request, submitted
+from vlmfast.core import buffers
+from vlmfast.core.recipe import Recipe
+from vlmfast.engine import kv_layer
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.graphs import Graphs
+from vlmfast.engine.kv_layer import KVLayer
 
 pytestmark = pytest.mark.cold
 
 RECIPES = ["none", "pyramiddrop", "h2o:0.7", "kivi:bits=4,group=4,residual=8", "streamingllm:0.7"]
-
-
-def repeated(step, state):
-    """Runs the step on the recorded tensors, at their recorded addresses."""
-    addresses = {key: of.data_ptr() for key, of in state().items()}
-
-    def replay() -> None:
-        assert addresses == {key: of.data_ptr() for key, of in state().items()}
-        step()
-
-    return replay
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +36,20 @@ def plain() -> VLM:
     return VLM(*build_llava())
 
 
-@pytest.fixture
-def vlm(monkeypatch) -> VLM:
-    """A model whose steps are captured by the stand-in."""
-    from vlmfast.engine.kv_layer import KVLayer
-
+def captured_by_stand_in(vlm: VLM, monkeypatch) -> VLM:
+    """``vlm``, whose steps are captured by the stand-in."""
     # As on CUDA: masks, not lengths, mark the filled slots.
     monkeypatch.setattr(KVLayer, "prefix", False)
     monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-    vlm = VLM(*build_llava())
     vlm.adapter.decoding = "graph"
-    vlm.adapter.kept["graphs"] = Graphs(record=repeated)
+    vlm.adapter.kept["graphs"] = CPUGraphs()
     return vlm
+
+
+@pytest.fixture
+def vlm(monkeypatch) -> VLM:
+    """A model whose steps are captured by the stand-in."""
+    return captured_by_stand_in(VLM(*build_llava()), monkeypatch)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -77,9 +76,6 @@ def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
 def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) -> None:
     """Single tokens and trees of several widths alternate in the same buffers."""
-    from fake_drafters import Knows
-    from vlmfast.core.recipe import Recipe
-
     given = {"images": make_image(seed=0), "max_new_tokens": 40, "eos_token_id": None}
     wanted = plain.ask("what is here ?", recipe=recipe, **given).token_ids
     knows = Knows(answer=tuple(wanted), cycle=True)
@@ -92,9 +88,6 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
 
 
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
-    from vlmfast.core import buffers
-    from vlmfast.engine import kv_layer
-
     monkeypatch.setattr(kv_layer, "_FREE_SLOTS", 8)
     monkeypatch.setattr(buffers, "_SMALLEST", 64)
     given = {"images": make_image(seed=0), "max_new_tokens": 120, "eos_token_id": None}
@@ -127,7 +120,6 @@ def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 def test_stand_in_detects_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced after its capture does not run."""
     from driven import Driven
-    from vlmfast.core.recipe import Recipe
     from vlmfast.engine.attention import switched
     from vlmfast.engine.prefill import Inputs
 
@@ -277,3 +269,207 @@ def test_invalid_choices_are_refused() -> None:
     with pytest.raises(VLMFastError, match="needs a CUDA device"):
         VLM(model, processor, decoding="graph")
     assert vlmfast.VLM(model, processor).adapter.decoding == "auto"
+
+
+# --- random schedules ----------------------------------------------------------------------------
+
+SCHEDULED = [
+    *(recipe for recipe in RECIPES if recipe != "pyramiddrop"),
+    "snapkv:keep=0.7,window=4",
+    "pyramiddrop:layers=1,positions=compact",
+]
+LENGTHS = (3, 9, 17, 26)
+
+
+class Schedules:
+    """Requests that join and leave the engine at random steps, against their answers alone."""
+
+    def __init__(self) -> None:
+        self.plain = VLM(*build_llava(layers=2, dtype=torch.float64))
+        self.alone: dict[tuple[str, int], list[int]] = {}
+
+    def wanted(self, recipe: str, images: int) -> list[int]:
+        """The longest answer, computed without graphs in the default attention."""
+        if (recipe, images) not in self.alone:
+            request = self.request(recipe, images, max(LENGTHS))
+            (answer,) = self.plain.ask_many([request])
+            self.alone[recipe, images] = answer.token_ids
+        return self.alone[recipe, images]
+
+    def request(self, recipe: Any, images: int, tokens: int) -> Request:
+        given = [make_image(seed=images + j) for j in range(images)]
+        generation = {"max_new_tokens": tokens, "eos_token_id": None}
+        return Request("what is here ?", given, recipe=recipe, generation=generation)
+
+    def run(self, vlm: VLM, seed: int) -> None:
+        """One schedule, whose steps are captured; every answer is checked."""
+        draw, engine = random.Random(seed), vlm.engine
+        recipes = draw.sample(SCHEDULED, 2)
+        waiting = []
+        for _ in range(draw.randint(3, 6)):
+            recipe, images = draw.choice(recipes), draw.randint(1, 3)
+            tokens = draw.choice(LENGTHS)
+            expected, stages = self.wanted(recipe, images), Recipe.of(recipe)
+            if draw.random() < 0.4:
+                stages = stages + Knows(answer=tuple(expected), wrong=0.3)
+            request = self.request(stages, images, tokens)
+            waiting.append((draw.randint(0, 12), request, expected[:tokens]))
+        waiting.sort(key=lambda of: of[0])
+        opened, steps, gone = [], 0, set()
+        while waiting or engine._unfinished:
+            while waiting and (waiting[0][0] <= steps or not engine._unfinished):
+                _, request, expected = waiting.pop(0)
+                sequence = sequence_of_request(vlm.adapter, request, {})
+                opened.append((submitted(vlm.adapter, sequence), expected))
+            if opened and draw.random() < 0.03:  # leaves before its end
+                number = draw.randrange(len(opened))
+                if not opened[number][0].done:
+                    opened[number][0].cancel()
+                    gone.add(number)
+            left = [draw.randint(1, 4)]
+            steps += left[0]
+
+            def until(left: list[int] = left) -> bool:
+                left[0] -= 1
+                return left[0] < 0 or not engine._unfinished
+
+            engine.run(until)
+        for number, (handle, expected) in enumerate(opened):
+            if number not in gone:
+                assert handle.result().token_ids == expected
+
+
+@pytest.fixture(scope="module")
+def schedules() -> Schedules:
+    return Schedules()
+
+
+@pytest.fixture
+def captured(monkeypatch) -> VLM:
+    """Captured steps on small buffers, which answers outgrow."""
+    monkeypatch.setattr(kv_layer, "_FREE_SLOTS", 4)
+    monkeypatch.setattr(buffers, "_SMALLEST", 32)
+    return captured_by_stand_in(VLM(*build_llava(layers=2, dtype=torch.float64)), monkeypatch)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=SLOW) for n in range(5, 50, 5))])
+def test_random_schedules_give_the_answers_alone(
+    schedules: Schedules, captured: VLM, first: int
+) -> None:
+    """Five schedules after one another, which reuse buffers of those before."""
+    for seed in range(first, first + 5):
+        schedules.run(captured, seed)
+    graphs = captured.adapter.kept["graphs"]
+    assert graphs.reused > 0
+    # All that schedules consist of has happened.
+    keys = [key for each in graphs._idle for key in each.keys]
+    assert {rows for rows, *_ in keys} >= {1, 2} and {width for _, width, *_ in keys} > {1}
+
+
+# --- controls ------------------------------------------------------------------------------------
+
+
+def test_a_length_of_the_capture_is_detected(plain: VLM, vlm: VLM, monkeypatch) -> None:
+    """Attention up to the length that the host knew when the step was captured."""
+    given = {"images": make_image(seed=0), "max_new_tokens": 20, "eos_token_id": None}
+    wanted = plain.ask("what is here ?", **given).token_ids
+    assert vlm.ask("what is here ?", **given).token_ids == wanted
+    vlm.adapter.kept["graphs"].clear()
+    monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: max(layer.max_lengths) + tokens)
+    got = vlm.ask("what is here ?", **given).token_ids
+    assert got[:2] == wanted[:2] and got != wanted
+
+
+@pytest.mark.parametrize("part", ["_inputs", "_outputs"])
+def test_moved_inputs_and_outputs_are_detected(captured: VLM, part: str) -> None:
+    given = {"images": make_image(seed=0), "max_new_tokens": 4}
+    captured.ask("what is here ?", **given)
+    (steps,) = captured.adapter.kept["graphs"]._idle
+    found = getattr(steps, part)
+    if part == "_inputs":
+        found.update({key: tuple(x.clone() for x in own) for key, own in found.items()})
+    else:
+        (output,) = found.values()
+        output.logits = output.logits.clone()
+    with pytest.raises(AssertionError, match="moved"):
+        captured.ask("what is here ?", **given)
+
+
+class Wrapped(torch.nn.Module):
+    """A part of a model that does something else, too."""
+
+    def __init__(self, own: torch.nn.Module, act) -> None:
+        super().__init__()
+        self.own, self.act = own, act
+
+    def forward(self, *args, **kwargs):
+        self.act(self, *args)
+        return self.own(*args, **kwargs)
+
+
+def keeps(module, x) -> None:
+    if x.shape[1] == 1:
+        module.last = x + 1
+
+
+FAULTS = {
+    "reads": (lambda module, x: x.sum().item(), "_local_scalar_dense"),
+    "copies": (lambda module, x: x + torch.tensor([1.0]), "lift_fresh"),
+    "chooses": (lambda module, x: x[x > 0], "by a mask|nonzero"),
+    "keeps": (keeps, "keeps what aten.add.Tensor"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_steps_that_cannot_be_captured_are_detected(captured: VLM, fault: str) -> None:
+    act, message = FAULTS[fault]
+    layer = captured.adapter.decoder.layers[1]
+    layer.mlp = Wrapped(layer.mlp, act)
+    with pytest.raises(AssertionError, match=message):
+        captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
+
+
+def replaced(vlm: VLM) -> None:
+    """Other memory for a weight, with other values."""
+    weight = vlm.adapter.decoder.layers[0].mlp.up_proj.weight
+    weight.data = -weight.data
+
+
+def test_freed_memory_is_detected(captured: VLM) -> None:
+    """A step whose weights were replaced."""
+    captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
+    (steps,) = captured.adapter.kept["graphs"]._idle
+    replaced(captured)
+    (replay,) = steps._replays.values()
+    with pytest.raises(AssertionError, match="memory that was freed"):
+        replay()
+
+
+# --- changes of the model ------------------------------------------------------------------------
+
+
+def test_replaced_weights_are_captured_again(plain: VLM, vlm: VLM) -> None:
+    given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
+    before = vlm.ask("what is here ?", **given).token_ids
+    other = VLM(*build_llava())
+    for model in (vlm, other):
+        replaced(model)
+    wanted = other.ask("what is here ?", **given).token_ids
+    assert vlm.ask("what is here ?", **given).token_ids == wanted != before
+    graphs = vlm.adapter.kept["graphs"]
+    assert (graphs.captured, graphs.reused) == (2, 0) and len(graphs._idle) == 1
+    # Control: a change in place keeps the captured step, which reads the new values.
+    with torch.no_grad():
+        vlm.adapter.decoder.layers[0].mlp.up_proj.weight.neg_()
+    assert vlm.ask("what is here ?", **given).token_ids == before
+    assert (graphs.captured, graphs.reused) == (2, 1)
+
+
+def test_hooks_of_the_user_are_captured_again(vlm: VLM) -> None:
+    given = {"images": make_image(seed=0), "max_new_tokens": 12, "eos_token_id": None}
+    before = vlm.ask("what is here ?", **given).token_ids
+    layer = vlm.adapter.decoder.layers[1].mlp
+    handle = layer.register_forward_hook(lambda module, args, output: -output)
+    other = vlm.ask("what is here ?", **given).token_ids
+    handle.remove()
+    assert vlm.ask("what is here ?", **given).token_ids == before != other

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
+import rope_types
 from driven import Driven
 from fake_cuda import Watch, shapes, steps
-from tiny_models import build_llava, make_image
+from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.engine import attention
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch
 from vlmfast.engine.prefill import Inputs
@@ -86,9 +90,11 @@ PAGED = {
 }
 
 
-def decoder(recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2) -> tuple[VLM, Batch]:
+def decoder(
+    recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2, rope_type: str = "default"
+) -> tuple[VLM, Batch]:
     """Rows that have taken ``fed`` steps on the CPU; model and decoder are consumed by `steps`."""
-    vlm, runs = VLM(*build_llava(layers=2, kv_heads=2)), []
+    vlm, runs = VLM(*rope_types.build(rope_type, layers=2, kv_heads=2)), []
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
             # Prompts of different lengths.
@@ -178,6 +184,15 @@ def test_growing_does_not_synchronize():
     assert changes(watch) == [at, at + 1]
 
 
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("rope_type", rope_types.TYPES)
+def test_rotary_tables_do_not_synchronize(rope_type, width):
+    """Also tables that depend on the length of the sequence."""
+    watch = steps(*decoder([(), ()], rope_type=rope_type), 2, width=width)
+    assert watch.complaints == [] and changes(watch) == []
+    assert len(shapes(watch)[0]) > 100
+
+
 # --- controls ------------------------------------------------------------------------------------
 
 
@@ -217,6 +232,13 @@ def test_data_dependent_operations_are_detected(case):
         "DataDependentOutputException",
         "DynamicOutputShapeException",
     )
+
+
+def test_lengths_read_by_the_host_are_detected(monkeypatch):
+    """Hugging Face's own rotary module."""
+    monkeypatch.setattr(attention, "rotary_by_length", lambda decoder: nullcontext())
+    with pytest.raises(DataDependentOutputException):
+        steps(*decoder([()], rope_type="dynamic"), 1)
 
 
 @pytest.mark.parametrize("case", COMPLAINS)

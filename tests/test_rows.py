@@ -17,16 +17,16 @@ from torch import Tensor
 import tiny_families
 from batched import CountingPool
 from closeness import close, network
+from cpu_graph import CPUGraphs
 from test_cache import Own, frozen, started
-from test_graphs import repeated
-from tiny_models import build_llava
+from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, capacity_class
+from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer, RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.engine.graphs import Graphs
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 RECIPES = {
@@ -211,7 +211,7 @@ def capturing(vlm: VLM) -> Iterator[None]:
     """Steps are captured by the stand-in, and masks mark the filled slots, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vlm.adapter, "decoding", "graph")
-        patch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
+        patch.setitem(vlm.adapter.kept, "graphs", CPUGraphs())
         patch.setattr(KVLayer, "prefix", False)
         patch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
         yield
@@ -586,3 +586,33 @@ def test_one_row_is_rewound(models) -> None:
         schedule.singles[1].rewind(1)
         with pytest.raises(AssertionError):
             schedule.feed(1)
+
+
+# --- chunks of a prompt --------------------------------------------------------------------------
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("kind", ["uneven", "paged"])
+def test_masks_of_chunks_end_at_the_slots_in_use(models, monkeypatch, kind) -> None:
+    """Also where a decode step reads whole buffers, as on CUDA."""
+    vlm, sizes, mask = models[0].vlm, [], KVLayer.mask
+    question = "what is in this image, and what is around it, and why is it there and not here ? "
+
+    def watched(layer: KVLayer, *given: Any) -> Tensor:
+        made = mask(layer, *given)
+        sizes.append((made.shape[2], made.shape[3], max(layer.max_lengths), layer.capacity))
+        return made
+
+    def answers() -> list[list[int]]:
+        with vlm.session(images=make_image(seed=0), recipe=Recipe.of(RECIPES[kind])) as session:
+            return [session.ask(question, max_new_tokens=4).token_ids for _ in range(2)]
+
+    expected = answers()
+    monkeypatch.setattr(KVLayer, "mask", watched)
+    monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
+    assert answers() == expected
+    chunks = [of for of in sizes if of[0] > 64]
+    assert chunks and all(width == held + tokens for tokens, width, held, _ in chunks)
+    assert all(width < capacity for _, width, _, capacity in chunks)
+    # Control: single tokens read all slots.
+    assert all(width == capacity for tokens, width, _, capacity in sizes if tokens == 1)

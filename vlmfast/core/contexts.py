@@ -198,11 +198,14 @@ class DecodeContext:
         Verification of drafts: which of the T new tokens each of them sees.
     ancestors : Tensor, int64, (B, T, 1), optional
         The same as bits, for up to 64 tokens.
+    lengths : Tensor, int64, (L, B, H), optional
+        Slots of each layer's tail with the new token, where there is one for each row.
     """
 
     cache: Any
     tree: Tensor | None = None
     ancestors: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 Context = VisionContext | PrefillContext | DecodeContext

@@ -36,6 +36,7 @@ from vlmfast.kernels.biased_attention import biased_attention
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.tree_verify import tree_verify
+from vlmfast.models.rope import rotary_by_length
 
 from .cache import JointCache
 
@@ -168,10 +169,16 @@ def _cached(
     dropout: float,
     *,
     alone: bool = True,
+    chunk: bool = False,
 ) -> Tensor:
     """Attention of new tokens over a frozen cache; its tail already contains them.
 
-    ``alone``: whether the step has no rows of other caches.
+    Parameters
+    ----------
+    alone : bool
+        Whether the step has no rows of other caches.
+    chunk : bool
+        Whether the tokens are a chunk of a prompt, whose shapes may differ from others'.
     """
     index, tokens = module.layer_idx, query.shape[2]
     if isinstance(context.cache, JointCache):
@@ -213,12 +220,16 @@ def _cached(
             query, key, value, lengths, *own, words, scaling, layer.segments, layer.bias
         )
         return output.transpose(1, 2)
-    mask = layer.mask(tokens, context.tree, sliding)
     bias, segments = layer.bias, layer.segments
-    if (n := layer.extent(tokens)) < key.shape[2]:
-        key, value, mask = key[:, :, :n], value[:, :, :n], mask[..., :n]
-        bias = None if bias is None else bias[:, :, :n]
-    tail = key.shape[2]
+    tail = max(layer.max_lengths) + tokens if chunk else layer.extent(tokens)
+    # A single token sees all slots in use, without a tree or a window: their number says which.
+    if not dense and tokens == 1 and context.tree is None and not sliding:
+        mask = layer.length + 1 if context.lengths is None else context.lengths[index]
+    else:
+        mask = layer.mask(tokens, context.tree, sliding, tail)
+    if tail < key.shape[2]:
+        key, value = key[:, :, :tail], value[:, :, :tail]
+        bias = None if bias is None else bias[:, :, :tail]
     if sliding and segments:  # rows see different parts of them, which needs a mask
         parts = [layer.opened(segment, tokens, context.tree, key.dtype) for segment in segments]
         key, value, mask, bias = _joined([*parts, (key, value, mask, bias)])
@@ -281,7 +292,7 @@ def _extended(
         output = _after_slots(module, query, key, value, context, scaling, dropout)
     else:
         over = DecodeContext(context.cache)
-        output = _cached(module, query, key, value, over, scaling, dropout)
+        output = _cached(module, query, key, value, over, scaling, dropout, chunk=True)
     if context.after is not None:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
@@ -645,10 +656,15 @@ def lock_of(model: PreTrainedModel) -> Iterator[None]:
 def switched(model: PreTrainedModel) -> Iterator[None]:
     """Prepare ``model`` for the engine in this thread; on exit, it is restored.
 
-    It uses vlmfast's attention, its device is the current one, and gradient checkpointing, under
-    which layers get no cache, is suspended.
+    It uses vlmfast's attention and `LengthRotary`, its device is the current one, and gradient
+    checkpointing, under which layers get no cache, is suspended.
     """
-    with lock_of(model), _current(model.device), _without_checkpointing(model):
+    with (
+        lock_of(model),
+        _current(model.device),
+        _without_checkpointing(model),
+        rotary_by_length(model.get_decoder()),
+    ):
         before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
         try:
             model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})

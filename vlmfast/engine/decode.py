@@ -17,6 +17,7 @@ from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
+from .fingerprint import fingerprint
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
 from .output import Output
@@ -314,14 +315,16 @@ class RowGroup:
         """Move to buffers for ``rows`` rows that captured steps use: idle ones, or new ones."""
         if self.graphs is not None and rows <= self.cache.size:
             return
-        if (found := self._idle.take(self.kind, self.cache, rows)) is not None:
+        decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
+        weights = fingerprint(decoder, head, hooks=True, addresses=True)
+        if (found := self._idle.take(self.kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)
             self.release()
             self.cache, self.graphs = found.cache, found
             return
         kind = self.kind
         self.cache.resize(self._idle.size(self.cache, rows, self.size))
-        self.graphs = self._idle.new(kind, self.cache)
+        self.graphs = self._idle.new(kind, weights, self.cache)
 
     def captured(self, *given: Tensor) -> Output:
         """Run a step through a graph, captured where none fits. ``given`` as in `forward`.

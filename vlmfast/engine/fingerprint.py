@@ -39,6 +39,7 @@ def fingerprint(
     skip: Iterable[nn.Module] = (),
     hooks: bool = False,
     values: bool = False,
+    addresses: bool = False,
 ) -> bytes | None:
     """A digest of the weights of modules, about half a millisecond for 150 tensors.
 
@@ -57,6 +58,8 @@ def fingerprint(
         while a module has any: they may change its output, or count its calls.
     values : bool
         Whether only the values of the weights count, which stay as they are on another device.
+    addresses : bool
+        Whether changes of values in place do not count; nothing is read from the device then.
 
     Returns
     -------
@@ -84,12 +87,12 @@ def fingerprint(
     for tensor in tensors:
         numbers += (id(tensor.dtype), *tensor.shape)
         if not values:
-            version = -1 if tensor.is_inference() else tensor._version
+            version = -1 if addresses or tensor.is_inference() else tensor._version
             numbers += (tensor.data_ptr(), version, tensor.get_device(), *tensor.stride())
     digest = hashlib.blake2b(array("q", numbers), digest_size=16)
     if not values:
         digest.update(repr((others, calls)).encode())
-    for part in _samples(tensors):
+    for part in () if addresses else _samples(tensors):
         digest.update(part)
     return digest.digest()
 

@@ -47,6 +47,8 @@ def forward(
     if tree is not None and tree.shape[1] <= WORD:
         bits = torch.arange(tree.shape[1], device=tree.device)
         context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
+    if tree is None and isinstance(cache, KVCache):  # once for all layers
+        context.lengths = cache.length + 1
     embeds = adapter.embed(tokens)
     if adapter.decoding != "compile" and fusable(adapter):
         hidden, seen = fused_step(

@@ -35,6 +35,8 @@ class StepGraphs:
     ----------
     kind : tuple
         `RowGroup.kind` of the rows.
+    weights : bytes, optional
+        `fingerprint` of the addresses that steps read in addition to the cache.
     cache : KVCache
         With buffers that rows share.
     record : callable
@@ -42,8 +44,8 @@ class StepGraphs:
         the tensors that it reads and writes.
     """
 
-    def __init__(self, kind: tuple, cache: KVCache, record: Record) -> None:
-        self.kind, self.cache, self.record = kind, cache, record
+    def __init__(self, kind: tuple, weights: bytes | None, cache: KVCache, record: Record) -> None:
+        self.kind, self.weights, self.cache, self.record = kind, weights, cache, record
         self._replaced = cache.replaced
         self._inputs: dict[tuple, tuple[Tensor, ...]] = {}
         self._outputs: dict[tuple, Output] = {}
@@ -153,8 +155,14 @@ class Graphs:
         self.captured = self.reused = 0  # how often a step was recorded, and buffers were reused
         self._idle: list[StepGraphs] = []
 
-    def take(self, kind: tuple, cache: KVCache, rows: int) -> StepGraphs | None:
-        """Idle buffers of ``kind`` for ``rows`` rows like those of ``cache``."""
+    def take(
+        self, kind: tuple, weights: bytes | None, cache: KVCache, rows: int
+    ) -> StepGraphs | None:
+        """Idle buffers of ``kind`` for ``rows`` rows like those of ``cache``.
+
+        Those whose steps read other ``weights`` are freed, and all of them in training mode.
+        """
+        self._idle = [graphs for graphs in self._idle if weights and graphs.weights == weights]
         for at, graphs in enumerate(self._idle):
             own = graphs.cache
             if graphs.kind == kind and own.size >= rows and own.holds(cache, larger=True):
@@ -174,9 +182,9 @@ class Graphs:
                 size //= 2
         return max(size, rounded(rows))
 
-    def new(self, kind: tuple, cache: KVCache) -> StepGraphs:
+    def new(self, kind: tuple, weights: bytes | None, cache: KVCache) -> StepGraphs:
         """The steps of ``cache``, none of which is captured yet."""
-        return StepGraphs(kind, cache, self._count)
+        return StepGraphs(kind, weights, cache, self._count)
 
     def _count(self, step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:
         self.captured += 1

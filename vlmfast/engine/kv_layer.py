@@ -332,15 +332,23 @@ class KVLayer(CacheLayerMixin):
         self.evens[0] = self.evens[0] and even
         self.max_lengths[0] = int(start.max())
 
-    def mask(self, tokens: int, tree: Tensor | None = None, sliding: bool = False) -> Tensor:
-        """Bool (B, H, T, capacity): slots that each of the next ``tokens`` may read.
+    def mask(
+        self,
+        tokens: int,
+        tree: Tensor | None = None,
+        sliding: bool = False,
+        extent: int | None = None,
+    ) -> Tensor:
+        """Bool (B, H, T, extent): slots that each of the next ``tokens`` may read.
 
+        ``extent`` is the capacity by default.
         ``tree`` (B, T, T) marks which of these tokens see each other; a token that does not see
         itself sees nothing. Without it, attention is causal. ``sliding``: whether any slot in use
         is outside the layer's window.
         """
-        slots = torch.arange(self.keys.shape[2], device=self.device)
+        slots = torch.arange(self.capacity if extent is None else extent, device=self.device)
         depth = self._depth(tokens, tree) if sliding else None
+        ranks = self.ranks()[..., : len(slots)] if sliding else slots
         if tree is not None:
             if depth is not None:
                 assert self.window is not None
@@ -352,11 +360,11 @@ class KVLayer(CacheLayerMixin):
             old = (slots < self.length[..., None])[:, :, None]
             old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
             if depth is not None:
-                old = old & self._near(self.ranks(), depth)
+                old = old & self._near(ranks, depth)
             return torch.where(new[:, :, None], own, old)
         last = self.length[..., None] + torch.arange(tokens, device=self.device)
         mask = slots <= last[..., None]
-        return mask if depth is None else mask & self._near(self.ranks(), depth)
+        return mask if depth is None else mask & self._near(ranks, depth)
 
     # --- windows ---------------------------------------------------------------------------------
 

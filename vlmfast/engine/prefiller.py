@@ -85,7 +85,8 @@ class Prefiller:
         digests = tuple(image.digest.hex() for image in inputs.hashed or ())
         visual = self.adapter.visual(ids[0]).nonzero()
         scope = None
-        if digests or not len(visual):
+        # The rotary tables of a long prompt may differ from those of its beginning.
+        if (digests or not len(visual)) and self.adapter.is_short(ids.shape[1]):
             about = digests, inputs.sizes, inputs.frames
             scope = self.prefixes.scope(sequence.recipe, *about, tenant=inputs.tenant)
         prefix = self.prefixes.resume(scope, sequence, int(visual[-1]) + 1 if len(visual) else 0)

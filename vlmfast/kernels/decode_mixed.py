@@ -63,8 +63,9 @@ def decode_mixed(
         beyond them are ignored and may hold any values.
     tail_keys, tail_values : Tensor, (B, Hk, cap, D)
         Shared by ``Hq // Hk`` query heads each.
-    tail_mask : Tensor, bool, (B, Hk, T, cap) or what expands to it
-        Which slots of the tail a row sees. A slot that no row sees may hold any values.
+    tail_mask : Tensor, bool, (B, Hk, T, cap) or what expands to it; or int64, (B, Hk)
+        Which slots of the tail a row sees, or how many, the first ones. A slot that no row sees
+        may hold any values. Counts are faster: only these slots are visited.
     scaling : float, optional
         ``D ** -0.5`` by default.
     tail_bias : Tensor, float32, (B, Hk, cap), optional
@@ -101,10 +102,12 @@ def decode_mixed(
             tail_bias,
             want_attention_mass,
         )
-    rows, (batch, shared, cap) = query.shape[2], tail_keys.shape[:3]
-    tail = Floats(
-        tail_keys, tail_values, tail_mask.expand(batch, shared, rows, cap), MASK, tail_bias
-    )
+    if tail_mask.dtype != torch.bool and not want_attention_mass:
+        tail = Floats(tail_keys, tail_values, tail_mask, LENGTHS, tail_bias)
+    else:
+        rows, (batch, shared, cap) = query.shape[2], tail_keys.shape[:3]
+        mask = _mask(tail_mask, cap).expand(batch, shared, rows, cap)
+        tail = Floats(tail_keys, tail_values, mask, MASK, tail_bias)
     return attend(
         "decode_mixed", query, [*segments, tail], scaling, tail if want_attention_mass else None
     )
@@ -133,7 +136,7 @@ def decode_mixed_ref(
         k, v = segment.dequantize(compute_dtype)
         logits.append(_logits(q, k, segment.bias, segment.valid[:, :, None]))
         values.append(_zero_masked(v, segment.valid))
-    mask = tail_mask.expand(len(query), shared, -1, -1)
+    mask = _mask(tail_mask, tail_keys.shape[2]).expand(len(query), shared, -1, -1)
     row_mask = mask if mask.shape[2] == 1 else mask.repeat(1, 1, heads // shared, 1)
     logits.append(_logits(q, tail_keys.to(compute_dtype), tail_bias, row_mask))
     values.append(_zero_masked(tail_values.to(compute_dtype), mask.any(2)))
@@ -155,6 +158,13 @@ def decode_mixed_ref(
         lse.squeeze(-1).view(query.shape[:-1]).float(),
         attention_mass,
     )
+
+
+def _mask(seen: Tensor, slots: int) -> Tensor:
+    """A mask (B, Hk, T, N) itself, or that of the number of slots that every row sees, (B, Hk)."""
+    if seen.dtype == torch.bool:
+        return seen
+    return (torch.arange(slots, device=seen.device) < seen[..., None])[:, :, None]
 
 
 def _logits(q: Tensor, keys: Tensor, bias: Tensor | None, seen: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from vlmfast.core.weights import load_weights
 from vlmfast.errors import ModelError, RecipeError
 
 from ._media import Media
+from .rope import longest, short
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -163,7 +164,12 @@ class Adapter:
     @property
     def max_positions(self) -> int | None:
         """Maximum of positions of the language model, if its config sets one."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return longest(self.config.get_text_config())
+
+    def is_short(self, positions: int) -> bool:
+        """Whether the rotary tables of a prompt are those of each of its parts."""
+        most = short(self.config.get_text_config())
+        return most is None or positions <= most
 
     @property
     def image_token_id(self) -> int:
