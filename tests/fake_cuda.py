@@ -64,7 +64,7 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
     """Triton kernels run as on a GPU, except that a launch only adds a name to ``names``."""
     from triton.runtime.jit import KernelInterface
 
-    from vlmfast.kernels import decode_mixed
+    from vlmfast.kernels import _triton, decode_mixed
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: names.append(kernel.fn.__name__)
@@ -76,6 +76,7 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
         mock.patch.object(decode_mixed, "INTERPRETED", False),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(_triton, "turned_off", return_value=frozenset()),
     ):
         yield
 

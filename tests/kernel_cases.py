@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -246,26 +245,6 @@ def _resample(queries: int, n: int, heads: int = 2, dim: int = 16, width: int = 
     }
 
 
-def _score(heads: int, n: int) -> Call:
-    score = import_module("vlmfast.kernels.score")
-    return score.atp_score, {
-        "attention": noise(heads, n).softmax(-1),
-        "received": sliced(noise(heads, n, seed=1)),
-        "soft": noise(n, seed=2).abs() + 0.1,
-        "cross_heads": noise(heads, seed=3),
-        "self_heads": noise(heads, seed=4),
-        "slope": noise(2, seed=5),
-        "offset": noise(2, seed=6),
-    }
-
-
-def _frames(frames: int, positions: int, heads: int, dim: int, scenes: int = 1) -> Call:
-    whole = noise(scenes, frames, positions, heads, 3 * dim)
-    names = ("query", "key", "value")
-    temporal = import_module("vlmfast.kernels.temporal_attention")
-    return temporal.temporal_attention, dict(zip(names, whole.split(dim, -1), strict=True))
-
-
 def _quantize(n: int, dim: int, b: int = 2, h: int = 2, **how: Any) -> Call:
     lengths = torch.arange(b * h).view(b, h) * 5 % (n + 1)
     lengths[-1, -1] = n
@@ -303,8 +282,6 @@ _THREE: dict[str, Callable[[], Call]] = {
     "pool average": partial(_average, 5, 24, 3, 3),
     "pool mix": partial(_mix, 5, 24, 3, 3, 3),
     "pool resample": partial(_resample, 3, 5, 3),
-    "score": partial(_score, 3, 7),
-    "temporal_attention": partial(_frames, 3, 3, 3, 16, 3),
     "quantize_kv": partial(_quantize, 5, 16, 3, 3, **FOUR),
     "diversity max_min": partial(_matrix, "max_min", 4, 2, 3),
     "diversity dpp": partial(_matrix, "dpp", 4, 2, 3),
@@ -364,12 +341,6 @@ _CASES: dict[str, Callable[[], Call]] = {
     "pool resample small": partial(_resample, 3, 7),
     "pool resample one": partial(_resample, 1, 1),
     "pool resample block + 1": partial(_resample, 17, 65),
-    "score small": partial(_score, 3, 7),
-    "score one": partial(_score, 1, 1),
-    "score block + 1": partial(_score, 2, 129),
-    "temporal_attention small": partial(_frames, 3, 2, 2, 16),
-    "temporal_attention one": partial(_frames, 1, 1, 1, 8),
-    "temporal_attention block + 1": partial(_frames, 5, 17, 1, 24),
     "quantize_kv small": partial(_quantize, 9, 16, **FOUR),
     "quantize_kv one slot": partial(_quantize, 1, 16, **TWO),
     "quantize_kv 8 bit": partial(_quantize, 5, 24, bits=8),

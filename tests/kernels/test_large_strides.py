@@ -33,8 +33,6 @@ BOUNDED = {
     "decode_mixed": {2},
     "tree_verify": {2},
     "quantize_kv": {2},
-    "score": {0},
-    "temporal_attention": {3},
 }
 # Functions with products of that kind, or of a head and its columns.
 WITHIN_ONE_HEAD = {
@@ -42,7 +40,6 @@ WITHIN_ONE_HEAD = {
     "tree_verify": {"_attend", "_attend_one"},
     "quantize_kv": {"_extent", "_pack", "_value_parameters"},
     "pool": {"_mix", "_read", "_share"},
-    "temporal_attention": {"_attend"},
 }
 
 

@@ -24,10 +24,8 @@ from vlmfast.kernels import (
     norm_rope_append,
     pool,
     quantize_kv,
-    score,
     select,
     swiglu,
-    temporal_attention,
     tree_verify,
 )
 from vlmfast.kernels.quantize_kv import Segment
@@ -222,13 +220,6 @@ def _biased_attention(s: Shape, draw: Draws) -> Iterator[Case]:
     yield _case(s, biased_attention, name, (query[:, :, -3:], keys, values), terms, "ragged", **kw)
 
 
-def _temporal_attention(s: Shape, draw: Draws) -> Iterator[Case]:
-    if s.large:
-        return
-    args = tuple(draw.normal(1, 3, 7, s.heads, s.dim) for _ in "qkv")
-    yield _case(s, temporal_attention, "temporal_attention", args, s.dim + 3, "3 frames")
-
-
 # --- statistics and selection --------------------------------------------------------------------
 
 
@@ -360,7 +351,7 @@ def _swiglu(s: Shape, draw: Draws) -> Iterator[Case]:
     yield _case(s, swiglu, "swiglu", (gate, up), 1, f"{tokens} tokens", 3 * gate.nbytes)
 
 
-# --- pooling and scores --------------------------------------------------------------------------
+# --- pooling -------------------------------------------------------------------------------------
 
 
 def _pool(s: Shape, draw: Draws) -> Iterator[Case]:
@@ -379,16 +370,6 @@ def _pool(s: Shape, draw: Draws) -> Iterator[Case]:
     yield _case(s, pool, "resample", (query, key, rows, *places), 16 + s.length)
 
 
-def _score(s: Shape, draw: Draws) -> Iterator[Case]:
-    if s.large:
-        return
-    wide = torch.float32
-    attention = draw.normal(s.heads, s.length, dtype=wide).softmax(-1)
-    vectors = [draw.normal(n, dtype=wide) for n in (s.heads, s.heads, 2, 2)]
-    args = attention, draw.normal(s.heads, s.length, dtype=wide), draw.uniform(s.length) + 0.1
-    yield _case(s, score, "atp_score", (*args, *vectors), s.heads + s.length)
-
-
 # Whether a kernel is checked in every dtype, and its cases.
 CASES: dict[str, tuple[bool, Build]] = {
     "biased_attention": (True, _biased_attention),
@@ -400,10 +381,8 @@ CASES: dict[str, tuple[bool, Build]] = {
     "norm_rope_append": (True, _norm_rope_append),
     "pool": (False, _pool),
     "quantize_kv": (True, _quantize_kv),
-    "score": (False, _score),
     "select": (False, _select),
     "swiglu": (True, _swiglu),
-    "temporal_attention": (True, _temporal_attention),
     "tree_verify": (True, _tree_verify),
 }
 

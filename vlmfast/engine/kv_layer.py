@@ -347,24 +347,28 @@ class KVLayer(CacheLayerMixin):
         is outside the layer's window.
         """
         slots = torch.arange(self.capacity if extent is None else extent, device=self.device)
-        depth = self._depth(tokens, tree) if sliding else None
-        ranks = self.ranks()[..., : len(slots)] if sliding else slots
-        if tree is not None:
-            if depth is not None:
+        if tree is None:
+            last = self.length[..., None] + torch.arange(tokens, device=self.device)
+            age = last[..., None] - slots
+            mask = age >= 0
+            if not sliding:
+                return mask
+            if self.rank is None:  # without gaps, the age of a slot is that of its token
                 assert self.window is not None
-                tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
-            at = slots - self.length[..., None]  # (B, H, capacity): index among the new tokens
-            new = (at >= 0) & (at < tokens)
-            at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
-            own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
-            old = (slots < self.length[..., None])[:, :, None]
-            old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
-            if depth is not None:
-                old = old & self._near(ranks, depth)
-            return torch.where(new[:, :, None], own, old)
-        last = self.length[..., None] + torch.arange(tokens, device=self.device)
-        mask = slots <= last[..., None]
-        return mask if depth is None else mask & self._near(ranks, depth)
+                return mask & (age < self.window)
+            return mask & self._near(self.rank[..., : len(slots)], self._depth(tokens, tree))
+        at = slots - self.length[..., None]  # (B, H, capacity): index among the new tokens
+        new = (at >= 0) & (at < tokens)
+        at = at.clamp(0, tokens - 1)[:, :, None].expand(-1, -1, tokens, -1)
+        old = (slots < self.length[..., None])[:, :, None]
+        old = old & tree.diagonal(dim1=1, dim2=2)[:, None, :, None]
+        if sliding:
+            assert self.window is not None
+            depth = self._depth(tokens, tree)
+            tree = tree & (depth[:, :, None] - depth[:, None] < self.window)
+            old = old & self._near(self.ranks()[..., : len(slots)], depth)
+        own = tree[:, None].expand(-1, at.shape[1], -1, -1).gather(3, at)
+        return torch.where(new[:, :, None], own, old)
 
     # --- windows ---------------------------------------------------------------------------------
 

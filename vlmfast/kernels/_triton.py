@@ -38,10 +38,8 @@ KERNELS = {
     "norm_rope_append": ("residual_norm", "rotate_append"),
     "pool": ("cell_average", "cell_mix", "resample"),
     "quantize_kv": ("quantize_kv",),
-    "score": ("atp_score",),
     "select": ("mass_count", "top_k"),
     "swiglu": ("swiglu",),
-    "temporal_attention": ("temporal_attention",),
     "tree_verify": ("tree_verify",),
 }
 

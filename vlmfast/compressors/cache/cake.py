@@ -142,7 +142,7 @@ class CAKE(Layered, SnapKV):
         le=1.0,
         former=("share",),
     )
-    kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1)
+    kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1, le=65535)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))
     gamma: float = param(200.0, "weight of the variance in a slot's score", ge=0.0)
     tau1: float = param(0.9, "temperature of the entropy; above 1 evens out budgets", gt=0.0)

@@ -69,7 +69,7 @@ class SnapKV(Evictor):
     window: float = param(
         32.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
     )
-    kernel: int = param(7, "width of the pooling kernel, an odd number", ge=1)
+    kernel: int = param(7, "width of the pooling kernel, an odd number", ge=1, le=65535)
     pool: str = param("max", "how neighbours are pooled", choices=("max", "avg"))
     agg: str = param(
         "mean",
