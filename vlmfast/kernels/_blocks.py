@@ -80,9 +80,11 @@ TABLE = {
         "64 rows, floats": Blocks({"BLOCK_M": 64, "BLOCK_N": 64}, 8),
         "16 rows, codes": Blocks({"BLOCK_M": 16, "BLOCK_N": 64}, stages=3),
         "64 rows, codes": Blocks(
-            {"BLOCK_M": 64, "BLOCK_N": 32}, 8, 3, by_arch={90: {"BLOCK_N": 64}}
+            {"BLOCK_M": 64, "BLOCK_N": 32},
+            8,
+            by_arch={80: {"stages": 3}, 90: {"BLOCK_N": 64, "stages": 3}},
         ),
-        "16 rows, narrow": Blocks({"BLOCK_M": 16, "BLOCK_N": 32}),
+        "16 rows, narrow": Blocks({"BLOCK_M": 16, "BLOCK_N": 32}, by_arch={90: {"stages": 3}}),
         "64 rows, narrow": Blocks({"BLOCK_M": 64, "BLOCK_N": 32}, 8),
         "join": Blocks({"entries": 2048}),
         "attention mass": Blocks({"BLOCK_M": 8, "BLOCK_N": 128}),
