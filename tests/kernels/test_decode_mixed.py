@@ -13,7 +13,7 @@ from closeness import apart, close
 from golden_quant import decode as golden_decode
 from vlmfast import VLMFastError
 from vlmfast.kernels import decode_mixed as module
-from vlmfast.kernels._triton import INTERPRETED
+from vlmfast.kernels._triton import INTERPRETED, tl, triton
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
@@ -153,6 +153,64 @@ def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) 
     check(arguments, mass=True)
     for ours, other in zip(whole, decode_mixed(*arguments, want_attention_mass=True), strict=True):
         close(ours, other, terms=sums(arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("4 bit, whole", torch.float16),
+        ("2 bit, whole", torch.bfloat16),
+        ("groups", torch.bfloat16),
+        ("odd groups", torch.float16),
+    ],
+)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_wide_loads_of_parameters_match_narrow(kind, groups, dtype, device, monkeypatch) -> None:
+    """Bit for bit: several parameters in one load where their place in memory allows it."""
+    arguments = list(case(1, 2, groups, 1, 64, 8, dtype, device, (kind,)))
+    small = arguments[1][0]
+    if dtype == torch.bfloat16:
+        names = ("key_step", "key_min", "value_step", "value_min", "value_scale")
+        small = small._each(lambda name, x: x.to(dtype) if name in names else x)
+    whole = small.resized(1, -(-len(small) // 24) * 24)  # a capacity, as of a cache
+    masked = ~whole.valid[..., None]
+    own = {name: getattr(whole, name) for name in ("value_step", "value_min")}
+    own = {name: x.masked_fill(masked, torch.nan) for name, x in own.items()}
+    whole = whole._each(lambda name, x: own.get(name, x))
+    arguments[1] = [whole]
+    check(tuple(arguments))
+    wide = decode_mixed(*arguments)[:2]
+    words, find = [], module._word
+
+    def narrow(*args) -> int:
+        words.append(find(*args))
+        return 1
+
+    monkeypatch.setattr(module, "_word", narrow)
+    assert all(map(torch.equal, wide, decode_mixed(*arguments)[:2]))
+    assert len(words) == 1 and words[0] > 1
+    arguments[1] = [small.first(len(small) - len(small) % 2 - 1)]  # a view, with an odd length
+    decode_mixed(*arguments)
+    assert words[1] == 1 or kind in ("groups", "odd groups")
+    own["value_step"] = own["value_step"] * 2  # control
+    arguments[1] = [whole._each(lambda name, x: own.get(name, x))]
+    assert not torch.equal(wide[0], decode_mixed(*arguments)[0])
+
+
+@triton.jit
+def _all_codes(packed, out, I: tl.constexpr, BITS: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out + at, module._codes(tl.load(packed + at), I, BITS))
+
+
+@pytest.mark.parametrize(("bits", "part"), [(8, 0), (4, 0), (4, 1), *((2, i) for i in range(4))])
+def test_codes_are_exact(bits: int, part: int, device) -> None:
+    packed = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.empty(256, device=device)
+    _all_codes[(1,)](packed, out, part, bits)
+    mask = (2**bits - 1) << (part * bits)
+    assert torch.equal(out, (packed & mask).float())
+    assert not torch.equal(out, (packed & (mask >> 1)).float())  # control
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -7,7 +7,7 @@ keys. PyTorch's fused attention takes a bias only as a map of rows x keys, which
 
 Shapes: query (B, Hq, T, D), key and value (B, Hk, S, D), bias (S,) to (B, Hk, S). Grid: one program
 per 128 rows (64 where D > 128), query head and batch entry. It loops over the keys that its rows
-see, 64 at a time, with a running maximum and sum. Late rows, which see most keys, start first.
+see, block by block, with a running maximum and sum. Late rows, which see most keys, start first.
 Bytes: queries, keys and values once, the result once, 4 S of bias. Floor: 4 Hq D x (pairs of row
 and visible key) operations; 2,944 causal rows in 32 heads of 128: 7.1e10, 90 us at 790e12 per
 second.
@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vlmfast.errors import VLMFastError
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import Variant, check_heads, padded, pointer, tl, triton, upcast, use_triton
 
 
@@ -232,15 +233,13 @@ def _attend(
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=m_q)
 
 
-def _sizes(rows: int, block: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile and launch for ``rows`` rows of heads whose dimension is padded to ``block``."""
-    if dtype == torch.float32:
-        tile = (32, 32, 4) if block <= 128 else (32, 16, 8)
-    else:
-        tile = (128, 64, 8) if block <= 128 else (64, 32, 8)
-    if rows < tile[0]:
-        tile = (padded(rows), tile[1], 4)
-    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps"), tile, strict=True)) | {"num_stages": 2}
+def _blocks(rows: int, block: int, dtype: torch.dtype, arch: int) -> Blocks:
+    """For ``rows`` rows of heads whose dimension is padded to ``block``."""
+    most = 32 if dtype == torch.float32 else 64 if block > 128 else 128
+    condition = f"{min(padded(rows), most)} rows"
+    condition += ", D > 128" if block > 128 else ""
+    condition += ", float32" if dtype == torch.float32 else ""
+    return blocks("biased_attention", condition, arch)
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -278,10 +277,10 @@ def _launch(
     # Rows before heads in memory: the caller flattens the heads of each row.
     out = torch.empty(b, t, hq, d, dtype=query.dtype, device=query.device).transpose(1, 2)
     block = padded(d)
-    sizes = _sizes(t, block, query.dtype)
+    tile = _blocks(t, block, query.dtype, architecture(query.device))
     scaling = (d**-0.5 if scaling is None else scaling) * 1.4426950408889634
     if b:
-        _attend[(triton.cdiv(t, sizes["BLOCK_M"]) * b * hq,)](
+        _attend[(triton.cdiv(t, tile.sizes["BLOCK_M"]) * b * hq,)](
             query,
             key,
             value,
@@ -302,7 +301,7 @@ def _launch(
             BLOCK_D=block,
             CAUSAL=causal,
             UPCAST=upcast(query),
-            **sizes,
+            **tile.options(),
         )
     return out
 
@@ -316,30 +315,21 @@ _TYPES = {
 }
 
 
-def _variant(dtype: torch.dtype, d: int, rows: int = 2944, **given: object) -> Variant:
-    sizes = _sizes(rows, padded(d), dtype)
-    return Variant(
-        _attend,
-        _TYPES | dict.fromkeys(("query", "key", "value", "out"), pointer(dtype)),
-        {
-            "HQ": 32,
-            "G": 4,
-            "D": d,
-            "BLOCK_D": padded(d),
-            "BLOCK_M": sizes["BLOCK_M"],
-            "BLOCK_N": sizes["BLOCK_N"],
-        }
-        | {"CAUSAL": True, "UPCAST": dtype == torch.float32, **given},
-        sizes["num_warps"],
-        sizes["num_stages"],
-    )
+def _variant(arch: int, dtype: torch.dtype, d: int, rows: int = 2944, **given: object) -> Variant:
+    types = _TYPES | dict.fromkeys(("query", "key", "value", "out"), pointer(dtype))
+    constants = {"HQ": 32, "G": 4, "D": d, "BLOCK_D": padded(d), "CAUSAL": True}
+    constants |= {"UPCAST": dtype == torch.float32, **given}
+    return _blocks(rows, padded(d), dtype, arch).variant(_attend, types, constants)
 
 
-VARIANTS = [
-    _variant(torch.float16, 128),
-    *(_variant(torch.bfloat16, d) for d in (64, 72, 80, 96, 128, 256)),
-    *(_variant(torch.bfloat16, d, CAUSAL=False) for d in (64, 72, 128)),
-    _variant(torch.bfloat16, 128, bias=None, lengths=None),
-    *(_variant(torch.bfloat16, d, rows=r) for d in (72, 128) for r in (1, 20, 40)),
-    *(_variant(torch.float32, d) for d in (72, 128, 256)),
-]
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    half, single = torch.bfloat16, torch.float32
+    return [
+        _variant(arch, torch.float16, 128),
+        *(_variant(arch, half, d) for d in (64, 72, 80, 96, 128, 256)),
+        *(_variant(arch, half, d, CAUSAL=False) for d in (64, 72, 128)),
+        _variant(arch, half, 128, bias=None, lengths=None),
+        *(_variant(arch, half, d, rows=r) for d in (72, 128) for r in (1, 20, 40)),
+        *(_variant(arch, single, d) for d in (72, 128, 256)),
+    ]

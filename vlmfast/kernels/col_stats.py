@@ -30,6 +30,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import (
     INTERPRETED,
     Variant,
@@ -468,10 +469,12 @@ def _col_stats(
         tl.store(out_count + offsets, acc_count, mask=n < S)
 
 
-def _blocks(rows: int, d: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes; in float32, without tensor cores, larger ones do not fit into registers."""
-    wide = 16 if dtype == torch.float32 and not INTERPRETED else 64
-    return {"BLOCK_D": padded(d), "BLOCK_R": 16 if rows <= 16 else wide, "BLOCK_N": wide}
+def _blocks(rows: int, d: int, dtype: torch.dtype, arch: int) -> Blocks:
+    """Blocks; in float32, without tensor cores, larger ones do not fit into registers."""
+    condition = "16 rows" if rows <= 16 else "many rows"
+    if dtype == torch.float32 and not INTERPRETED:
+        condition = "float32"
+    return blocks("col_stats", condition, arch).resized(BLOCK_D=padded(d))
 
 
 def _launch_rows(
@@ -488,15 +491,16 @@ def _launch_rows(
     check_heads("row_lse", d)
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     up = upcast(query)
-    sizes = _blocks(r, d, query.dtype)
-    blocks = -(-r // sizes["BLOCK_R"])
-    keys = -(-s // sizes["BLOCK_N"])
-    parts = min(max(_PROGRAMS // (blocks * hq), 1), _PARTS, keys)
-    chunk = -(-keys // parts) * sizes["BLOCK_N"]
+    arch = architecture(query.device)
+    tile = _blocks(r, d, query.dtype, arch)
+    row_blocks = -(-r // tile.sizes["BLOCK_R"])
+    keys = -(-s // tile.sizes["BLOCK_N"])
+    parts = min(max(_PROGRAMS // (row_blocks * hq), 1), _PARTS, keys)
+    chunk = -(-keys // parts) * tile.sizes["BLOCK_N"]
     parts = -(-s // chunk)
     lse = torch.empty(parts, hq, r, device=query.device)
     largest = torch.empty(parts, hq, r, device=query.device)
-    _row_lse[(blocks, hq, parts)](
+    _row_lse[(row_blocks, hq, parts)](
         query,
         key,
         None if rows is None else rows.contiguous(),
@@ -512,17 +516,16 @@ def _launch_rows(
         chunk,
         G=hq // len(key),
         D=d,
-        **sizes,
         CAUSAL=causal,
         UPCAST=up,
-        num_warps=4,
-        num_stages=2,
+        **tile.options(),
     )
     if parts == 1:
         return lse[0], largest[0]
     whole = torch.empty(2, hq, r, device=query.device)
-    _join[(-(-hq * r // 128),)](
-        lse, largest, *whole, hq * r, P=parts, BLOCK_P=padded(parts, 1), BLOCK_N=128, num_warps=4
+    join = blocks("col_stats", "join", arch).resized(BLOCK_P=padded(parts, 1))
+    _join[(-(-hq * r // join.sizes["BLOCK_N"]),)](
+        lse, largest, *whole, hq * r, P=parts, **join.options()
     )
     return whole[0], whole[1]
 
@@ -559,9 +562,9 @@ def _launch(
     if not any(pointer is not None for pointer in written.values()):
         return out
     up = upcast(query)
-    sizes = _blocks(len(used_rows), d, query.dtype)
+    tile = _blocks(len(used_rows), d, query.dtype, architecture(query.device))
     lse, largest = _launch_rows(query, key, rows, scaling, causal, start, bias)
-    _col_stats[(-(-s // sizes["BLOCK_N"]), hq)](
+    _col_stats[(-(-s // tile.sizes["BLOCK_N"]), hq)](
         query,
         key,
         rows,
@@ -579,11 +582,9 @@ def _launch(
         start,
         G=hq // hk,
         D=d,
-        **sizes,
         CAUSAL=causal,
         UPCAST=up,
-        num_warps=4,
-        num_stages=2,
+        **tile.options(),
     )
     return out
 
@@ -601,18 +602,23 @@ _TYPES = {
 }
 
 
-def _variants(dtype: torch.dtype, d: int, rows: int = 64, **given: object) -> list[Variant]:
+def _variants(
+    arch: int, dtype: torch.dtype, d: int, rows: int = 64, **given: object
+) -> list[Variant]:
     types = _TYPES | dict.fromkeys("qk", pointer(dtype))
-    up = dtype == torch.float32
-    given = {"G": 4, "D": d, **_blocks(rows, d, dtype), "CAUSAL": True, "UPCAST": up, **given}
-    return [Variant(_row_lse, types, given), Variant(_col_stats, types, given)]
+    given = {"G": 4, "D": d, "CAUSAL": True, "UPCAST": dtype == torch.float32, **given}
+    tile = _blocks(rows, d, dtype, arch)
+    return [tile.variant(kernel, types, given) for kernel in (_row_lse, _col_stats)]
 
 
-VARIANTS = [
-    *_variants(torch.float16, 128),
-    *(v for d in (64, 96, 128, 256) for v in _variants(torch.bfloat16, d)),
-    *_variants(torch.bfloat16, 128, rows=1),
-    *_variants(torch.bfloat16, 80, CAUSAL=False),
-    *_variants(torch.float32, 256),
-    Variant(_join, _TYPES, {"P": _PARTS, "BLOCK_P": _PARTS, "BLOCK_N": 128}),
-]
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    join = blocks("col_stats", "join", arch).resized(BLOCK_P=_PARTS)
+    return [
+        *_variants(arch, torch.float16, 128),
+        *(v for d in (64, 96, 128, 256) for v in _variants(arch, torch.bfloat16, d)),
+        *_variants(arch, torch.bfloat16, 128, rows=1),
+        *_variants(arch, torch.bfloat16, 80, CAUSAL=False),
+        *_variants(arch, torch.float32, 256),
+        join.variant(_join, _TYPES, {"P": _PARTS}),
+    ]

@@ -1,12 +1,17 @@
-"""Compile every kernel for a Hopper GPU, on a machine without one.
+"""Compile every kernel for Ampere, Ada and Hopper GPUs, on a machine without one.
 
-``python -m vlmfast.kernels.compile [file ...]`` prints registers, shared memory and spills of each
-variant that the kernel files list under ``VARIANTS``, and fails if a kernel spills or does not
-compile. The compiler may reject code that the interpreter runs.
+``python -m vlmfast.kernels.compile [--arch 80 89 90] [file ...]`` prints registers, shared memory
+and spills of each variant that the kernel files list, and fails if a kernel spills, needs more
+shared memory than the architecture has, or does not compile. The compiler may reject code that the
+interpreter runs.
+
+A kernel file lists its variants as ``VARIANTS``, or as ``variants(arch)`` if its block sizes depend
+on the architecture.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -20,12 +25,21 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-TARGET = ("cuda", 90, 32)
-SHARED = 227 * 1024  # bytes available to one program on this target
+# Shared memory that one program can use, in bytes, by compute capability (CUDA C++ Programming
+# Guide, table "Technical Specifications per Compute Capability").
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
-def compiled(variant: Any) -> dict[str, Any]:
-    """Registers, shared memory (bytes) and spills (bytes) of one variant."""
+def compiled(variant: Any, arch: int) -> dict[str, Any]:
+    """Compile one variant for ``arch`` and count what it needs.
+
+    Returns
+    -------
+    dict
+        ``registers``; ``shared`` and ``spills`` in bytes; ``int_to_float``, conversions of integers
+        to floats, and ``narrow_loads``, loads of one or two bytes from global memory, both as
+        instructions in the longest loop of the PTX.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -44,7 +58,7 @@ def compiled(variant: Any) -> dict[str, Any]:
             aligned |= {(position,): _ALIGNED} if _is_aligned(kind) else {}
     binary = triton.compile(
         ASTSource(variant.kernel, signature, constexprs=dict(variant.constants), attrs=aligned),
-        target=GPUTarget(*TARGET),
+        target=GPUTarget("cuda", arch, 32),
         # Triton's defaults; since 3.9 they must be passed.
         options={
             "num_warps": variant.warps,
@@ -52,7 +66,29 @@ def compiled(variant: Any) -> dict[str, Any]:
             "enable_fp_fusion": True,
         },
     )
-    return {"shared": binary.metadata.shared, **_resources(binary.asm["cubin"])}
+    loop = _longest_loop(binary.asm["ptx"])
+    return {
+        "shared": binary.metadata.shared,
+        **_resources(binary.asm["cubin"]),
+        **{name: len(re.findall(code, loop)) for name, code in _COUNTED.items()},
+    }
+
+
+_COUNTED = {
+    "int_to_float": r"\bcvt\.rn\.(?:b?f16|f32)\.[su]\d+\b",
+    "narrow_loads": r"\bld\.global(?:\.(?!v\d)\w+)*?\.[bsu](?:8|16)\b",
+}
+
+
+def _longest_loop(ptx: str) -> str:
+    """From a label to the last branch back to it; everything if nothing branches back."""
+    labels = {found[1]: found.start() for found in re.finditer(r"^(\$\w+):", ptx, re.MULTILINE)}
+    loops = [
+        ptx[labels[found[1]] : found.end()]
+        for found in re.finditer(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx)
+        if labels[found[1]] < found.start()
+    ]
+    return max(loops, key=len, default=ptx)
 
 
 _ALIGNED = [["tt.divisibility", 16]]
@@ -92,16 +128,18 @@ def files() -> list[str]:
     return [name for name in names if not name.startswith("_") and name != "compile"]
 
 
-def variants(file: str) -> list[Any]:
-    """Variants that a kernel file lists."""
+def variants(file: str, arch: int) -> list[Any]:
+    """Variants that a kernel file lists for an architecture."""
     module = importlib.import_module(f"vlmfast.kernels.{file}")
+    if hasattr(module, "variants"):
+        return list(module.variants(arch))
     return list(getattr(module, "VARIANTS", ()))
 
 
-def report(file: str, index: int) -> dict[str, Any]:
+def report(file: str, index: int, arch: int) -> dict[str, Any]:
     """Compile a variant; the result has an ``error`` if it spills or does not compile."""
-    variant = variants(file)[index]
-    line: dict[str, Any] = {"file": file, "kernel": variant.kernel.__name__}
+    variant = variants(file, arch)[index]
+    line: dict[str, Any] = {"file": file, "kernel": variant.kernel.__name__, "arch": arch}
     types = [variant.signature.get(name) for name in variant.kernel.arg_names]
     line["types"] = [
         kind for kind in types if kind is not None and str(kind) not in ("i32", "i32:16")
@@ -109,18 +147,28 @@ def report(file: str, index: int) -> dict[str, Any]:
     line["constants"] = variant.constants
     line["warps"] = variant.warps
     try:
-        line |= compiled(variant)
+        line |= compiled(variant, arch)
     except Exception as error:  # any exception of the compiler is the result
         return line | {"error": f"{type(error).__name__}: {error}".strip()}
     if line["spills"]:
         line["error"] = f"spills {line['spills']} bytes"
-    elif line["shared"] > SHARED:
-        line["error"] = f"uses {line['shared']} bytes of shared memory; {SHARED} are available"
+    elif line["shared"] > SHARED[arch]:
+        line["error"] = (
+            f"uses {line['shared']} bytes of shared memory; {SHARED[arch]} are available"
+        )
     return line
 
 
-def main(chosen: list[str]) -> int:
-    """Print one line of JSON per variant; returns 0 if all compile without spills."""
+def main(arguments: list[str]) -> int:
+    """Print one line of JSON per variant and architecture; 0 if all compile without spills."""
+    parser = argparse.ArgumentParser(prog="python -m vlmfast.kernels.compile", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="file")
+    parser.add_argument("--arch", nargs="+", type=int, choices=SHARED, default=list(SHARED))
+    parser.add_argument(
+        "--rotate", action="store_true", help="each variant for one of the architectures"
+    )
+    options = parser.parse_args(arguments)
+    chosen, archs = options.files, options.arch
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.stderr.write("unset TRITON_INTERPRET: interpreted kernels cannot be compiled\n")
         return 2
@@ -131,7 +179,13 @@ def main(chosen: list[str]) -> int:
             f"unknown kernel files {', '.join(unknown)}; allowed are {', '.join(known)}\n"
         )
         return 2
-    work = [(name, i) for name in chosen or known for i in range(len(variants(name)))]
+    work = [
+        (name, i, arch)
+        for name in chosen or known
+        for at, arch in enumerate(archs)
+        for i in range(len(variants(name, arch)))
+        if not options.rotate or i % len(archs) == at
+    ]
     failed = 0
     with ProcessPoolExecutor(_cores(), mp_context=get_context("spawn")) as pool:
         for line in pool.map(report, *zip(*work, strict=True)) if work else ():

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import INTERPRETED, Variant, check_heads, padded, tl, triton, upcast, use_triton
 from .quantize_kv import Segment
 
@@ -208,9 +209,12 @@ def _head_base(base, strides, b, h, ALIGN: tl.constexpr):
 def _codes(packed, I: tl.constexpr, BITS: tl.constexpr):
     """Part ``I`` of the codes in a tile of bytes as float32, ``2 ** (I BITS)`` times too large.
 
-    The bits are not shifted; the caller folds the division into its factors.
+    The bits are not shifted; the caller folds the division into its factors. Nor are they
+    converted, which GPUs do at a fraction of the rate of additions: they become the last bits of
+    2^23, whose neighbors in float32 are integers. The difference is exact.
     """
-    return (packed.to(tl.int32) & (((1 << BITS) - 1) << (I * BITS))).to(tl.float32)
+    bits = (packed.to(tl.int32) & (((1 << BITS) - 1) << (I * BITS))) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
@@ -261,7 +265,59 @@ def _to_operands(b_q, OPERAND: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _load_slot_parameters(
+def _load_word(p_x, m_x, WORD: tl.constexpr):
+    """``WORD`` neighboring entries from each pointer on, in one load: a tuple, float32."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    if WORD == 1:
+        entries = (tl.load(p_x, mask=m_x, other=0.0).to(tl.float32),)
+    else:
+        INTEGER: tl.constexpr = tl.int32 if WORD == 2 else tl.int64
+        b_word = tl.load(p_x.to(tl.pointer_type(INTEGER)), mask=m_x, other=0)
+        entries = ()
+        for i in tl.static_range(WORD):
+            b_x = (b_word >> (16 * i)).to(tl.int16).to(DTYPE, bitcast=True)
+            entries = entries + (b_x.to(tl.float32),)
+    return entries
+
+
+@triton.jit
+def _load_slots(p_x, m_slots, WORD: tl.constexpr):
+    """A parameter of neighboring slots, the first at ``p_x``: a tuple, zeros where masked.
+
+    The mask of a slot implies those of the slots before it.
+    """
+    entries = ()
+    for j in tl.static_range(0, len(m_slots), WORD):
+        b_x = _load_word(p_x + j, m_slots[j], WORD)
+        for i in tl.static_range(WORD):
+            entries = entries + (tl.where(m_slots[j + i], b_x[i], 0.0),)
+    return entries
+
+
+@triton.jit
+def _load_tile(p_x, start, end, BLOCK_N: tl.constexpr, WORD: tl.constexpr):
+    """A parameter of a tile of slots, [BN, 1]; zeros from ``end`` on."""
+    n = start + tl.arange(0, BLOCK_N)
+    if WORD == 1:
+        b_x = tl.load(p_x + n, mask=n < end, other=0.0).to(tl.float32)
+    else:
+        first = start + 2 * tl.arange(0, BLOCK_N // 2)
+        b_even, b_odd = _load_word(p_x + first, first < end, 2)
+        b_x = tl.where(n < end, tl.interleave(b_even, b_odd), 0.0)
+    return b_x[:, None]
+
+
+@triton.jit
+def _to_parts(b_x, PARTS: tl.constexpr, SHIFT: tl.constexpr):
+    """A parameter that all channels of a slot share: a tuple by part, as `_load_groups`."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts = parts + (b_x * (1.0 / (1 << (i * SHIFT))),)
+    return parts
+
+
+@triton.jit
+def _load_groups(
     p_base,
     c,
     m_slots,
@@ -269,27 +325,26 @@ def _load_slot_parameters(
     VALUE_GROUP: tl.constexpr,
     PART_D: tl.constexpr,
     SHIFT: tl.constexpr,
+    WORD: tl.constexpr,
 ):
     """A parameter that ``VALUE_GROUP`` channels of a slot share: a tuple by part, in columns ``c``.
 
     ``p_base`` points to the parameters of each slot. One column if all channels of a part share
     them. Part i is divided by ``2 ** (i SHIFT)``, the factor by which its `_codes` are too large.
     """
+    # A select is cheaper than a load per channel.
+    WHOLE: tl.constexpr = VALUE_GROUP % PART_D == 0
+    SELECT: tl.constexpr = (PART_D % VALUE_GROUP == 0) & (PART_D // VALUE_GROUP <= 4)
+    groups = ()
+    if WHOLE | SELECT:
+        for g in tl.static_range(0, PARTS * PART_D // VALUE_GROUP, WORD):
+            groups = groups + _load_word(p_base + g, m_slots, WORD)
     parts = ()
     for i in tl.static_range(PARTS):
-        if VALUE_GROUP % PART_D == 0:
-            b_x = tl.load(p_base + i * PART_D // VALUE_GROUP, mask=m_slots, other=0.0).to(
-                tl.float32
-            )
-        elif (PART_D % VALUE_GROUP == 0) & (
-            PART_D // VALUE_GROUP <= 4
-        ):  # a select is cheaper than a load per channel
-            b_x = tl.load(p_base + i * PART_D // VALUE_GROUP, mask=m_slots, other=0.0).to(
-                tl.float32
-            )
+        if WHOLE | SELECT:
+            b_x = groups[i * PART_D // VALUE_GROUP]
             for g in tl.static_range(1, PART_D // VALUE_GROUP):
-                b_group = tl.load(p_base + i * PART_D // VALUE_GROUP + g, mask=m_slots, other=0.0)
-                b_x = tl.where(c >= g * VALUE_GROUP, b_group.to(tl.float32), b_x)
+                b_x = tl.where(c >= g * VALUE_GROUP, groups[i * PART_D // VALUE_GROUP + g], b_x)
         else:
             b_x = tl.load(
                 p_base + (i * PART_D + c) // VALUE_GROUP, mask=m_slots & (c < PART_D), other=0.0
@@ -346,6 +401,7 @@ def _attend_one(
     BITS: tl.constexpr,  # 0: floats
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
+    WORD: tl.constexpr,  # value parameters that one load reads
     SEEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -430,18 +486,25 @@ def _attend_one(
                 b_s, new_max = b_s + (b_x,), tl.maximum(new_max, b_x)
             alpha, row_max = tl.exp(row_max - new_max), new_max
             row_sum, b_p, new_acc, b_steps, b_mins = row_sum * alpha, (), (), (), ()
+            if BITS and VALUE_GROUP == D:
+                b_step = _load_slots(p_value_step + start, m_slots, WORD)
+                b_min = _load_slots(p_value_min + start, m_slots, WORD)
             for j in tl.static_range(ROWS):
                 b_p = b_p + (tl.where(b_s[j] > -1e30, tl.exp(b_s[j] - new_max), 0.0),)
                 row_sum += b_p[j]
-                if BITS:
+                if BITS and VALUE_GROUP == D:
+                    b_steps = b_steps + (_to_parts(b_step[j], PARTS, BITS),)
+                    b_mins = b_mins + (_to_parts(b_min[j], PARTS, 0),)
+                elif BITS:
                     offset = (start + j) * stride_value_step[2]
-                    b_step = _load_slot_parameters(
-                        p_value_step + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, BITS
+                    b_group = _load_groups(
+                        p_value_step + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, BITS, WORD
                     )
-                    b_min = _load_slot_parameters(
-                        p_value_min + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, 0
+                    b_steps = b_steps + (b_group,)
+                    b_group = _load_groups(
+                        p_value_min + offset, c, m_slots[j], PARTS, VALUE_GROUP, PART_D, 0, WORD
                     )
-                    b_steps, b_mins = b_steps + (b_step,), b_mins + (b_min,)
+                    b_mins = b_mins + (b_group,)
             for i in tl.static_range(PARTS):
                 b_acc = acc[i] * alpha
                 if BITS:  # minima first: where channels share them, their sum is a single column
@@ -510,6 +573,7 @@ def _attend(
     BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
+    WORD: tl.constexpr,
     SEEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -606,13 +670,17 @@ def _attend(
             alpha = tl.exp(row_max - new_max)  # [BM, 1]
             row_sum, row_max = row_sum * alpha + tl.sum(b_p, 1, keep_dims=True), new_max
             b_p = b_p.to(OPERAND)
-            if BITS:
+            if BITS and VALUE_GROUP == D:
+                b_step = _load_tile(p_value_step, start, end, BLOCK_N, WORD)
+                b_min = _load_tile(p_value_min, start, end, BLOCK_N, WORD)
+                b_step, b_min = _to_parts(b_step, PARTS, BITS), _to_parts(b_min, PARTS, 0)
+            elif BITS:
                 offset = (n * stride_value_step[2])[:, None]
-                b_step = _load_slot_parameters(
-                    p_value_step + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, BITS
+                b_step = _load_groups(
+                    p_value_step + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, BITS, WORD
                 )
-                b_min = _load_slot_parameters(
-                    p_value_min + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, 0
+                b_min = _load_groups(
+                    p_value_min + offset, c, m_n, PARTS, VALUE_GROUP, PART_D, 0, WORD
                 )
             new_acc = ()
             for i in tl.static_range(PARTS):
@@ -771,20 +839,18 @@ def attend(
                 outputs = (logits if piece is mass_of else None, *partial)
                 _launch(query, piece, outputs, scaling, count, num_splits, first_split)
             first_split += count
-        block = padded(dim)
-        _join[rows, flat](
-            *partial, out, lse, num_splits, rows, D=dim, BLOCK_D=block, BLOCK_S=2048 // block
-        )
+        join = _join_blocks(dim, architecture(query.device))
+        _join[rows, flat](*partial, out, lse, num_splits, rows, D=dim, **join.options())
     if attention_mass is not None and attention_mass.numel():
-        _attention_mass[triton.cdiv(len(mass_of), 128), flat](
+        tile = blocks("decode_mixed", "attention mass", architecture(query.device))
+        _attention_mass[triton.cdiv(len(mass_of), tile.sizes["BLOCK_N"]), flat](
             logits,
             lse,
             attention_mass,
             rows,
             len(mass_of),
             G=query_heads // heads,
-            BLOCK_M=8,
-            BLOCK_N=128,
+            **tile.options(),
         )
     return out.to(query.dtype), lse, attention_mass
 
@@ -839,7 +905,10 @@ def _launch(
     if isinstance(piece, Segment):
         keys, values = _contiguous_last(piece.key_codes), _contiguous_last(piece.value_codes)
         key_parameters = _same_strides(piece.key_step, piece.key_min)
-        value_parameters = _same_strides(piece.value_step, piece.value_min)
+        value_parameters = (piece.value_step, piece.value_min)
+        if piece.value_step.shape[-1] == 1:  # the kernels expect neighboring slots
+            value_parameters = tuple(x.squeeze(-1) for x in value_parameters)
+        value_parameters = _same_strides(*value_parameters)
         scale = None if piece.value_scale is None else _contiguous_last(piece.value_scale)
         seen, kind = piece.lengths, LENGTHS
         layout = (piece.bits, piece.group, dim // piece.value_step.shape[-1])
@@ -858,10 +927,13 @@ def _launch(
 
     group = query_heads // heads
     sizes = (query.element_size(), keys.element_size())
-    kernel, flags, warps, stages = _configure(group, tokens, dim, sizes, layout, kind)
+    arch = architecture(query.device)
+    kernel, flags, tile = _configure(arch, group, tokens, dim, sizes, layout, kind)
     # The common divisor of all strides decides how many entries a thread loads at once.
     flags["ALIGN"] = math.gcd(16, *keys.stride()[:3], *values.stride()[:3])
-    kernel[count, batch * heads, triton.cdiv(group * tokens, flags.get("BLOCK_M", 1))](
+    if isinstance(piece, Segment):
+        flags["WORD"] = _word(layout, tile.sizes.get("ROWS", 2), dim, len(piece), *value_parameters)
+    kernel[count, batch * heads, triton.cdiv(group * tokens, tile.sizes.get("BLOCK_M", 1))](
         query,
         keys,
         *key_parameters,
@@ -888,20 +960,37 @@ def _launch(
         SEEN=kind,
         UPCAST=upcast(query),
         **flags,
-        num_warps=warps,
-        num_stages=stages,
+        **tile.options(),
     )
 
 
+def _word(
+    layout: tuple[int, int, int], rows: int, dim: int, slots: int, *parameters: Tensor
+) -> int:
+    """Value parameters that one load reads: 4 or 2 neighbors in 16 bits each, where aligned, or 1.
+
+    They belong to one slot, or to ``rows`` slots if all channels of a slot share them.
+    """
+    if any(x.element_size() != 2 for x in parameters):
+        return 1
+    places = [
+        place for x in parameters for place in (*x.stride()[: x.dim() - 1], x.storage_offset())
+    ]
+    _, key_group, each = layout
+    run = dim // each if each < dim else math.gcd(rows, key_group, slots)
+    return math.gcd(4, run, *places)
+
+
 def _configure(
+    arch: int,
     group: int,
     tokens: int,
     dim: int,
     sizes: tuple[int, int],
     layout: tuple[int, int, int],
     seen: int,
-) -> tuple[Any, dict[str, int], int, int]:
-    """Kernel, compile-time parameters, warps and stages; ``sizes``: bytes of entries of q and k."""
+) -> tuple[Any, dict[str, int], Blocks]:
+    """Kernel, compile-time parameters and blocks; ``sizes``: bytes of entries of q and k."""
     bits, slots, each = layout  # slots in a key group
     stored = dim * bits // 8 if bits else dim
     block = padded(stored)
@@ -911,24 +1000,37 @@ def _configure(
         "BITS": bits,
         "KEY_GROUP": slots,
         "VALUE_GROUP": each,
+        "WORD": 1,
         "BLOCK_D": block,
     }
     if group * tokens == 1:
         # A thread loads 16 bytes of a slot; with many channels it would run out of registers.
-        rows = 1 if bits == 2 else 2 if stored > each else 4
+        rows = (2 if each == dim else 1) if bits == 2 else 2 if stored > each else 4
         rows = min(rows, slots & -slots) if slots else rows
-        flags |= {"ROWS": rows, "BLOCK_N": min(max(2048 // (block * sizes[1]), 1), 128)}
-        return _attend_one, flags, 4, 2
+        tile = blocks("decode_mixed", "one row", arch)
+        slots_at_once = min(max(tile.sizes["bytes"] // (block * sizes[1]), 1), tile.sizes["slots"])
+        return _attend_one, flags, replace(tile, sizes={"ROWS": rows, "BLOCK_N": slots_at_once})
     # Smaller tiles where larger ones do not fit into registers; float32 has no tensor cores.
     # Hopper's tensor cores multiply 64 rows at a time; 32 rows need more registers than 64.
     rows = 64 if sizes[0] == 2 and group * tokens > 16 else 16
     narrow = sizes[0] > 2 or block * sizes[1] > 256 or block > stored
-    tile = 32 if narrow or (seen == MASK and rows > 16) else 64
-    flags |= {"BLOCK_M": rows, "BLOCK_N": min(padded(slots), tile) if slots else tile}
-    return _attend, flags, 8 if rows > 16 else 4, 3 if bits and block == stored else 2
+    narrow = narrow or (seen == MASK and rows > 16)
+    condition = f"{rows} rows, {'narrow' if narrow else 'codes' if bits else 'floats'}"
+    tile = blocks("decode_mixed", condition, arch)
+    if slots:
+        tile = tile.resized(BLOCK_N=min(padded(slots), tile.sizes["BLOCK_N"]))
+    return _attend, flags, tile
+
+
+def _join_blocks(dim: int, arch: int) -> Blocks:
+    tile = blocks("decode_mixed", "join", arch)
+    return replace(
+        tile, sizes={"BLOCK_D": padded(dim), "BLOCK_S": tile.sizes["entries"] // padded(dim)}
+    )
 
 
 def variant(
+    arch: int,
     kind: str,
     dim: int,
     group: int,
@@ -939,10 +1041,14 @@ def variant(
 ) -> Variant:
     """The variant that `_launch` would compile."""
     bits, slots, each = layout or (0, 0, dim)
-    kernel, flags, warps, stages = _configure(
-        group, tokens, dim, (2, 1 if bits else 2), (bits, slots, each), seen
+    kernel, flags, tile = _configure(
+        arch, group, tokens, dim, (2, 1 if bits else 2), (bits, slots, each), seen
     )
     align = math.gcd(16, dim * bits // 8 if bits else dim)
+    if bits:  # of capacities, which are multiples of 4
+        flags["WORD"] = math.gcd(
+            4, *((tile.sizes.get("ROWS", 2), slots) if each == dim else (dim // each,))
+        )
     types: dict[str, Any] = {
         "query": f"*{kind}",
         **dict.fromkeys(("keys", "values"), "*u8" if bits else f"*{kind}"),
@@ -962,55 +1068,53 @@ def variant(
     absent += ["scale"] if slots else []
     absent += [] if bits else ["key_step", "key_min", "value_step", "value_min", "scale"]
     constants = {**flags, "ALIGN": align, "SEEN": seen, "UPCAST": False, **dict.fromkeys(absent)}
-    return Variant(kernel, types, constants, warps, stages)
+    return tile.variant(kernel, types, constants)
 
 
-def _join_variant(kind: str, dim: int) -> Variant:
+def _join_variant(arch: int, kind: str, dim: int) -> Variant:
     pointers = {
         **dict.fromkeys(("largest", "total", "sums", "lse"), "*fp32"),
         "out": f"*{kind}",
         "num_splits": "i32",
         "rows": "i32",
     }
-    return Variant(
-        _join, pointers, {"D": dim, "BLOCK_D": padded(dim), "BLOCK_S": 2048 // padded(dim)}
-    )
+    return _join_blocks(dim, arch).variant(_join, pointers, {"D": dim})
 
 
-# Query heads per KV head, and tokens.
-_ONE, _FOUR, _CHAIN = (1, 1), (4, 1), (4, 26)
-VARIANTS = [
-    *(
-        variant("bf16", 128, *queries, layout, *seen)
-        for queries in (_ONE, _FOUR)
-        for layout, seen in (
-            ((4, 0, 128), ()),
-            ((2, 0, 128), ()),
-            ((8, 0, 128), ()),
-            ((2, 32, 32), ()),
-            (None, (MASK,)),
-            (None, (MASK, True)),
-        )
-    ),
-    # A chain of drafted tokens, over a tail that may be ragged.
-    *(
-        variant("bf16", dim, *_CHAIN, None, MASK, attention_mass)
-        for dim in (80, 128)
-        for attention_mass in (False, True)
-    ),
-    *(
-        variant("fp16", dim, *queries, layout, *seen)
-        for queries, dim in ((_ONE, 64), (_FOUR, 80), (_ONE, 96))
-        for layout, seen in (((4, 0, dim), ()), ((2, 0, dim), ()), (None, (MASK,)))
-    ),
-    *(_join_variant("bf16", dim) for dim in (80, 128)),
-    Variant(
-        _attention_mass,
-        {
-            **dict.fromkeys(("logits", "lse", "attention_mass"), "*fp32"),
-            "rows": "i32",
-            "slots": "i32",
-        },
-        {"G": 4, "BLOCK_M": 8, "BLOCK_N": 128},
-    ),
-]
+_ONE, _FOUR, _CHAIN = (1, 1), (4, 1), (4, 26)  # query heads per KV head, and tokens
+
+
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    types = {
+        **dict.fromkeys(("logits", "lse", "attention_mass"), "*fp32"),
+        **dict.fromkeys(("rows", "slots"), "i32"),
+    }
+    return [
+        *(
+            variant(arch, "bf16", 128, *queries, layout, *seen)
+            for queries in (_ONE, _FOUR)
+            for layout, seen in (
+                ((4, 0, 128), ()),
+                ((2, 0, 128), ()),
+                ((8, 0, 128), ()),
+                ((4, 32, 32), ()),
+                ((2, 32, 32), ()),
+                (None, (MASK,)),
+                (None, (MASK, True)),
+            )
+        ),
+        # A chain of drafted tokens, over a tail that may be ragged.
+        *(
+            variant(arch, "bf16", dim, *_CHAIN, None, MASK, attention_mass)
+            for dim in (80, 128)
+            for attention_mass in (False, True)
+        ),
+        *(
+            variant(arch, "fp16", dim, *queries, layout, *seen)
+            for queries, dim in ((_ONE, 64), (_FOUR, 80), (_ONE, 96))
+            for layout, seen in (((4, 0, dim), ()), ((2, 0, dim), ()), (None, (MASK,)))
+        ),
+        *(_join_variant(arch, "bf16", dim) for dim in (80, 128)),
+        blocks("decode_mixed", "attention mass", arch).variant(_attention_mass, types, {"G": 4}),
+    ]

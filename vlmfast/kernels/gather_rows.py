@@ -12,15 +12,16 @@ move 9.7 MB, 2.2 us at 4.3 TB/s; a fifth of keys and values of 32 heads of 128 t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import Variant, padded, tl, triton, use_triton
 
-_ENTRIES = 4096  # of one tile; with 2-byte entries eight 16-byte loads in each of 128 threads
-_COLUMNS = 256  # of one tile, at most
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -144,10 +145,12 @@ def _gather_rows(
         tile -= tiles
 
 
-def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile."""
-    columns = min(padded(width, 1), _COLUMNS)
-    return min(_ENTRIES // columns, 256), columns
+def _blocks(widths: list[int], arch: int) -> Blocks:
+    """One tile for each tensor, by the width of its rows."""
+    row = blocks("gather_rows", "tile", arch)
+    columns = tuple(min(padded(width, 1), row.sizes["columns"]) for width in widths)
+    rows = tuple(min(row.sizes["entries"] // width, row.sizes["rows"]) for width in columns)
+    return replace(row, sizes={"BLOCK_M": rows, "BLOCK_W": columns})
 
 
 def _launch(
@@ -167,10 +170,10 @@ def _launch(
         flat.append((source.view(carrier), target.view(-1).view(carrier)))
     if not flat:
         return tuple(out)
-    sizes = [_tile(source.shape[2]) for source, _ in flat]
+    tile = _blocks([source.shape[2] for source, _ in flat], architecture(index.device))
     tiles = sum(
         source.shape[0] * -(-m // rows) * -(-source.shape[2] // columns)
-        for (source, _), (rows, columns) in zip(flat, sizes, strict=True)
+        for (source, _), rows, columns in zip(flat, *tile.sizes.values(), strict=True)
     )
     _gather_rows[(tiles,)](
         index.reshape(-1, m).contiguous(),
@@ -184,16 +187,13 @@ def _launch(
         m if index.dim() > 1 else 0,
         1 if counts is not None and counts.dim() else 0,
         m,
-        BLOCK_M=tuple(rows for rows, _ in sizes),
-        BLOCK_W=tuple(columns for _, columns in sizes),
-        num_warps=4,
+        **tile.options(),
     )
     return tuple(out)
 
 
-def _variant(*tensors: tuple[str, int], **given: object) -> Variant:
+def _variant(arch: int, *tensors: tuple[str, int], **given: object) -> Variant:
     """Variant for tensors of these (pointer type of an entry, width)."""
-    sizes = [_tile(width) for _, width in tensors]
     types = {
         "index": "*i64",
         "counts": "*i64",
@@ -203,14 +203,13 @@ def _variant(*tensors: tuple[str, int], **given: object) -> Variant:
         ),
         **dict.fromkeys(("stride_index", "stride_count", "M"), "i32"),
     }
-    tiles = {
-        "BLOCK_M": tuple(rows for rows, _ in sizes),
-        "BLOCK_W": tuple(columns for _, columns in sizes),
-    }
-    return Variant(_gather_rows, types, tiles | given)
+    return _blocks([width for _, width in tensors], arch).variant(_gather_rows, types, given)
 
 
-VARIANTS = [
-    _variant(("*i16", 4096), ("*i32", 128), ("*i32", 128), counts=None),
-    _variant(("*i16", 128), ("*i16", 128), ("*i64", 1), ("*i64", 1), ("*u8", 1), ("*i32", 1)),
-]
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    metadata = (("*i64", 1), ("*i64", 1), ("*u8", 1), ("*i32", 1))
+    return [
+        _variant(arch, ("*i16", 4096), ("*i32", 128), ("*i32", 128), counts=None),
+        _variant(arch, ("*i16", 128), ("*i16", 128), *metadata),
+    ]

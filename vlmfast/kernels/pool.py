@@ -25,11 +25,14 @@ Floor of `resample`: 2 Q N (D + H d) operations in float32, 1.9e9 for 80 queries
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import Variant, padded, pointer, tl, triton, use_triton
 
 
@@ -418,12 +421,22 @@ def _contiguous_last(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def _blocks(kernel: str, members: int, device: torch.device) -> Blocks:
+    """For cells of up to ``members`` rows."""
+    return _fitted(blocks("pool", kernel, architecture(device)), members)
+
+
+def _fitted(tile: Blocks, members: int) -> Blocks:
+    return tile.resized(BLOCK_M=min(padded(members, 1), tile.sizes["BLOCK_M"]))
+
+
 def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
     (cells, m), d = table.shape, rows.shape[1]
     out = torch.empty(cells, d, dtype=rows.dtype, device=rows.device)
     rows = _contiguous_last(rows)
     if out.numel():
-        _average[(cells, triton.cdiv(d, 256))](
+        tile = _blocks("average", m, rows.device)
+        _average[(cells, triton.cdiv(d, tile.sizes["BLOCK_D"]))](
             rows,
             weight.float().contiguous(),
             table.contiguous(),
@@ -432,9 +445,7 @@ def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) 
             rows.stride(0),
             m,
             d,
-            BLOCK_M=min(padded(m, 1), 16),
-            BLOCK_D=256,
-            num_warps=4,
+            **tile.options(),
         )
     return out
 
@@ -445,7 +456,8 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, valid: Tensor) -> tu
     share = torch.empty(cells, m, heads, dtype=torch.float32, device=rows.device)
     rows, score = _contiguous_last(rows), _contiguous_last(score)
     if cells:
-        _mix[(cells, heads, triton.cdiv(d // heads, 256))](
+        tile = _blocks("mix", m, rows.device)
+        _mix[(cells, heads, triton.cdiv(d // heads, tile.sizes["BLOCK_D"]))](
             rows,
             score,
             table.contiguous(),
@@ -458,9 +470,7 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, valid: Tensor) -> tu
             d,
             d // heads,
             H=heads,
-            BLOCK_M=min(padded(m, 1), 16),
-            BLOCK_D=256,
-            num_warps=4,
+            **tile.options(),
         )
     return out, share
 
@@ -483,9 +493,10 @@ def _launch_resample(
     out = torch.empty(count, features, dtype=torch.float32, device=device)
     lse = torch.empty(heads, count, dtype=torch.float32, device=device)
     share = torch.empty(count, n, dtype=torch.float32, device=device)
-    shape = {"H": heads, "D": d, "BLOCK_D": padded(d), "BLOCK_Q": 16}
-    blocks = triton.cdiv(count, 16)
-    _read[(blocks, heads, triton.cdiv(each, 128))](
+    shape = {"H": heads, "D": d, "BLOCK_D": padded(d)}
+    read, shares = (blocks("pool", name, architecture(device)) for name in ("read", "share"))
+    count_blocks = triton.cdiv(count, read.sizes["BLOCK_Q"])
+    _read[(count_blocks, heads, triton.cdiv(each, read.sizes["BLOCK_F"]))](
         query,
         key,
         rows,
@@ -502,11 +513,10 @@ def _launch_resample(
         each,
         d**-0.5,
         **shape,
-        BLOCK_N=32,
-        BLOCK_F=128,
-        num_warps=4,
+        **read.options(),
     )
-    _share[(blocks, triton.cdiv(n, 64))](
+    grid = (triton.cdiv(count, shares.sizes["BLOCK_Q"]), triton.cdiv(n, shares.sizes["BLOCK_N"]))
+    _share[grid](
         query,
         key,
         bias,
@@ -519,8 +529,7 @@ def _launch_resample(
         n,
         d**-0.5,
         **shape,
-        BLOCK_N=64,
-        num_warps=4,
+        **shares.options(),
     )
     return out, share
 
@@ -536,17 +545,23 @@ _TYPES = {
 }
 
 
-def _variants(dtype: torch.dtype) -> list[Variant]:
+def _variants(arch: int, dtype: torch.dtype) -> list[Variant]:
     types = _TYPES | dict.fromkeys(("rows", "out"), pointer(dtype))
-    found = [Variant(_average, types, {"BLOCK_M": m, "BLOCK_D": 256}) for m in (1, 4, 16)]
+
+    def each_size(kernel: Any, name: str, constants: dict[str, int]) -> list[Variant]:
+        tile = blocks("pool", name, arch)
+        return [_fitted(tile, m).variant(kernel, types, constants) for m in (1, 4, 16)]
+
+    found = each_size(_average, "average", {})
     if dtype == torch.float32:
-        found += [Variant(_mix, types, {"H": 8, "BLOCK_M": m, "BLOCK_D": 256}) for m in (1, 4, 16)]
-        shape = {"H": 8, "D": 16, "BLOCK_D": 16, "BLOCK_Q": 16}
-        found += [
-            Variant(_read, types, {**shape, "BLOCK_N": 32, "BLOCK_F": 128}),
-            Variant(_share, types, {**shape, "BLOCK_N": 64}),
-        ]
+        found += each_size(_mix, "mix", {"H": 8})
+        shape = {"H": 8, "D": 16, "BLOCK_D": 16}
+        for kernel, name in ((_read, "read"), (_share, "share")):
+            found.append(blocks("pool", name, arch).variant(kernel, types, shape))
     return found
 
 
-VARIANTS = [v for dtype in (torch.float16, torch.bfloat16, torch.float32) for v in _variants(dtype)]
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    return [v for dtype in dtypes for v in _variants(arch, dtype)]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ._blocks import Blocks, architecture, blocks
 from ._triton import Variant, check_heads, padded, tl, triton, use_triton
 
 BITS = (2, 4, 8)
@@ -855,10 +856,11 @@ class _Slots:
         """Write the parameters of channels, each over ``group`` slots."""
         if not self.leads or not groups:
             return
-        per = -(-group // _SLOTS)
+        arch = architecture(self.device)
+        extent, finish = (_blocks(name, self.dim, arch) for name in ("extent", "finish"))
+        per = -(-group // extent.sizes["BLOCK_N"])
         lows, highs = (self.make(groups * per, self.dim) for _ in range(2))
-        flags, blocks = _columns(self.dim)
-        _extent[groups * per, self.leads, blocks](
+        _extent[groups * per, self.leads, -(-self.dim // extent.sizes["BLOCK_D"])](
             self.x,
             self.valid,
             lows,
@@ -867,12 +869,11 @@ class _Slots:
             self.heads,
             self.slots,
             group,
-            BLOCK_N=_SLOTS,
-            **flags,
-            num_warps=4,
+            D=self.dim,
+            **extent.options(),
         )
-        _finish[self.leads * groups, blocks](
-            lows, highs, step, minimum, per, *limits, BLOCK_N=16, **flags, num_warps=4
+        _finish[self.leads * groups, -(-self.dim // finish.sizes["BLOCK_D"])](
+            lows, highs, step, minimum, per, *limits, D=self.dim, **finish.options()
         )
 
     def pack(
@@ -888,8 +889,9 @@ class _Slots:
         stored = self.dim * bits // 8
         packed = self.make(self.slots, stored, dtype=torch.uint8)
         if packed.numel():
-            block = min(padded(stored), 64)
-            grid = (triton.cdiv(self.slots, 32), self.leads, triton.cdiv(stored, block))
+            tile = _blocks("pack", stored, architecture(self.device))
+            size_n, size_d = tile.sizes["BLOCK_N"], tile.sizes["BLOCK_D"]
+            grid = (triton.cdiv(self.slots, size_n), self.leads, triton.cdiv(stored, size_d))
             _pack[grid](
                 self.x,
                 self.valid,
@@ -907,20 +909,15 @@ class _Slots:
                 D=self.dim,
                 BITS=bits,
                 CHANNEL_GROUP=each,
-                BLOCK_N=32,
-                BLOCK_D=block,
-                num_warps=4,
+                **tile.options(),
             )
         return packed
 
 
-_SLOTS = 64  # per chunk
-
-
-def _columns(dim: int) -> tuple[dict[str, int], int]:
-    """Channels of a program, and the number of programs per head."""
-    block = min(padded(dim), 128)
-    return {"D": dim, "BLOCK_D": block}, -(-dim // block)
+def _blocks(kernel: str, width: int, arch: int) -> Blocks:
+    """For rows of ``width`` entries."""
+    tile = blocks("quantize_kv", kernel, arch)
+    return tile.resized(BLOCK_D=min(padded(width), tile.sizes["BLOCK_D"]))
 
 
 def _limits(bits: int, dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -961,8 +958,8 @@ def _launch_values(
         scale = _with_lead_axes(scale.expand(*rows.shape, rows.dim), 1)
         scale = scale if scale.stride(-1) == 1 else scale.contiguous()
     if step.numel():
-        block = padded(group)
-        _value_parameters[triton.cdiv(rows.slots, 32), rows.leads, groups](
+        tile = _blocks("values", group, architecture(rows.device))
+        _value_parameters[triton.cdiv(rows.slots, tile.sizes["BLOCK_N"]), rows.leads, groups](
             rows.x,
             rows.valid,
             scale,
@@ -974,9 +971,7 @@ def _launch_values(
             rows.slots,
             *_limits(bits, dtype),
             GROUP=group,
-            BLOCK_N=32,
-            BLOCK_D=block,
-            num_warps=4,
+            **tile.options(),
         )
     return rows.pack(bits, scale, step, minimum, 1, group), step, minimum
 
@@ -988,7 +983,7 @@ def _launch_scale(x: Tensor, valid: Tensor | None, *, dtype: torch.dtype) -> Ten
     return scale
 
 
-def _variants(kind: str, dim: int) -> list[Variant]:
+def _variants(arch: int, kind: str, dim: int) -> list[Variant]:
     """Variants for keys and values of ``kind``, without groups and with groups as in KIVI."""
     types: dict[str, Any] = {
         "x": f"*{kind}",
@@ -1002,19 +997,21 @@ def _variants(kind: str, dim: int) -> list[Variant]:
         **dict.fromkeys(("heads", "slots", "group", "chunks", "rows"), "i32"),
         **dict.fromkeys(("levels", "limit", "eps", "tiny"), "fp32"),
     }
-    flags, _ = _columns(dim)
+    extent, finish = (_blocks(name, dim, arch) for name in ("extent", "finish"))
     found = [
-        Variant(_extent, types, {**flags, "BLOCK_N": _SLOTS}),
-        Variant(_finish, types, {**flags, "BLOCK_N": 16}),
-        Variant(_finish, types, {**flags, "BLOCK_N": 16, "minimum": None}),
+        extent.variant(_extent, types, {"D": dim}),
+        finish.variant(_finish, types, {"D": dim}),
+        finish.variant(_finish, types, {"D": dim, "minimum": None}),
     ]
     for bits, each, scale in ((4, dim, {}), (2, dim // 4, {"scale": None})):
-        block = {"BLOCK_N": 32, "BLOCK_D": padded(each)}
-        found.append(Variant(_value_parameters, types, {"GROUP": each, **block, **scale}))
-        block = {"BLOCK_N": 32, "BLOCK_D": min(padded(dim * bits // 8), 64), "D": dim, "BITS": bits}
-        found.append(Variant(_pack, types, {**block, "CHANNEL_GROUP": each, **scale}))
-        found.append(Variant(_pack, types, {**block, "CHANNEL_GROUP": 1, "scale": None}))
+        tile = _blocks("values", each, arch)
+        found.append(tile.variant(_value_parameters, types, {"GROUP": each, **scale}))
+        tile, given = _blocks("pack", dim * bits // 8, arch), {"D": dim, "BITS": bits}
+        found.append(tile.variant(_pack, types, {**given, "CHANNEL_GROUP": each, **scale}))
+        found.append(tile.variant(_pack, types, {**given, "CHANNEL_GROUP": 1, "scale": None}))
     return found
 
 
-VARIANTS = [*_variants("bf16", 128), *_variants("fp16", 80)]
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    return [*_variants(arch, "bf16", 128), *_variants(arch, "fp16", 80)]

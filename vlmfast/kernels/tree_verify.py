@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
-from ._triton import use_triton
+from ._triton import Variant, use_triton
 from .decode_mixed import ANCESTORS, LENGTHS, Floats, attend, decode_mixed_ref, variant
 from .quantize_kv import Segment
 
@@ -169,17 +169,21 @@ def _words(ancestors: Tensor, batch: int, nodes: int) -> Tensor:
 
 # --- Triton: programs of `decode_mixed` ----------------------------------------------------------
 
-# Query heads per KV head, and nodes.
-VARIANTS = [
-    variant("bf16", 128, *queries, layout, *seen)
-    for queries in ((1, 26), (4, 26), (7, 60))
-    for layout, seen in (
-        ((4, 0, 128), ()),
-        ((2, 0, 128), ()),
-        ((2, 32, 32), ()),
-        (None, (LENGTHS,)),
-        (None, (ANCESTORS,)),
-    )
-]
-VARIANTS += [variant("fp16", 80, 1, 26, None, seen) for seen in (LENGTHS, ANCESTORS)]
-VARIANTS += [variant("bf16", 128, 1, 1, None, seen) for seen in (LENGTHS, ANCESTORS)]
+
+def variants(arch: int) -> list[Variant]:
+    """What launches compile on an architecture."""
+    found = [
+        variant(arch, "bf16", 128, heads, nodes, layout, *seen)  # query heads per KV head
+        for heads, nodes in ((1, 26), (4, 26), (7, 60))
+        for layout, seen in (
+            ((4, 0, 128), ()),
+            ((2, 0, 128), ()),
+            ((2, 32, 32), ()),
+            (None, (LENGTHS,)),
+            (None, (ANCESTORS,)),
+        )
+    ]
+    for seen in (LENGTHS, ANCESTORS):
+        found.append(variant(arch, "fp16", 80, 1, 26, None, seen))
+        found.append(variant(arch, "bf16", 128, 1, 1, None, seen))
+    return found
