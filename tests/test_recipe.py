@@ -205,6 +205,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("+hired", r"empty method name"),
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
         ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
+        (f"random:seed={10**30}", r"random: seed=10+ is out of range, whole numbers are at most"),
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: keep, positions, budget"),
     ],
 )

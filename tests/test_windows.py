@@ -902,15 +902,14 @@ def test_statistics_equal_eager_attention(vlm):
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
     """Captured steps give the same tokens within and beyond the window."""
-    from test_graphs import repeated
-    from vlmfast.engine.graphs import Graphs
+    from cpu_graph import CPUGraphs
 
     given = {"images": [image(0), image(1)], "recipe": recipe, "eos_token_id": None}
     wanted = vlm.ask("what ?", **given, max_new_tokens=50).token_ids
     monkeypatch.setattr(KVLayer, "prefix", False)
     monkeypatch.setattr(vlm.adapter, "decoding", "graph")
     monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-    monkeypatch.setitem(vlm.adapter.kept, "graphs", Graphs(record=repeated))
+    monkeypatch.setitem(vlm.adapter.kept, "graphs", CPUGraphs())
     for _ in range(2):
         assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
     # A step captured with everything visible is not used if something is masked.

@@ -124,6 +124,7 @@ def weights_param() -> Any:
 
 # Names of comparisons in `operator`. All are false for NaN, which is thus out of every range.
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+LARGEST = 2**60  # of whole numbers: in 64 bits, with room for sums
 
 
 def describe(metadata: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import RecipeError
 from .former import warn_renamed
-from .params import SIGNS, describe, listed, nearest, parse_value, recipe_name, show
+from .params import LARGEST, SIGNS, describe, listed, nearest, parse_value, recipe_name, show
 
 # Names of class attributes and methods until version 0.1, and of today.
 _FORMER = {
@@ -124,6 +124,11 @@ class Stage(metaclass=_StageType):
                     "no ',' and no blanks at the ends"
                 )
             values = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(v, int) and abs(v) > LARGEST for v in values):
+                raise RecipeError(
+                    f"{self.name}: {recipe_name(f)}={show(value)} is out of range, whole numbers "
+                    f"are at most {LARGEST}"
+                )
             if meta.get("choices"):
                 ok = all(v in meta["choices"] for v in values)
             else:

@@ -424,7 +424,7 @@ def _warps(block: int) -> int:
 
 def _tiles(n: int) -> dict[str, int]:
     """Block sizes of one program per `_TILE` rows, which reads the best rows of all."""
-    return {"BLOCK_N": _TILE, "BLOCK_T": padded(triton.cdiv(n, _TILE))}
+    return {"BLOCK_N": _TILE, "BLOCK_T": padded(-(-n // _TILE))}
 
 
 def _first_best(score: Tensor) -> tuple[Tensor, Tensor]:
