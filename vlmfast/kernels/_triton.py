@@ -80,6 +80,9 @@ class Choice:
     off: frozenset[str] = frozenset()
 
 
+_DEFAULT = Choice()
+
+
 @cache
 def parse_choice(text: str) -> Choice:
     """Read a value of ``VLMFAST_KERNELS``: empty, one of `CHOICES`, or ``-name[,-name...]``.
@@ -157,7 +160,7 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
             f"{name}: tensors on {', '.join(sorted(map(str, devices)))}; it takes one device"
         )
     text = os.environ.get("VLMFAST_KERNELS", "")
-    wanted = parse_choice(text)
+    wanted = parse_choice(text) if text else _DEFAULT
     if wanted.forced == "torch" or name in wanted.off:
         return False
     device = next(iter(devices), torch.device("cpu"))
