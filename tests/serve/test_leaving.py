@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vlmfast import VLM
 from vlmfast.media import loading
 
 CHAT = "/v1/chat/completions"
@@ -176,7 +177,7 @@ def test_the_end_of_a_server_is_that_of_its_last_step(
     serve: Callable[..., Any], body: Callable[..., Any]
 ) -> None:
     """Python cannot end while another thread computes."""
-    served = serve()
+    served = serve(VLM.from_pretrained("tiny"))  # whose engine no other server runs
     server = served.server
     with held(served, served.vlm.engine, "step") as (reached, release):
         connection = connect(served, body("Describe it."))

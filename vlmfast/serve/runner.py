@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -121,6 +121,8 @@ class Running:
         Of answers that are streamed or have stop strings.
     arrived : float
         By `time.perf_counter`.
+    finisher : Executor
+        Makes the answer from what the engine has computed.
 
     Attributes
     ----------
@@ -132,6 +134,7 @@ class Running:
     handle: Handle[Answer]
     text: TextStream | None
     arrived: float
+    finisher: Executor
     counted: bool = False
     _event: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -175,7 +178,8 @@ class Running:
         while not self.handle.done:
             await self._event.wait()
             self._event.clear()
-        answer = await asyncio.to_thread(self.handle.result)
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self.finisher, self.handle.result)
         sequence = self.handle.sequence
         assert sequence.first is not None
         text = answer.text if self.text is None else self.text.text
@@ -206,6 +210,8 @@ class Runner:
         )
         self._samples = bool(own.do_sample)
         self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", _alone)
+        # One thread: each has memory of its own that it keeps.
+        self._finisher = ThreadPoolExecutor(1, "vlmfast-answers", _alone)
         self._wakes: Wakes | None = None
         self._closed = False
         self._preparing = 0
@@ -283,6 +289,7 @@ class Runner:
     def close(self) -> None:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._finisher.shutdown(wait=False)
         self._closed = True
         self.vlm.engine.notify()
 
@@ -336,7 +343,7 @@ class Runner:
             request, deadline=left, default_new_tokens=self.config.max_new_tokens
         )
         # Without its messages, whose media may be large.
-        return Running(replace(query, turns=()), handle, text, arrived)
+        return Running(replace(query, turns=()), handle, text, arrived, self._finisher)
 
     def _text(self, query: Query) -> TextStream | None:
         if not query.stream and not query.stops:
