@@ -521,7 +521,7 @@ def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> N
     for kernel in sorted(counts, key=counts.__getitem__, reverse=True)[:8]:
         print(f"{'':6}{counts[kernel]:5} x {kernel[:80]}", flush=True)
     begin = clock(bench.device)
-    again = StepGraphs(group.kind, group.cache, bench.record)
+    again = StepGraphs(group.kind, None, group.cache, bench.record)
     again.run(partial(forward, group.adapter), (), tokens)
     bench.most(f"{what}: another capture, s", clock(bench.device) - begin, limits.CAPTURE)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmfast.api.vlm import VLM
 from vlmfast.core.recipe import Recipe
@@ -149,8 +149,9 @@ def bytes_in_use(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device)
-    # By type: `isinstance` would ask lazy objects for their class.
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    # By type: `isinstance` would ask lazy objects for their class, and other subclasses have plain
+    # tensors inside, or no memory.
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
     storages = {
         storage.data_ptr(): storage.nbytes()
         for x in tensors

@@ -46,7 +46,8 @@ from .speculation import Speculation
 from .stats import clock
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
-_MOST_PAUSE = 4.0  # how many times longer it is at most where many prompts wait
+_PER_WAITING = 3.0  # how many times longer it gets for each prompt that waits, per decoded row
+_MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
@@ -480,7 +481,7 @@ class Engine:
         step is cheaper with more rows.
         """
         waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
-        return _PAUSE * min(1.0 + waiting / max(active, 1), _MOST_PAUSE)
+        return _PAUSE * min(1.0 + _PER_WAITING * waiting / max(active, 1), _MOST_PAUSE)
 
     def _decode(self) -> None:
         """Decode one token of every row."""

@@ -1100,6 +1100,7 @@ def variants(arch: int) -> list[Variant]:
                 ((8, 0, 128), ()),
                 ((4, 32, 32), ()),
                 ((2, 32, 32), ()),
+                (None, ()),
                 (None, (MASK,)),
                 (None, (MASK, True)),
             )
