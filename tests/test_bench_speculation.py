@@ -55,6 +55,7 @@ def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the audit -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_audit_of_correct_answers(tiny: VLM) -> None:
     found = bench.audit(tiny, ["none", "hired:0.5"], ["draft-recycle", "draft-ngram"], **AUDITED)
     pairs = [(row.recipe, row.drafter) for row in found]
@@ -239,6 +240,7 @@ def test_steered_answers_are_judged_first(monkeypatch: pytest.MonkeyPatch) -> No
 # --- reports -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_ratio_with_a_wrong_answer(
     unmoved: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -352,6 +352,7 @@ def test_captures_that_are_not_reused_are_found(reference, fresh: VLM) -> None:
     assert row.passed is False and "none was reused" in row.note
 
 
+@pytest.mark.slow
 def test_all_checks_of_a_model_pass(vlm: VLM) -> None:
     rows = {row.name: row for row in model.check_model(vlm, quick=True, others=[nullcontext()])}
     assert {name: row.passed for name, row in rows.items()} == {

@@ -184,13 +184,14 @@ def test_load_counts_requests_by_phase(vlm: VLM) -> None:
     assert (after.waiting, after.decoding, after.cache_bytes) == (0, 0, 0)
 
 
-def test_default_length(vlm: VLM) -> None:
+def test_default_length(vlm: VLM, monkeypatch) -> None:
     """It counts where the request sets none, and is cut to the positions of the model."""
     open_ended = Request(QUESTION, [make_image()], generation={"eos_token_id": None})
     assert len(vlm.submit(open_ended, default_new_tokens=5).result().token_ids) == 5
     set_length = request(tokens=3)
     assert len(vlm.submit(set_length, default_new_tokens=5).result().token_ids) == 3
-    most = vlm.adapter.max_positions
+    most = 100
+    monkeypatch.setattr(vlm.model.config.text_config, "max_position_embeddings", most)
     found = vlm.submit(open_ended, default_new_tokens=10 * most).result()
     assert 5 < len(found.token_ids) < most
     for wrong in (0, -1, 1.5, None, True):

@@ -194,6 +194,7 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_eval_under_torchrun(tmp_path, whole):
     done = launch(tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

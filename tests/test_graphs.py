@@ -155,7 +155,12 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("count", [15, pytest.param(48, marks=SLOW)])
 @pytest.mark.parametrize(
     ("recipes", "kinds"),
-    [(["none"], 1), (["h2o:0.7"], 1), (["kivi:bits=4,group=4,residual=8"], 1), (KINDS, 3)],
+    [
+        (["none"], 1),
+        pytest.param(["h2o:0.7"], 1, marks=SLOW),
+        (["kivi:bits=4,group=4,residual=8"], 1),
+        (KINDS, 3),
+    ],
     ids=["none", "h2o", "kivi", "mixed"],
 )
 def test_ragged_requests_capture_few_steps(plain: VLM, vlm: VLM, recipes, kinds, count) -> None:

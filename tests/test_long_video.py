@@ -654,6 +654,7 @@ def measured(cap: int, *videos: Path) -> list[dict]:
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
 
 
+@pytest.mark.slow
 @linux
 def test_memory_does_not_grow_with_the_video(tmp_path):
     short = drawn(tmp_path / "short.mp4", 50)

@@ -241,7 +241,7 @@ def numbers(few: int, many: int) -> Any:
     return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
-@numbers(20, 80)
+@numbers(12, 80)
 def test_rows_decode_as_if_alone(models, examples) -> None:
     def schedule(steps: list[tuple]) -> None:
         Schedule(models).run(BEGIN + steps)
@@ -249,7 +249,7 @@ def test_rows_decode_as_if_alone(models, examples) -> None:
     explore(examples, schedule)
 
 
-@numbers(8, 30)
+@numbers(5, 30)
 def test_rows_within_a_window_decode_as_if_alone(windowed, examples) -> None:
     def schedule(steps: list[tuple]) -> None:
         Schedule(windowed).run(BEGIN + steps)
@@ -257,7 +257,7 @@ def test_rows_within_a_window_decode_as_if_alone(windowed, examples) -> None:
     explore(examples, schedule)
 
 
-@numbers(6, 20)
+@numbers(3, 20)
 def test_captured_rows_within_a_window_decode_as_if_alone(windowed, examples) -> None:
     def schedule(steps: list[tuple]) -> None:
         with capturing(windowed[0].vlm):
@@ -266,7 +266,7 @@ def test_captured_rows_within_a_window_decode_as_if_alone(windowed, examples) ->
     explore(examples, schedule)
 
 
-@numbers(12, 50)
+@numbers(6, 50)
 def test_captured_rows_decode_as_if_alone(models, examples) -> None:
     """Captured steps run on a rounded number of rows, and on idle buffers of ended groups."""
 

@@ -293,6 +293,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
             assert torch.equal(value, b["optimizer"][part][name]), name
 
 
+@pytest.mark.slow
 def test_phases_run_stop_resume_and_export(tmp_path):
     """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -19,10 +20,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Iterator[None]:
+def triton(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> Iterator[None]:
     """Run kernels on Triton on any device, with poisoned output memory.
 
-    In the interpreter every address is checked.
+    In the interpreter every address is checked, in every third of the tests that are not slow.
     """
     if isinstance(_triton.triton, _triton._Absent):
         pytest.skip("no Triton on this platform")
@@ -31,7 +34,9 @@ def triton(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> Iterator[None]:
             "this Triton cannot interpret loops with this NumPy; 3.6 needs NumPy before 2.4"
         )
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
-    with checked() if _triton.INTERPRETED else contextlib.nullcontext():
+    slow = request.node.get_closest_marker("slow") is not None
+    chosen = slow or zlib.crc32(request.node.nodeid.encode()) % 3 == 0
+    with checked() if _triton.INTERPRETED and chosen else contextlib.nullcontext():
         yield
 
 

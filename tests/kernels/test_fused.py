@@ -244,7 +244,10 @@ def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkey
                 cache.position.add_(1)
 
 
-@pytest.mark.parametrize("case", ["full", "ragged rows", "quantized"])
+@pytest.mark.parametrize(
+    "case",
+    ["full", *(pytest.param(c, marks=pytest.mark.slow) for c in ("ragged rows", "quantized"))],
+)
 @torch.no_grad()
 def test_fused_tree_matches_decoder(case: str, triton, device, monkeypatch) -> None:
     vlm = build("llama", monkeypatch, device)

@@ -38,6 +38,7 @@ RECIPES = {
     "pyramiddrop+zipcache:page=4": (col_stats, gather_rows, quantize_kv),
     "pyramiddrop:positions=compact": (gather_rows,),
 }
+FAST = ("none", "lookm:keep=0.8,recent=0.2", "pyramiddrop:positions=compact")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("vlm", "recipe"),
     # Only dropping between layers needs more than two of them.
-    [(4 if "pyramiddrop" in recipe else 2, recipe) for recipe in RECIPES],
+    [
+        pytest.param(
+            4 if "pyramiddrop" in recipe else 2,
+            recipe,
+            marks=[] if recipe in FAST else [pytest.mark.slow],
+        )
+        for recipe in RECIPES
+    ],
     indirect=["vlm"],
 )
 @pytest.mark.usefixtures("triton")
@@ -88,7 +96,7 @@ def test_tokens_match_reference(vlm: VLM, recipe: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("vlm", "recipe"),
     [
-        (2, "none"),
+        pytest.param(2, "none", marks=pytest.mark.slow),
         pytest.param(4, "pyramiddrop", marks=pytest.mark.slow),
         pytest.param(4, "kivi:bits=4,group=4,residual=8", marks=pytest.mark.slow),
     ],

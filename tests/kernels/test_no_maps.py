@@ -19,14 +19,19 @@ RECIPES = [
     (4, "mustdrop"),
     (4, "fastv"),
     (2, "snapkv:keep=0.7,window=4"),
-    pytest.param(2, "lookm:keep=0.8", marks=pytest.mark.slow),
-    (2, "h2o:0.7"),
-    (2, "pyramidkv:keep=0.8,window=4"),
-    (2, "vlcache:0.7"),
-    (2, "cake:keep=0.7,window=4"),
     (2, "zipvl:tau=0.9"),
-    (2, "zipcache:page=8"),
-    (2, "downsample:0.3,proportional_attention=true"),
+    *(
+        pytest.param(2, recipe, marks=pytest.mark.slow)
+        for recipe in (
+            "lookm:keep=0.8",
+            "h2o:0.7",
+            "pyramidkv:keep=0.8,window=4",
+            "vlcache:0.7",
+            "cake:keep=0.7,window=4",
+            "zipcache:page=8",
+            "downsample:0.3,proportional_attention=true",
+        )
+    ),
 ]
 IMAGES = [make_image(seed=seed) for seed in range(5)]
 

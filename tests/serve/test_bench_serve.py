@@ -144,6 +144,7 @@ def row_of(report: dict[str, Any], what: str) -> dict[str, Any]:
 # --- whole runs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_vlmfast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--recipes", "none", "--no-transformers", "--only", "throughput"]
     report = run(tmp_path, *own, "--clients", "1", "2", "--requests", "3", "--rounds", "1")
@@ -196,6 +197,7 @@ def test_all_parts(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     assert len(gaps) == 2 and not any(serve.TRANSFORMERS in what for what in gaps)
 
 
+@pytest.mark.slow
 def test_scaling_tells_batches_from_a_queue(
     fakes: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
