@@ -25,7 +25,8 @@ def triton(
 ) -> Iterator[None]:
     """Run kernels on Triton on any device, with poisoned output memory.
 
-    In the interpreter every address is checked, in every third of the tests that are not slow.
+    In the interpreter every address is checked: in slow tests, in modules that set
+    ``CHECKS_ADDRESSES``, and in a third of the others.
     """
     if isinstance(_triton.triton, _triton._Absent):
         pytest.skip("no Triton on this platform")
@@ -34,8 +35,11 @@ def triton(
             "this Triton cannot interpret loops with this NumPy; 3.6 needs NumPy before 2.4"
         )
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
-    slow = request.node.get_closest_marker("slow") is not None
-    chosen = slow or zlib.crc32(request.node.nodeid.encode()) % 3 == 0
+    chosen = (
+        getattr(request.module, "CHECKS_ADDRESSES", False)
+        or request.node.get_closest_marker("slow") is not None
+        or zlib.crc32(request.node.nodeid.encode()) % 3 == 0
+    )
     with checked() if _triton.INTERPRETED and chosen else contextlib.nullcontext():
         yield
 

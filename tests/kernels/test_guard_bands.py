@@ -15,6 +15,7 @@ from kernel_memory import Guarded, banded, checked, each_tensor, guarded, result
 from vlmfast.kernels import _triton
 from vlmfast.kernels.compile import files
 
+CHECKS_ADDRESSES = True
 pytestmark = pytest.mark.usefixtures("triton")
 tl, triton_jit = _triton.tl, _triton.triton.jit
 interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="addresses are not observable")

@@ -21,6 +21,7 @@ from kernel_cases import THREE
 from kernel_memory import each_tensor, narrow_products, results
 from vlmfast.kernels import _triton
 
+CHECKS_ADDRESSES = True
 pytestmark = [
     pytest.mark.usefixtures("triton"),
     pytest.mark.skipif(not _triton.INTERPRETED, reason="needs Triton's interpreter"),
