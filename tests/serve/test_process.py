@@ -23,7 +23,6 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
 import server_fuzz
 from vlmfast.cli import main
-from vlmfast.core.registry import stage_names
 
 ROOT = Path(__file__).parents[2]
 GUARD = 120.0  # seconds; only a test that fails waits as long
@@ -294,8 +293,6 @@ def test_memory_after_many_bad_requests(tmp_path: Path) -> None:
     )
     sizes = []
     with server_fuzz.canary() as canary, running(*options) as server:
-        for recipe in stage_names():  # the weights of trained methods stay loaded
-            assert server.chat(recipe=recipe, max_tokens=2).status in (200, 400)
         fuzz = server_fuzz.Fuzz("process", ("tiny", "fast"), canary.url, folder=tmp_path)
         for start in range(0, 10_000, 500):
             cases = (fuzz.case(number) for number in range(start, start + 500))
