@@ -277,13 +277,13 @@ def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1
             segments.append(segment(keys[:, :, rows], values[:, :, rows], **how))
             at += n
     tail = keys[:, :, at:].contiguous(), values[:, :, at:].contiguous()
-    mask = torch.ones(1, 1, 1, s.length - at, dtype=torch.bool, device=query.device)
+    lengths = torch.full((batch, s.hk), s.length - at, device=query.device)
     moved = sum(map(read_bytes, segments)) + 2 * tail[0].nbytes + 2 * query.nbytes
     flop = 4 * batch * s.hq * s.d * s.length
     same = not segments
     sdpa = Other(lambda: fused_attention(query, keys, values, enable_gqa=s.hq != s.hk), same=same)
     return Work(
-        lambda: kernel(query, segments, *tail, mask)[0], moved, flop, {"SDPA in bf16": sdpa}
+        lambda: kernel(query, segments, *tail, lengths)[0], moved, flop, {"SDPA in bf16": sdpa}
     )
 
 

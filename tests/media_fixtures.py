@@ -101,6 +101,27 @@ def write_video(
     return path
 
 
+def still(count: int, rate: int, container: str = "mp4") -> bytes:
+    """A video that repeats one key frame of 32x32, without encoding it each time."""
+    import av
+
+    frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 99, np.uint8), format="rgb24")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        stream = output.add_stream("mpeg4", rate=rate)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        (packet, *_) = [*stream.encode(frame), *stream.encode()]
+        data = bytes(packet)
+        for index in range(count):
+            one = av.Packet(data)
+            one.stream, one.time_base = stream, packet.time_base
+            one.pts = one.dts = index
+            one.duration, one.is_keyframe = 1, True
+            output.mux(one)
+    return buffer.getvalue()
+
+
 def _turned(data: bytes, rotation: int) -> bytes:
     """Set the display rotation of an MP4, in degrees to the left."""
     # Shown at (a x - b y, b x + a y), with y pointing down: b = 1 turns to the right.

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 import media_fixtures as fx
@@ -453,7 +452,7 @@ class Fuzz:
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "a.mp4"
             self._video = fx.write_video(path, 6, height=32, width=48).read_bytes()
-        self._long = _still(100_000)
+        self._long = fx.still(100_000, 1000)
         image = Image.fromarray(fx.make_image(20, 24))
         self._images = [fx.encoded(image, kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP")]
 
@@ -829,24 +828,3 @@ def _gif_bomb(side: int, count: int) -> bytes:
     size = side.to_bytes(2, "little") * 2
     head = b"GIF89a" + size + b"\x80\x00\x00" + bytes(6)
     return head + count * (b"," + bytes(4) + size + b"\x00\x02\x02\x44\x01\x00") + b";"
-
-
-def _still(count: int) -> bytes:
-    """A video that repeats one key frame, without encoding it each time."""
-    import av
-
-    frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 99, np.uint8), format="rgb24")
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as output:
-        stream = output.add_stream("mpeg4", rate=1000)
-        stream.width = stream.height = 16
-        stream.pix_fmt = "yuv420p"
-        (packet, *_) = [*stream.encode(frame), *stream.encode()]
-        data = bytes(packet)
-        for index in range(count):
-            one = av.Packet(data)
-            one.stream, one.time_base = stream, packet.time_base
-            one.pts = one.dts = index
-            one.duration, one.is_keyframe = 1, True
-            output.mux(one)
-    return buffer.getvalue()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernel_memory import checked
+from vlmfast.check._probe import count
 from vlmfast.kernels import _triton
 
 
@@ -63,18 +64,12 @@ def poison(x: torch.Tensor) -> torch.Tensor:
     return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max - 1)
 
 
-@_triton.triton.jit
-def _count(out, n):
-    for _ in range(n):
-        _triton.tl.store(out, 1)
-
-
 @functools.cache
 def _interpreter_has_loops() -> bool:
     """Whether the interpreter supports loops with a run-time bound."""
     out = torch.zeros(1, dtype=torch.int32)
     try:
-        _count[(1,)](out, 3)
+        count[(1,)](out, 3)
     except Exception:
         return False
     return bool(out.item())

@@ -697,27 +697,6 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return fx.write_video(tmp_path_factory.mktemp("video") / "a.mp4").read_bytes()
 
 
-def still(count: int, rate: int, container: str = "mp4") -> bytes:
-    """A video that repeats one key frame of 32x32, without encoding it each time."""
-    import av
-
-    frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 99, np.uint8), format="rgb24")
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as output:
-        stream = output.add_stream("mpeg4", rate=rate)
-        stream.width = stream.height = 32
-        stream.pix_fmt = "yuv420p"
-        (packet, *_) = [*stream.encode(frame), *stream.encode()]
-        data = bytes(packet)
-        for index in range(count):
-            one = av.Packet(data)
-            one.stream, one.time_base = stream, packet.time_base
-            one.pts = one.dts = index
-            one.duration, one.is_keyframe = 1, True
-            output.mux(one)
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize(
     ("frames", "count"),
     [({}, 8), ({"num_frames": 64}, 40), ({"num_frames": 3}, 3), ({"fps": 5}, 20)],
@@ -821,16 +800,16 @@ def test_frame_sizes_are_limited(clip: bytes) -> None:
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts"])
 def test_long_videos_are_refused(container: str) -> None:
     """By the length that they state, or by their frames."""
-    data = still(100, 25, container)
+    data = fx.still(100, 25, container)
     assert watch(data, MediaLimits(max_video_seconds=4.1)) == data
     refused(413, "is too long", what=watch, args=(data, MediaLimits(max_video_seconds=3)))
 
 
 def test_videos_of_many_frames_are_refused() -> None:
-    slow, fast = still(100_000, 100), still(100_000, 1000)
+    slow, fast = fx.still(100_000, 100), fx.still(100_000, 1000)
     refused(413, "is too long: 1000 s, the limit is 600 s", what=watch, args=(slow,))
     refused(413, "with at most 72000 frames", what=watch, args=(fast,))
-    short = still(1000, 1000)
+    short = fx.still(1000, 1000)
     assert watch(short) == short
     assert watch(slow, MediaLimits(max_video_seconds=float("inf"))) == slow
 

@@ -177,10 +177,12 @@ def _decode_mixed(s: Shape, draw: Draws) -> Iterator[Case]:
     mask = (torch.arange(s.length, device=s.device) < lengths[..., None])[:, :, None]
     moved = _nbytes(keys, values) + 2 * query.nbytes
     terms = s.dim + s.length
-    args = query, [], keys, values, mask
+    args = query, [], keys, values, lengths  # as a plain decode step
     yield _case(s, decode_mixed, "decode_mixed", args, terms, "plain", moved)
     if s.large:
         return
+    args = query, [], keys, values, mask
+    yield _case(s, decode_mixed, "decode_mixed", args, terms, "mask")
     bias = draw.uniform(batch, s.kv_heads, s.length)
     segments = [draw.segment(batch, s.length, 4), draw.segment(batch, s.length - 5, 2, group=32)]
     args, kw = (query, segments, keys, values, mask), {"want_attention_mass": True}
@@ -328,6 +330,8 @@ def _norm_rope_append(s: Shape, draw: Draws) -> Iterator[Case]:
     )
     if s.large:
         return
+    kw = {"branch_weight": draw.normal(s.width), "unit_offset": True}
+    yield _case(s, norm_rope_append, "residual_norm", args, 2 * s.width, "norm of a branch", **kw)
     batch, new, capacity = 2, 2, s.length + 2
     query = draw.normal(batch, s.heads, new, s.dim)
     key, value = (draw.normal(batch, s.kv_heads, new, s.dim) for _ in "kv")
@@ -335,20 +339,28 @@ def _norm_rope_append(s: Shape, draw: Draws) -> Iterator[Case]:
     cos, sin = angle.cos().to(s.dtype), angle.sin().to(s.dtype)
     lengths = draw.integers(0, s.length, batch, s.kv_heads)
 
-    def appended(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    weights = draw.normal(s.dim), draw.normal(s.dim)
+
+    def appended(function: Callable[..., Tensor], norm: Any) -> tuple[Tensor, ...]:
         keys, values = (key.new_zeros(batch, s.kv_heads, capacity, s.dim) for _ in "kv")
-        rotated = function(query, key, value, cos, sin, keys, values, lengths)
+        rotated = function(query, key, value, cos, sin, keys, values, lengths, norm)
         return rotated, keys, values
 
-    case = _case(s, norm_rope_append, "rotate_append", (), 2, "ragged")
-    run, reference = (partial(appended, of.func) for of in (case.run, case.reference))
-    yield replace(case, run=run, reference=reference)
+    for about, norm in (
+        ("ragged", None),
+        ("norms of heads", norm_rope_append.HeadNorm(*weights, 1e-6)),
+    ):
+        terms = 2 if norm is None else s.dim
+        case = _case(s, norm_rope_append, "rotate_append", (), terms, about)
+        run, reference = (partial(appended, of.func, norm) for of in (case.run, case.reference))
+        yield replace(case, run=run, reference=reference)
 
 
 def _swiglu(s: Shape, draw: Draws) -> Iterator[Case]:
     tokens = s.length // 4 if s.large else 3
     gate, up = (draw.normal(tokens, 3 * s.width) for _ in "gu")
-    yield _case(s, swiglu, "swiglu", (gate, up), 1, f"{tokens} tokens", 3 * gate.nbytes)
+    for name in ("swiglu", "geglu_tanh"):
+        yield _case(s, swiglu, name, (gate, up), 1, f"{tokens} tokens", 3 * gate.nbytes)
 
 
 # --- pooling -------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from vlmfast.errors import VLMFastError
 from .config import MediaLimits, ServerConfig
 
 _KEY = "VLMFAST_API_KEY"
-# Products in half precision that PyTorch on a CPU keeps compiled, by their sizes: about half a
-# megabyte each. The defaults, 1024 of each kind, let a server grow by a gigabyte as prompts of ever
-# new lengths arrive.
+# Products in half precision that PyTorch on a CPU keeps compiled, by their sizes. With the 1024 of
+# each kind that are its defaults, a server grows as prompts of ever new lengths arrive.
 _KEPT_PRODUCTS = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "128")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import threading
 import time
 from collections import deque
@@ -18,7 +17,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
-from PIL import Image
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -236,15 +234,8 @@ class Runner:
 
     def warm_up(self) -> None:
         """Answer one question under each recipe of the configuration."""
-        image = Image.new("RGB", (64, 64), "gray")
-        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
-        messages = [{"role": "user", "content": content}]
         for recipe in dict.fromkeys(self.recipes.by_model.values()):
-            self.vlm.submit(
-                Request(messages=messages, recipe=recipe, tenant=secrets.token_hex()),
-                max_new_tokens=2,
-            ).result()
-        self.vlm.prefix_cache.clear()
+            self.vlm.warmup(recipe)
 
     async def open(self, query: Query, key: str, arrived: float, end: float) -> Running:
         """Read the media of a request, and submit it.
