@@ -974,6 +974,29 @@ def test_pool_keeps_at_most_its_limit():
     assert nothing.take((100,), torch.float32, device) is not buffers[3]
 
 
+def test_pool_frees_shapes_that_were_not_used_for_long():
+    """What is idle never exceeds what was in use at one time, however many shapes there were."""
+    pool, nbytes = BufferPool(), 1 << 26
+
+    def take(rows: int) -> torch.Tensor:
+        return pool.take((rows, nbytes // 4 // rows), torch.float32, torch.device("cpu"))
+
+    for rows in (1, 2, 4, 8, 16):
+        buffer = take(rows)
+        pool.give(buffer)
+    assert pool.idle == nbytes
+    assert take(16) is buffer
+    others = [take(1), take(1)]
+    for used in (*others, buffer):
+        pool.give(used)
+    assert pool.idle == 3 * nbytes  # control: all of them were in use
+    pool.give(take(2))
+    assert pool.idle == 3 * nbytes
+    assert take(16) is buffer
+    assert take(1) is others[1]
+    assert take(1) is not others[0]
+
+
 @pytest.mark.parametrize(
     "recipe", [None, "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )

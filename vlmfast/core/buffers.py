@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 _SMALLEST = 256  # slots of the smallest capacity class
+_SPARE = 1 << 26  # bytes that may be idle in any case
 
 
 def bucket(slots: int) -> int:
@@ -35,12 +37,15 @@ class BufferPool:
     Parameters
     ----------
     limit : int
-        Maximum bytes of idle buffers; buffers returned beyond them are freed.
+        Maximum bytes of idle buffers. They also never exceed what was in use at one time, or
+        64 MiB: a server that sees ever new shapes would else keep one of each. The buffers of the
+        least recently used shape are freed first.
     """
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit, self.idle = limit, 0
-        self._free: dict[tuple, list[Tensor]] = {}
+        self._used = self._most_used = 0  # bytes
+        self._free: OrderedDict[tuple, list[Tensor]] = OrderedDict()
         self._others: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -67,16 +72,21 @@ class BufferPool:
         with self._lock:
             free = self._free.get((shape, dtype, device))
             buffer = free.pop() if free else None
-            self.idle -= 0 if buffer is None else buffer.nbytes
-        if buffer is None:
-            try:
-                return torch.zeros(shape, dtype=dtype, device=device)
-            except torch.OutOfMemoryError:
-                self.clear()
-                for release in self._others:
-                    release()
-                return torch.zeros(shape, dtype=dtype, device=device)
-        return buffer.zero_() if clear else buffer
+            if buffer is not None:
+                self.idle -= buffer.nbytes
+                self._count(buffer.nbytes)
+        if buffer is not None:
+            return buffer.zero_() if clear else buffer
+        try:
+            buffer = torch.zeros(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError:
+            self.clear()
+            for release in self._others:
+                release()
+            buffer = torch.zeros(shape, dtype=dtype, device=device)
+        with self._lock:
+            self._count(buffer.nbytes)
+        return buffer
 
     def give(self, buffer: Tensor | None) -> None:
         """Return ``buffer``; no other reference to it or a view of it may exist."""
@@ -84,9 +94,20 @@ class BufferPool:
             return
         key = (tuple(buffer.shape), buffer.dtype, buffer.device)
         with self._lock:
-            if self.idle + buffer.nbytes <= self.limit:
-                self.idle += buffer.nbytes
-                self._free.setdefault(key, []).append(buffer)
+            self._count(-buffer.nbytes)
+            self._free.setdefault(key, []).append(buffer)
+            self._free.move_to_end(key)
+            self.idle += buffer.nbytes
+            while self.idle > min(self.limit, max(_SPARE, self._most_used)):
+                oldest = next(iter(self._free))
+                if self._free[oldest]:
+                    self.idle -= self._free[oldest].pop(0).nbytes
+                else:
+                    del self._free[oldest]
+
+    def _count(self, nbytes: int) -> None:
+        self._used += nbytes
+        self._most_used = max(self._most_used, self._used)
 
     def clear(self) -> None:
         """Free all idle buffers."""
