@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import save
 
 import vlmfast
+from documented import check, commands
 from fake_hub import FakeHub, running
 from vlmfast.core import hub as hub_module
 from vlmfast.core.registry import stage_class
 from vlmfast.core.weights import SHIPPED, StageWeights, load_weights
 from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.eval.cards import accuracy_tables
+from vlmfast.train.stages import command_of
 
 ROOT = Path(vlmfast.__file__).parent.parent
 ATP = SHIPPED / "tiny-atp"
@@ -46,7 +51,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def weights() -> StageWeights:
-    return StageWeights.from_pretrained(ATP)
+    """Shipped weights, with the card of any other weights."""
+    return replace(StageWeights.from_pretrained(ATP), card=None)
 
 
 def files_of(weights: StageWeights, folder: Path) -> dict[str, bytes]:
@@ -359,8 +365,8 @@ def test_requests_to_a_server_cannot_name_hub_ids(hub: FakeHub, tiny: vlmfast.VL
     name = next(iter(recipes.by_model))
     for recipe in (f"atp:weights={REPO}", f"draft-eagle:weights={REPO}@main"):
         with pytest.raises(RequestError, match="weights cannot be set by a request"):
-            recipes.of(Namespace(model=name, recipe=recipe))
-    assert recipes.of(Namespace(model=name, recipe="atp:0.5"))
+            recipes.of(argparse.Namespace(model=name, recipe=recipe))
+    assert recipes.of(argparse.Namespace(model=name, recipe="atp:0.5"))
     assert not hub.requests
 
 
@@ -413,3 +419,128 @@ def test_example_of_a_card_is_a_valid_recipe(described: Any) -> None:
     line = next(part for part in described().model_card().splitlines() if "recipe=" in part)
     recipe = vlmfast.Recipe.parse(line.split('"')[1])
     assert (recipe[0].kind, recipe[0].weights) == ("eagle3", "FOLDER")
+
+
+# --- cards of the shipped weights ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """``tools/cards.py``."""
+    spec = importlib.util.spec_from_file_location("cards", ROOT / "tools" / "cards.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not (ROOT / "tools").is_dir(), reason="not part of this distribution")
+@pytest.mark.parametrize("name", ["atp", "pvc", "elastic", "draft-eagle"])
+def test_shipped_cards_are_up_to_date(tool: ModuleType, name: str, tmp_path: Path) -> None:
+    assert {path.name for path in SHIPPED.glob("tiny-*")} == {f"tiny-{n}" for n in tool.COMMANDS}
+    folder, wanted = SHIPPED / f"tiny-{name}", files_of(tool.shipped(name), tmp_path)
+    for file in FILES:
+        assert (folder / file).read_bytes() == wanted[file], f"run python tools/cards.py: {file}"
+    card = wanted["README.md"].decode()
+    page = "drafters-training.md" if name == "draft-eagle" else "trained.md"
+    documented = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n  ", "")
+    assert tool.COMMANDS[name] in documented
+    (command,) = (c for c in commands("card", card) if c.text.startswith("vlmfast train"))
+    check(command)
+
+
+def test_shipped_model_has_its_card() -> None:
+    card = SHIPPED / "tiny" / "README.md"
+    wanted = SHIPPED.parent / "models" / "tiny" / "CARD.md"
+    assert card.read_bytes() == wanted.read_bytes(), "run python tools/cards.py"
+    assert ModelCard.load(card).data.license == "apache-2.0"
+
+
+# --- measurements of cards -----------------------------------------------------------------------
+
+
+def report(tmp_path: Path, *recipes: str) -> Path:
+    runs = {}
+    for number, recipe in enumerate(recipes):
+        values = {"recipe": recipe, "control": None, "kept": 1 - number / 10, "loyalty": 0.9}
+        values |= {"accuracy_image": 0.9 - number / 100, "accuracy_image_ci": [0.85, 0.95]}
+        runs[recipe] = values | {"accuracy_video": None, "accuracy_video_ci": None}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"tasks": {"shapes": {"recipes": runs}}}), encoding="utf-8")
+    return path
+
+
+def test_accuracy_table_contains_the_runs_of_the_stage(tmp_path: Path) -> None:
+    weights = "weights=/home/me/runs"
+    path = report(tmp_path, "none", f"atp:0.5,{weights}", f"atp:0.3,{weights}+kivi", "hired:0.2")
+    (table,) = accuracy_tables(path, "atp", "Measured here.")
+    assert table["rows"] == [
+        ["`none`", "100.0", "90.0 [85.0, 95.0]", None, "100.0"],
+        ["`atp:0.5`", "90.0", "89.0 [85.0, 95.0]", None, "90.0"],
+    ]
+    assert len(table["columns"]) == len(table["rows"][0])
+    assert table["note"] == "Measured here."
+
+
+@pytest.mark.parametrize(
+    ("recipes", "message"),
+    [
+        (("none", "hired:0.2"), "contains no run of atp alone"),
+        (("atp:weights=a", "atp:weights=b"), "runs of atp with several weights"),
+    ],
+)
+def test_unusable_reports_are_rejected(
+    tmp_path: Path, recipes: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(VLMFastError, match=message):
+        accuracy_tables(report(tmp_path, *recipes), "atp")
+    for text in ("{", "[]", '{"tasks": {"shapes": {}}}'):
+        (tmp_path / "report.json").write_text(text)
+        with pytest.raises(VLMFastError, match="cannot be read"):
+            accuracy_tables(tmp_path / "report.json", "atp")
+
+
+def test_recorded_command_has_no_local_paths(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    for flag, default in {"--model": "tiny", "--data": None, "--out": "runs", "--lr": 0.1}.items():
+        parser.add_argument(flag, default=default, type=type(default) if default else str)
+    parser.add_argument("--gate-from", type=float, nargs=2, default=(1.0, 2.0))
+    parser.add_argument("--text", action="store_true")
+    data = tmp_path / "my data.json"
+    data.touch()
+    flags = ["--data", str(data), "--out", str(tmp_path), "--lr", "0.5", "--text"]
+    args = parser.parse_args([*flags, "--gate-from", "3", "4"])
+    command = command_of(["vlmfast", "train", "x"], args, parser)
+    assert command == "vlmfast train x --data 'my data.json' --lr 0.5 --gate-from 3.0 4.0 --text"
+    args = parser.parse_args(["--model", str(tmp_path)])
+    assert command_of(["x"], args, parser) == f"x --model {tmp_path.name}"
+
+
+def test_trained_drafter_has_its_measured_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tqdm")
+    import vlmfast.train.drafters
+    from vlmfast.train.drafters import DrafterTrainer, add_arguments
+
+    monkeypatch.setattr(vlmfast.train.drafters, "_BLOCK", 2)  # answers generated at a time
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = "--samples 2 --held-out 1 --batch 1 --answer-tokens 4 --eval-every 1 --ttt 1"
+    flags = [*flags.split(), "--units", "8", "--dtype", "float32", "--steps", "2"]
+    flags += ["--out", str(tmp_path)]
+    DrafterTrainer(parser.parse_args([*flags, "--stop-after", "1"])).train()
+    trainer = DrafterTrainer(parser.parse_args(flags))
+    trainer.train()
+    weights = StageWeights.from_pretrained(tmp_path / "weights")
+    (table,) = weights.measured
+    assert table["columns"] == ["steps", "samples", "all"]
+    assert [row[0] for row in table["rows"]] == [1, 2]  # also from before the interruption
+    assert table["rows"][-1][-1] == round(trainer.measured["all"], 4)
+    assert weights.training["model"] == "tiny"
+    assert str(tmp_path) not in weights.model_card()
+    (command,) = (
+        c for c in commands("card", weights.model_card()) if c.text.startswith("vlmfast train")
+    )
+    assert "--units 8" in command.text
+    check(command)

@@ -62,8 +62,7 @@ def model_card(stage: type[Stage], about: dict[str, Any], recipe: str | None = N
         f"---\n{data.to_yaml()}\n---",
         f"# {name} for {model or _text(about['config'].get('family', 'a model'))}",
         f"Trained weights of the {kind} `{name}` ({stage.paper}). {summary}",
-        "They fit only the model that they were trained for. The model itself is unchanged and is "
-        "not part of this repository.",
+        "They fit only the model that they were trained for, which is not included.",
         "## Use",
         _usage(model, recipe),
     ]
@@ -112,11 +111,13 @@ def _base(about: dict[str, Any], model: str | None) -> dict[str, Any]:
 
 
 def _training(training: dict[str, Any]) -> list[str]:
-    values = {k: v for k, v in training.items() if k not in ("model", "command")}
+    values = {k: v for k, v in training.items() if k not in ("model", "command", "note")}
     command = training.get("command")
-    parts = ["The model was frozen; only the weights in this repository were trained."]
+    parts = ["The model was frozen; only these weights were trained."]
     if command:
         parts.append(f"```\n{command}\n```")
+    if note := training.get("note"):
+        parts.append(note)
     return [*parts, _facts(values)]
 
 
