@@ -93,6 +93,7 @@ SHORTENED = {
 NOT_RUN_PYTHON = {
     r'"cuda"': "needs a GPU",
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
+    r"push_to_hub": "online: tests/test_sharing.py uploads to a local hub",
 }
 QUESTION, IMAGE = "What is in the bottom left?", "examples/picture.png"
 CORE = (contexts, layout, params, protocols, stage, statistics)

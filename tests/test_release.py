@@ -354,3 +354,102 @@ def test_answers_of_installed_package_are_checked(
     else:
         release.use(Path("bin"), Path())
         assert calls == ["--version", "ask", "ask", "methods", "env", "train"]
+
+
+# --- README and URLs of the package --------------------------------------------------------------
+
+REPOSITORY = "https://code.example.org/owner/vlmfast"
+BLOB, RAW = f"{REPOSITORY}/blob/v1.2.3", f"{REPOSITORY}/raw/v1.2.3"
+
+
+@pytest.fixture(scope="module")
+def hook(release: ModuleType) -> ModuleType:
+    """``hatch_build.py``."""
+    pytest.importorskip("hatchling")
+    return release.hook()
+
+
+@pytest.mark.parametrize("address", [None, REPOSITORY])
+def test_built_metadata_has_no_relative_link(
+    release: ModuleType,
+    hook: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+) -> None:
+    import hatchling.build
+
+    monkeypatch.setenv(hook.VARIABLE, address or "")
+    monkeypatch.chdir(ROOT)  # as build front ends do
+    folder = tmp_path / hatchling.build.prepare_metadata_for_build_wheel(str(tmp_path))
+    content = (folder / "METADATA").read_bytes()
+    assert not release.metadata_problems(content, address)
+    readme = read("README.md")
+    assert release.relative_links(readme), "the README of the repository has relative links"
+    text = content.decode()
+    assert (f"{REPOSITORY}/blob/v{vlmfast.__version__}/docs/" in text) == (address is not None)
+    for block in re.findall(r"^```.*?^```", readme, re.MULTILINE | re.DOTALL):
+        assert block in text
+    other = None if address else REPOSITORY
+    assert release.metadata_problems(content, other)
+
+
+def test_problems_of_metadata_are_found(release: ModuleType) -> None:
+    head = "Metadata-Version: 2.4\nName: vlmfast\nVersion: 1.2.3\nSummary: s\n"
+    head += "License-Expression: Apache-2.0\nDescription-Content-Type: text/markdown\n"
+    good = f"{head}\n[docs](https://example.org/docs)\n"
+    assert not release.metadata_problems(good.encode(), None)
+    for old, new, problem in (
+        ("Summary: s\n", "", "summary is missing"),
+        ("Version: 1.2.3", "Version: one", "version"),
+        ("text/markdown", "text/plain", "README is text/plain"),
+        ("https://example.org/docs", "docs/a.md", "docs/a.md is relative"),
+        ("Summary", "Project-URL: Source, https://example.org\nSummary", "URLs are"),
+    ):
+        assert old in good
+        found = release.metadata_problems(good.replace(old, new).encode(), None)
+        assert any(problem in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "linked", "plain"),
+    [
+        ("[a](docs/a.md#b) c", f"[a]({BLOB}/docs/a.md#b) c", "a c"),
+        ('[a](./b.md "t")', f'[a]({BLOB}/b.md "t")', "a"),
+        ("[`a`](b.md)", f"[`a`]({BLOB}/b.md)", "`a`"),
+        ("[a\nb](c.md)", f"[a\nb]({BLOB}/c.md)", "a\nb"),
+        ("![a](b.png) c", f"![a]({RAW}/b.png) c", " c"),
+        ("[![a](b.png)](c.md)", f"[![a]({RAW}/b.png)]({BLOB}/c.md)", ""),
+        ("[a](#b)", f"[a]({REPOSITORY}#b)", "a"),
+        ("[a](https://x.org/)", "[a](https://x.org/)", "[a](https://x.org/)"),
+        ("![a](https://x.org/b.png)",) * 3,
+        ("[a][b] [b] [c]\n\n[b]: d.md\n", f"[a]({BLOB}/d.md) [b]({BLOB}/d.md) [c]\n\n", None),
+        ('<img alt="a" src="b.png"> c', f'<img alt="a" src="{RAW}/b.png"> c', " c"),
+        ('<a href="b.md">c</a>', f'<a href="{BLOB}/b.md">c</a>', "c"),
+        ('<a href="https://x.org">c</a>',) * 3,
+        ("`[a](b.md)` and `` `[a](b.md)` ``",) * 3,
+        ("```\n[a](b.md)\n```\n",) * 3,
+        ("x[0](y) and f(a)[1]", f"x[0]({BLOB}/y) and f(a)[1]", "x0 and f(a)[1]"),
+    ],
+)
+def test_links_are_rewritten(
+    release: ModuleType, hook: ModuleType, text: str, linked: str, plain: str | None
+) -> None:
+    assert hook.rewritten(text, REPOSITORY, "v1.2.3") == linked
+    found = hook.rewritten(text, None, "v1.2.3")
+    assert plain is None or found == plain
+    assert not release.relative_links(linked)
+    assert not release.relative_links(found)
+
+
+def test_address_of_the_repository_is_checked(
+    hook: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hook.version(ROOT) == vlmfast.__version__
+    for value, wanted in ((f"{REPOSITORY}.git", REPOSITORY), (f"{REPOSITORY}/", REPOSITORY)):
+        monkeypatch.setenv(hook.VARIABLE, value)
+        assert hook.repository() == wanted
+    for value in ("owner/name", "http://example.org/a/b", "https://example.org/a"):
+        monkeypatch.setenv(hook.VARIABLE, value)
+        with pytest.raises(ValueError, match="must be of the form https://host/owner/name"):
+            hook.repository()

@@ -1,7 +1,8 @@
 """Build the sdist and the wheel, and test the wheel in a fresh environment: ``make wheel``.
 
 The wheel is built from the sdist, so a file that is missing from either is detected. The files
-of the wheel are compared with those under version control. The wheel is then installed into a new
+of the wheel are compared with those under version control, and the metadata of both are checked:
+README must have no link that works only in the repository. The wheel is then installed into a new
 virtual environment and used from a folder outside the repository. Only files that pass are moved
 to ``dist``.
 
@@ -12,14 +13,17 @@ By default the new environment uses the dependencies that are installed for the 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 # A question, its arguments and the answer of the shipped model.
@@ -83,6 +87,72 @@ def wheel_problems(wheel: Path, expected: set[str]) -> list[str]:
         if not any(path.partition("/")[2] == name for path in info):
             found.append(f"missing: .dist-info/{name}")
     return found
+
+
+def metadata_of(file: Path) -> bytes:
+    """The metadata of a wheel or an sdist."""
+    if file.suffix == ".whl":
+        with zipfile.ZipFile(file) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            return archive.read(name)
+    with tarfile.open(file) as archive:
+        (name,) = (n for n in archive.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO"))
+        return archive.extractfile(name).read()
+
+
+def metadata_problems(content: bytes, address: str | None) -> list[str]:
+    """One line for each problem that a package index or its readers would meet.
+
+    Parameters
+    ----------
+    content : bytes
+        Of ``METADATA`` or ``PKG-INFO``.
+    address : str or None
+        Of the repository; its URLs must be listed if it is given.
+    """
+    from packaging.metadata import Metadata
+
+    try:
+        metadata = Metadata.from_email(content, validate=True)
+    except ExceptionGroup as group:
+        return [str(error) for error in group.exceptions]
+    found = [
+        f"{key} is missing"
+        for key in ("summary", "license_expression")
+        if not getattr(metadata, key)
+    ]
+    if metadata.description_content_type != "text/markdown":
+        found.append(f"README is {metadata.description_content_type}, not text/markdown")
+    found += [f"README: {link} is relative" for link in relative_links(metadata.description or "")]
+    listed = metadata.project_urls or {}
+    wanted = {"Source", "Documentation", "Changelog", "Issues"} if address else set()
+    if set(listed) != wanted:
+        found.append(f"URLs are {sorted(listed)}, not {sorted(wanted)}")
+    return found
+
+
+def relative_links(text: str) -> list[str]:
+    """Targets of links and images in Markdown that work only in the repository."""
+    from html.parser import HTMLParser
+
+    from markdown_it import MarkdownIt
+
+    found: list[str] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.extend(v or "" for k, v in attrs if k in ("href", "src", "srcset"))
+
+    Links().feed(MarkdownIt("commonmark").enable("table").render(text))
+    return [link for link in found if hook().is_relative(link)]
+
+
+def hook() -> ModuleType:
+    """``hatch_build.py``, which writes the README of the package."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -155,6 +225,12 @@ def main() -> int:
             sdist, wheel = build(temporary / "dist")
             if found := wheel_problems(wheel, expected_files()):
                 raise ReleaseError("\n".join([f"{wheel.name}:", *found]))
+            address = hook().repository()
+            for file in (sdist, wheel):
+                if found := metadata_problems(metadata_of(file), address):
+                    raise ReleaseError("\n".join([f"{file.name}:", *found]))
+            if address is None:
+                say("VLMFAST_REPOSITORY is not set: README has no links to the repository\n")
             say("installing the wheel into a fresh environment ...\n")
             scripts = install(wheel, temporary / "environment", args.download)
             say("running its commands ...\n")

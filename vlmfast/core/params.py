@@ -119,7 +119,7 @@ def saliency_param() -> Any:
 
 def weights_param() -> Any:
     """Offered by every trained method."""
-    return param("auto", "folder of trained weights; auto: those that are shipped for the model")
+    return param("auto", "folder or hub id (owner/name@revision) of trained weights; auto: shipped")
 
 
 # Names of comparisons in `operator`. All are false for NaN, which is thus out of every range.

@@ -1,27 +1,255 @@
-"""Weights of trained stages: a folder with ``stage.json`` and ``model.safetensors``.
+"""Weights of trained stages: a folder or a hub repository with ``stage.json`` and
+``model.safetensors``.
 
 ``stage.json`` holds the stage's name, what its module is built from (the sizes of the model among
 it), a signature of the model and how the weights were trained. Weights fit only the model that they
-were trained for.
+were trained for. ``README.md`` is their model card.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vlmfast.errors import RecipeError
 
+from . import hub
+from .cards import FOLDER, model_card, with_hub_id
 from .files import make_folder, replace_bytes, replace_text
 from .registry import stage_class
 from .stage import Stage
 
 SHIPPED = Path(__file__).parents[1] / "weights"
-CONFIG, WEIGHTS = "stage.json", "model.safetensors"
+CONFIG, WEIGHTS, CARD = "stage.json", "model.safetensors", "README.md"
+# `config.json` is that of published drafters.
+_ON_HUB = (CONFIG, WEIGHTS, CARD, "config.json")
+
+
+@dataclass(frozen=True, eq=False)
+class StageWeights:
+    """Weights of a trained stage or drafter, with how they were trained and measured.
+
+    Parameters
+    ----------
+    stage : str
+        Method name.
+    config : dict
+        What `Stage.build` takes: sizes of the model and the training's own values.
+    signature : list of float
+        Of the model, see `Adapter.signature`.
+    training : dict
+        How the weights were trained: ``model``, ``command``, ``steps`` and further values.
+    state : dict of str to Tensor
+        The state of the module, on the host.
+    measured : tuple of dict
+        Tables for the card: ``title``, ``columns``, ``rows`` (a list of values for each) and
+        optionally ``note``.
+    license : str, optional
+        SPDX identifier in lower case, as on the hub.
+    card : str, optional
+        Text of the model card, if it was edited; by default it is generated.
+
+    Examples
+    --------
+    >>> weights = StageWeights.from_pretrained("runs/elastic/weights")  # doctest: +SKIP
+    >>> weights.push_to_hub("owner/elastic-llava")  # doctest: +SKIP
+    """
+
+    stage: str
+    config: dict[str, Any]
+    signature: list[float]
+    training: dict[str, Any]
+    state: dict[str, Tensor] = field(repr=False)
+    measured: tuple[dict[str, Any], ...] = ()
+    license: str | None = None
+    card: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> StageWeights:
+        """Read a folder that `save_pretrained` or ``vlmfast train`` wrote, or a hub repository.
+
+        Parameters
+        ----------
+        source : str or Path
+            A folder, ``owner/name`` or ``owner/name@revision``.
+
+        Raises
+        ------
+        RecipeError
+            When it cannot be read or downloaded.
+        """
+        text, name = str(source), "StageWeights"
+        folder = _located(name, text)
+        about = _described(folder / CONFIG, f"{name}: weights={text}")
+        state = _state(folder, f"{name}: weights={text}")
+        try:
+            card = (folder / CARD).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            card = None
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"{name}: {folder / CARD} cannot be read: {error}") from error
+        weights = cls(
+            about["stage"],
+            about["config"],
+            about["signature"],
+            about.get("training") or {},
+            state,
+            tuple(about.get("measured") or ()),
+            about.get("license"),
+        )
+        weights._check(f"{name}: {folder / CONFIG}")
+        generated = weights.model_card()
+        if card is not None and hub.is_hub_id(text):  # the next repository has another id
+            repo_id = text.partition("@")[0]
+            generated = with_hub_id(generated, repo_id)
+            edited = card.replace(f"weights={repo_id}", f"weights={FOLDER}")
+        else:
+            edited = card
+        return weights if card in (None, generated) else replace(weights, card=edited)
+
+    def _check(self, where: str) -> None:
+        if not isinstance(self.training, dict):
+            raise RecipeError(f"{where}: training must be an object")
+        for table in self.measured:
+            rows = table.get("rows") if isinstance(table, dict) else None
+            if not (
+                isinstance(rows, list)
+                and isinstance(table.get("title"), str)
+                and isinstance(table.get("columns"), list)
+                and all(isinstance(row, list) for row in rows)
+            ):
+                raise RecipeError(f"{where}: measured must contain title, columns and rows")
+
+    def module(self) -> nn.Module:
+        """The module, on the host, float32, for inference.
+
+        Raises
+        ------
+        RecipeError
+            When the weights do not fit the module that ``config`` describes.
+        """
+        try:
+            module = stage_class(self.stage).build(self.config).float()
+            module.load_state_dict(self.state)
+        except RecipeError:
+            raise
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RecipeError(
+                f"{self.stage}: the weights cannot be used: {type(error).__name__}: {error}"
+            ) from error
+        return module.eval().requires_grad_(False)
+
+    def with_measured(self, *tables: dict[str, Any]) -> StageWeights:
+        """The same weights with tables of measurements; the card is generated again.
+
+        ``vlmfast.eval.cards.accuracy_tables`` returns those of a report.
+        """
+        weights = replace(self, measured=(*self.measured, *tables), card=None)
+        weights._check("with_measured")
+        return weights
+
+    def model_card(self, recipe: str | None = None) -> str:
+        """Text of the model card; ``recipe`` is that of the example of a generated card."""
+        if self.card is not None:
+            return self.card
+        return model_card(stage_class(self.stage), self._about(), recipe)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write weights in bfloat16, ``stage.json`` and model card, each file atomically.
+
+        Parameters
+        ----------
+        folder : str or Path
+            Created if it does not exist.
+
+        Raises
+        ------
+        VLMFastError
+            With the path and the reason, when a file cannot be written.
+        """
+        self._save(Path(folder), self.model_card())
+
+    def _save(self, folder: Path, card: str) -> None:
+        from safetensors.torch import save
+
+        make_folder(folder)
+        state = {
+            key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None)
+            for key, value in self.state.items()
+        }
+        replace_bytes(
+            folder / WEIGHTS, [save({key: value.contiguous() for key, value in state.items()})]
+        )
+        replace_text(folder / CONFIG, json.dumps(self._about(), indent=2) + "\n")
+        replace_text(folder / CARD, card)
+
+    def _about(self) -> dict[str, Any]:
+        """The content of ``stage.json``."""
+        about: dict[str, Any] = {
+            "stage": self.stage,
+            "config": self.config,
+            "signature": self.signature,
+            "training": self.training,
+        }
+        about |= {"measured": list(self.measured)} if self.measured else {}
+        return about | ({"license": self.license} if self.license else {})
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Upload weights, ``stage.json`` and model card to the hub.
+
+        Afterwards a recipe can use them: ``weights=owner/name``.
+
+        Parameters
+        ----------
+        repo_id : str
+            ``owner/name``. The repository is created if it does not exist.
+        revision : str, optional
+            Branch to commit to, created if it does not exist; by default the main branch.
+        private : bool, optional
+            Whether a new repository is private; by default that of the account.
+        token : str, optional
+            By default that of ``hf auth login`` or ``HF_TOKEN``.
+        commit_message : str, optional
+        create_pr : bool
+            Whether to open a pull request instead of committing.
+
+        Returns
+        -------
+        str
+            Address of the commit or of the pull request.
+
+        Raises
+        ------
+        VLMFastError
+            When ``repo_id`` is not ``owner/name``, or the upload fails.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self._save(Path(folder), with_hub_id(self.model_card(), repo_id))
+            return hub.upload(
+                Path(folder),
+                repo_id,
+                revision=revision,
+                private=private,
+                token=token,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
 
 
 def save_weights(
@@ -31,8 +259,9 @@ def save_weights(
     config: dict[str, Any],
     signature: list[float],
     training: dict[str, Any],
+    measured: Iterable[dict[str, Any]] = (),
 ) -> None:
-    """Write the weights of a trained stage, in bfloat16, each file atomically.
+    """`StageWeights.save_pretrained`, for the module of a stage.
 
     Parameters
     ----------
@@ -41,28 +270,12 @@ def save_weights(
     name : str
         Method name of the stage.
     module : Module
-    config : dict
-        What `Stage.build` takes: sizes of the model and the training's own values.
-    signature : list of float
-        Of the model, see `Adapter.signature`.
-    training : dict
-        How the weights were trained, for the reader.
+    config, signature, training, measured
+        As in `StageWeights`.
     """
-    from safetensors.torch import save
-
-    folder = Path(folder)
-    make_folder(folder)
-    state = {
-        key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None)
-        for key, value in module.state_dict().items()
-    }
-    text = json.dumps(
-        {"stage": name, "config": config, "signature": signature, "training": training}, indent=2
-    )
-    replace_bytes(
-        folder / WEIGHTS, [save({key: value.contiguous() for key, value in state.items()})]
-    )
-    replace_text(folder / CONFIG, text + "\n")
+    state = module.state_dict()
+    weights = StageWeights(name, config, signature, training, state, tuple(measured))
+    weights.save_pretrained(folder)
 
 
 def training(name: str) -> str:
@@ -87,39 +300,65 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
     model = f"this {sizes['family']} model of width {sizes['width']} and {sizes['depth']} layers"
     train = f"train them with `{training(stage.name)} --model ...` and pass weights=DIR"
     if stage.weights != "auto":
-        folder = Path(stage.weights)
-        if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
-            folder = folder / "weights"  # the folder of the whole training
+        folder = _located(stage.name, stage.weights)
         if (module := stage.published(folder, sizes)) is not None:
             return module.requires_grad_(False).eval()
-        about = _read(folder, stage.name)
+        about = _read(folder, stage.name, stage.weights)
         if not _belongs(about, sizes, signature):
             raise RecipeError(
-                f"{stage.name}: the weights in {folder} were trained for another model than "
+                f"{stage.name}: the weights in {stage.weights} were trained for another model than "
                 f"{model}; {train}"
             )
-        return _module(folder, about)
+        return _module(folder, about, stage.weights)
     for folder in sorted(SHIPPED.glob(f"*-{stage.name}")):
-        about = _read(folder, stage.name)
+        about = _read(folder, stage.name, str(folder))
         if _belongs(about, sizes, signature):
-            return _module(folder, about)
+            return _module(folder, about, str(folder))
     raise RecipeError(f"{stage.name}: there are no weights for {model}; {train}")
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+def _located(name: str, weights: str) -> Path:
+    """The folder of weights, downloaded if ``weights`` is a hub id."""
+    folder = Path(weights)
+    if not hub.is_hub_id(weights):
+        if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
+            return folder / "weights"  # the folder of the whole training
+        return folder
+    folder = hub.download(name, weights, _ON_HUB)
+    if not any((folder / file).exists() for file in (CONFIG, "config.json")):
         raise RecipeError(
-            f"{name}: weights={folder} cannot be read: {error}; it must be a folder that "
-            f"`{training(name)}` wrote"
-        ) from error
-    if not isinstance(about, dict) or about.get("stage") != name:
-        raise RecipeError(f"{name}: weights={folder} contains no weights of {name}")
+            f"{name}: the repository {weights} lacks {CONFIG}; it must contain the files of "
+            "`StageWeights.push_to_hub`, or a published drafter"
+        )
+    if not (folder / WEIGHTS).exists():
+        raise RecipeError(
+            f"{name}: the repository {weights} lacks {WEIGHTS}; no other format is downloaded"
+        )
+    return folder
+
+
+def _read(folder: Path, name: str, weights: str) -> dict[str, Any]:
+    """The content of `CONFIG`, which must be of the stage ``name``."""
+    try:
+        about = _described(folder / CONFIG, f"{name}: weights={weights}")
+    except RecipeError as error:
+        raise RecipeError(f"{error}; it must be a folder that `{training(name)}` wrote") from error
+    if about["stage"] != name:
+        raise RecipeError(f"{name}: weights={weights} contains no weights of {name}")
+    return about
+
+
+def _described(file: Path, where: str) -> dict[str, Any]:
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{where} cannot be read: {error}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("stage"), str):
+        raise RecipeError(f"{where} contains no weights of a stage")
     signature = about.get("signature")
     numbers = isinstance(signature, list) and all(isinstance(x, int | float) for x in signature)
     if not numbers or not isinstance(about.get("config"), dict):
-        raise RecipeError(f"{name}: {folder / CONFIG} lacks the config or the signature")
+        raise RecipeError(f"{where}: {file.name} lacks the config or the signature")
     return about
 
 
@@ -134,18 +373,21 @@ def _belongs(about: dict[str, Any], sizes: dict[str, Any], signature: list[float
     )
 
 
-def _module(folder: Path, about: dict[str, Any]) -> nn.Module:
+def _state(folder: Path, where: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        module = stage_class(about["stage"]).build(about["config"]).float()
-        module.load_state_dict(load_file(folder / WEIGHTS))
-    except RecipeError:
-        raise
-    except (OSError, RuntimeError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError, ValueError) as error:
         raise RecipeError(
-            f"{about['stage']}: the weights in {folder} cannot be used: "
-            f"{type(error).__name__}: {error}"
+            f"{where}: {WEIGHTS} cannot be used: {type(error).__name__}: {error}"
         ) from error
-    return module.eval().requires_grad_(False)
+
+
+def _module(folder: Path, about: dict[str, Any], weights: str) -> nn.Module:
+    name, state = about["stage"], _state(folder, f"{about['stage']}: weights={weights}")
+    try:
+        return StageWeights(name, about["config"], about["signature"], {}, state).module()
+    except RecipeError as error:
+        raise RecipeError(f"{error} (weights={weights})") from error

@@ -428,8 +428,30 @@ class DrafterTrainer(loop.Trainer):
         if self.step % self.args.eval_every == 0 or self.progress >= 1:
             self.measured = self.measure()
             rounded = {view: round(length, 4) for view, length in self.measured.items()}
-            self.write({"samples": self.step * self.args.batch, "accepted": rounded})
+            samples = self.step * self.args.batch
+            self.write({"samples": samples, "accepted": rounded})
+            self.curve.append({"steps": self.step, "samples": samples, **rounded})
         return " ".join(f"{view} {length:.2f}" for view, length in self.measured.items())
+
+    def tables(self) -> list[dict[str, Any]]:
+        """The accepted length at each measured step."""
+        if not self.curve:
+            return []
+        columns = list(self.curve[-1])
+        rows = [[point.get(column) for column in columns] for point in self.curve]
+        note = (
+            f"Greedy chains of {self.args.depth} tokens on {self.args.held_out} held-out prompts, "
+            "measured during the training."
+        )
+        title = "Accepted tokens per round"
+        return [{"title": title, "columns": columns, "rows": rows, "note": note}]
+
+    def command(self) -> str:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        words = ["vlmfast", "train", "drafter", "--kind", self.args.kind]
+        parser.set_defaults(kind=self.args.kind)
+        return loop.command_of(words, self.args, parser)
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import random
+import shlex
 import signal
 import sys
 import time
@@ -119,6 +120,29 @@ def _check(args: argparse.Namespace) -> None:
             raise TrainingError(
                 f"--{key.replace('_', '-')} is {getattr(args, key)}; must be finite and at least 0"
             )
+
+
+# Options that do not change the result, or name folders of one machine.
+_LOCAL = {"out", "media", "answers", "device", "stop_after", "save_every", "fresh"}
+
+
+def command_of(words: list[str], args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """A command with the options that differ from their defaults; of paths only the name."""
+    for key, default in vars(parser.parse_args([])).items():
+        value = getattr(args, key, default)
+        if key in _LOCAL or value == default:
+            continue
+        if key in ("model", "data", "init"):
+            value = _public(value)
+        words = [*words, f"--{key.replace('_', '-')}"]
+        if value is not True:
+            words += map(str, value if isinstance(value, list | tuple) else [value])
+    return shlex.join(words)
+
+
+def _public(value: str) -> str:
+    """A hub id or the name of a shipped model; of a path of this machine only its last part."""
+    return Path(value).resolve().name if Path(value).exists() else value
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -343,6 +367,7 @@ class Trainer:
             group["peak"] = group["lr"]
         self.sample = self.samples()
         self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
+        self.curve: list[dict[str, Any]] = []  # what was measured at some steps
         if self.checkpoint.exists() and not args.fresh:
             self.load()
 
@@ -387,7 +412,7 @@ class Trainer:
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.elapsed = state["step"], state["elapsed"]
-        self.saved_at = self.elapsed
+        self.saved_at, self.curve = self.elapsed, state.get("curve", [])
 
     def settings(self) -> dict[str, Any]:
         """Settings that must not change when a run resumes; plain values."""
@@ -404,18 +429,31 @@ class Trainer:
             "settings": self.settings(),
             "step": self.step,
             "elapsed": self.elapsed,
+            "curve": self.curve,
             "module": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
         with replacing(self.checkpoint) as file:
             torch.save(state, file)
-        about = {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
+        about = {"model": _public(self.args.model), "command": self.command()}
+        about |= {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
         about |= {key: getattr(self.args, key) for key in self.told}
         about |= self.training.about()
         about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
         signature = self.vlm.adapter.signature()
-        save_weights(self.out / "weights", self.name, self.module, self.config, signature, about)
+        folder, measured = self.out / "weights", self.tables()
+        save_weights(folder, self.name, self.module, self.config, signature, about, measured)
         self.saved_at = self.elapsed
+
+    def tables(self) -> list[dict[str, Any]]:
+        """Tables of what was measured during the training, see `StageWeights`."""
+        return []
+
+    def command(self) -> str:
+        """The command of this training, without options that only concern this machine."""
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, self.name)
+        return command_of(["vlmfast", "train", self.name], self.args, parser)
 
     def rate(self) -> float:
         """Fraction of the peak learning rate: linear warm-up, then cosine decay to zero."""

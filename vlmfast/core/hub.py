@@ -1,0 +1,130 @@
+"""Weights of stages on the Hugging Face Hub: ``owner/name``, optionally with ``@revision``.
+
+Only JSON, safetensors and the model card are downloaded: nothing that must be unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from vlmfast.errors import RecipeError, VLMFastError
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
+
+
+def is_hub_id(weights: str) -> bool:
+    """Whether ``weights`` can only be a repository: it has the form of one, and is no folder."""
+    return _ID.fullmatch(weights) is not None and not Path(weights).exists()
+
+
+def download(name: str, weights: str, files: tuple[str, ...]) -> Path:
+    """The folder of a repository in the local cache, downloaded if necessary.
+
+    Parameters
+    ----------
+    name : str
+        Method name, for errors.
+    weights : str
+        ``owner/name`` or ``owner/name@revision``: a branch, a tag or a commit.
+    files : tuple of str
+        Names of the files to download. Those that the repository lacks are left out.
+
+    Raises
+    ------
+    RecipeError
+        When the repository or its revision does not exist or cannot be reached. With
+        ``HF_HUB_OFFLINE=1``, when it is not in the cache.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    match = _ID.fullmatch(weights)
+    repo, revision = match["repo"], match["revision"]
+    about = f"{name}: weights={weights}"
+    try:
+        found = snapshot_download(repo, revision=revision, allow_patterns=list(files))
+    except GatedRepoError as error:
+        raise RecipeError(
+            f"{about} is a gated repository; request access to it and run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise RecipeError(
+            f"{about} is neither a local folder nor a repository on {constants.ENDPOINT}; private "
+            "repositories require `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise RecipeError(f"{about}: {repo} has no revision {revision or 'main'!r}") from error
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            reason = "is not a local folder and not in the cache, and HF_HUB_OFFLINE=1 is set"
+        else:
+            reason = f"is not a local folder, and {constants.ENDPOINT} cannot be reached"
+        raise RecipeError(f"{about} {reason}") from error
+    except Exception as error:  # the client passes on errors of several libraries
+        raise RecipeError(f"{about} cannot be downloaded: {_reason(error)}") from error
+    return Path(found)
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """Upload the files of a folder to a repository, which is created if it does not exist.
+
+    See `StageWeights.push_to_hub`.
+
+    Returns
+    -------
+    str
+        Address of the commit, or of the pull request.
+
+    Raises
+    ------
+    VLMFastError
+        When ``repo_id`` is not ``owner/name``, or the upload fails.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if re.fullmatch(f"{_PART}/{_PART}", repo_id) is None:
+        raise VLMFastError(f"repo_id={repo_id!r} must be of the form owner/name")
+    if constants.HF_HUB_OFFLINE:
+        raise VLMFastError(f"repo_id={repo_id} cannot be uploaded: HF_HUB_OFFLINE=1 is set")
+    api, options = HfApi(token=token), {}
+    if commit_message is not None:
+        options["commit_message"] = commit_message
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        done: Any = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            create_pr=create_pr,
+            **options,
+        )
+    except Exception as error:  # the client passes on errors of several libraries
+        raise VLMFastError(
+            f"repo_id={repo_id} cannot be uploaded to {constants.ENDPOINT}: {_reason(error)}"
+        ) from error
+    return str(done.pr_url or done.commit_url)
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    text = str(getattr(error, "server_message", None) or error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
