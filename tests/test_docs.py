@@ -31,7 +31,7 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site", "tables", "engine_svg")
+    names = ("pages", "hooks", "check_site", "tables", "engine_svg", "charts")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -425,6 +425,45 @@ def test_links_to_files_outside_the_docs(tools, repo: str | None) -> None:
     )
 
 
+def on_page(tools, name: str) -> str:
+    """A page as the hook of the charts leaves it."""
+    return tools.charts.on_page_markdown(
+        (DOCS / name).read_text(encoding="utf-8"),
+        page=SimpleNamespace(file=SimpleNamespace(src_uri=name)),
+        config=SimpleNamespace(docs_dir=str(DOCS)),
+        files=None,
+    )
+
+
+def test_reports_have_charts_of_their_numbers(tools) -> None:
+    found = re.findall(
+        r'^<div class="chart" data-script="([^"]+)" data-search-exclude>'
+        r'<script type="application/json">(.*)</script></div>\n\n!\[',
+        on_page(tools, "results/cache/report.md"),
+        re.MULTILINE,
+    )
+    ((script, data),) = found
+    assert script == "../../assets/plotly.min.js"
+    assert "<" not in data
+    shown = json.loads(data)
+    lines = {trace.get("name"): trace for trace in shown["data"]}
+    report = json.loads((DOCS / "results" / "cache" / "report.json").read_text(encoding="utf-8"))
+    numbers = report["tasks"]["shapes"]["recipes"]["zipvl"]
+    assert lines["zipvl"]["y"] == [100 * numbers["caption_image"]]
+    assert lines["zipvl"]["x"] == [100 * numbers["held_image"]]
+    assert on_page(tools, "evaluation.md") == (DOCS / "evaluation.md").read_text(encoding="utf-8")
+
+
+def test_every_report_is_folded_and_has_a_chart(tools) -> None:
+    for file in sorted((DOCS / "results").rglob("report.md")):
+        text = file.read_text(encoding="utf-8")
+        assert on_page(tools, file.relative_to(DOCS).as_posix()).count('class="chart"') == 1
+        visible = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
+        assert text.count("<details") == text.count("</details>") > 1
+        assert len(visible.splitlines()) < 90 < len(text.splitlines())
+        assert "| `none` |" in text
+
+
 def test_built_site_is_checked(tools, tmp_path: Path) -> None:
     good = '<a href="b.html#x">b</a><a href="https://x.example">x</a><img src="i.png">'
     (tmp_path / "b.html").write_text('<h1 id="x">b</h1><a href="/a.html">a</a>')
@@ -436,6 +475,8 @@ def test_built_site_is_checked(tools, tmp_path: Path) -> None:
         '<a href="c.html">c</a>',
         '<a href="b.html#y">y</a>',
         '<img src="j.png">',
+        '<div data-script="plotly.js"></div>',
+        '<div data-script="https://cdn.example/plotly.js"></div>',
         '<script src="https://cdn.example/x.js"></script>',
         '<link rel="stylesheet" href="//fonts.example/x.css">',
         '<link rel="preconnect" href="https://fonts.example">',

@@ -118,9 +118,7 @@ def test_menu_shows_a_group_beside_the_baselines(report) -> None:
     choices = {button.label: button.args[0]["visible"] for button in menu.buttons}
     drawn = [trace.legendgroup for trace in shown.data]
     for group in ("trained", "inside encoder or language model"):
-        seen = {
-            of for of, on in zip(drawn, choices[f"Methods: {group}"], strict=True) if on is True
-        }
+        seen = {of for of, on in zip(drawn, choices[group], strict=True) if on is True}
         assert seen - {None} == {FULL, BASELINE, group}
     assert set(choices["All methods"]) == {True}
     # The first one is what the chart shows without a choice.

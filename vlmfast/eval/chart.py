@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.files import replace_text
 from vlmfast.core.protocols import InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -148,7 +150,8 @@ def rows(
     recipes = _recipes(report, task)
     found = []
     for name, numbers in recipes.items():
-        if "@" in name or numbers["control"]:
+        alone = name.removesuffix("@session")
+        if numbers["control"] or (alone != name and alone in recipes):
             continue
         recipe = Recipe.parse(numbers["recipe"])
         session = None if depends_on_question(recipe) else recipes.get(f"{name}@session")
@@ -269,6 +272,35 @@ def figure(
     groups = _group_menu(shown.data, {marked.group} if marked else set())
     shown.update_layout(updatemenus=[_view_menu(rows, views, drawn), groups])
     return shown
+
+
+CONFIG = {"responsive": True, "displaylogo": False}
+"""Settings of plotly.js for every page."""
+
+
+def write_page(shown: Figure, file: Path, title: str) -> None:
+    """Write a chart as a page, and next to it the ``plotly.min.js`` that it loads.
+
+    Parameters
+    ----------
+    shown : plotly.graph_objects.Figure
+    file : Path
+        In a folder that exists.
+    title : str
+        Title of the page.
+    """
+    from plotly.offline import get_plotlyjs
+
+    script = file.with_name("plotly.min.js")
+    if not script.is_file():
+        replace_text(script, get_plotlyjs())
+    # The figure's grey text is readable on both backgrounds.
+    chart = shown.to_html(CONFIG, full_html=False, include_plotlyjs=script.name)
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+    )
+    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
 
 
 def _marked(rows: Sequence[Measured], current: str | None) -> Measured | None:
@@ -395,10 +427,10 @@ def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
     """A menu of groups; the baselines and the full model are always visible."""
     present = [group for group in GROUPS if any(t.legendgroup == group for t in traces)]
     methods = [group for group in present if group != BASELINE]
-    shown = {"Methods: selection": {*methods} - {*_HIDDEN} | more}
+    shown = {"Selected methods": {*methods} - {*_HIDDEN} | more}
     if len(methods) > 1:
         shown |= {"All methods": {*methods}}
-        shown |= {f"Methods: {group}": {group} for group in methods}
+        shown |= {group: {group} for group in methods}
     choices = {
         label: (
             {
@@ -409,7 +441,7 @@ def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
         )
         for label, groups in shown.items()
     }
-    for trace, visible in zip(traces, choices["Methods: selection"][0]["visible"], strict=True):
+    for trace, visible in zip(traces, choices["Selected methods"][0]["visible"], strict=True):
         trace.visible = visible
     return _menu(choices, above=4)
 
