@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 import vlmfast
 
@@ -31,7 +33,7 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site", "tables", "engine_svg", "charts")
+    names = ("pages", "hooks", "check_site", "tables", "engine_svg", "charts", "home_png")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -155,6 +157,69 @@ def test_numbers_of_the_examples_are_current(vlm) -> None:
     }
     assert [a.text for a in about_video.values()] == ["up", "up", "left", "up"]
     assert [a.stats.equivalent_tokens for a in about_video.values()] == [544, 64, 100, 100]
+
+
+def test_figures_of_the_home_page_are_measured(vlm) -> None:
+    text = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    question, image = "What is in the bottom left?", str(ROOT / "examples" / "picture.png")
+    full, fast = (vlm.ask(question, images=image, recipe=r) for r in ("none", "balanced"))
+    counts = [answer.stats.equivalent_tokens for answer in (full, fast)]
+    assert f"**{counts[0] / counts[1]:.1f}× fewer visual tokens**" in text
+    assert "{:.0f} → {:.0f} on this image".format(*counts) in text
+    assert f"<b>{counts[0]:.0f}</b> visual tokens: “{full.text}”" in text
+    assert f"<b>{counts[1]:.0f}</b> visual tokens: “{fast.text}”" in text
+    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
+    runs = report["tasks"]["shapes"]["recipes"]
+    pairs = [
+        [f"{100 * runs[name][f'accuracy_{m}']:.1f} %" for m in ("image", "video")]
+        for name in (
+            "hired:positions=keep,budget=0.22",
+            "none",
+            "random:positions=keep,budget=0.22",
+        )
+    ]
+    found = re.search(
+        r"\*\*([\d.]+ %) and (.+?) accuracy\*\* .*? The full model has (.+?) and (.+?), "
+        r"random patches at the same cost (.+?) and ([\d.]+ %)\.",
+        text,
+    )
+    assert list(found.groups()) == [text for pair in pairs for text in pair]
+    file = ROOT / "benchmarks" / "results" / "ask-cpu-bfloat16.json"
+    if file.is_file():
+        found = re.search(
+            r"\*\*([\d.]+)× faster first token\*\* .*?: (.+?) s → (.+?) s with `(.+?)`", text
+        )
+        *_, model = json.loads(file.read_text(encoding="utf-8"))["models"].values()
+        times = [model[r]["ttft"]["median"] for r in ("huggingface", found[4])]
+        assert found.groups()[:3] == (
+            f"{times[0] / times[1]:.1f}",
+            f"{times[0]:.2f}",
+            f"{times[1]:.2f}",
+        )
+
+
+def test_images_of_the_home_page_are_current(tools, vlm) -> None:
+    """``python tools/home_png.py docs/images`` writes them."""
+    for name, recipe in tools.home_png.RECIPES.items():
+        _, drawn = tools.home_png.draw(vlm, recipe)
+        with Image.open(DOCS / "images" / name) as stored:
+            shown = np.asarray(stored.convert("RGB"), dtype=int)
+        # An exchanged patch changes hundreds of pixels; other versions of Pillow scale alike.
+        far = np.abs(shown - np.asarray(drawn, dtype=int)).max(-1) > 40
+        assert shown.shape == (448, 904, 3)
+        assert far.sum() < 200
+
+
+def test_numbers_of_small_details_equal_the_report() -> None:
+    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
+    runs = report["tasks"]["shapes"]["recipes"]
+    text = (DOCS / "choose.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M)
+    assert [row[0] for row in table] == ["none", "divprune", "hired", "random"]
+    for name, *cells in table:
+        run = runs[name if name == "none" else f"{name}:positions=keep,budget=0.11"]
+        types = [run["types"][f"image/{of}"]["accuracy"] for of in ("ocr", "count")]
+        assert cells == [f"{100 * value:.1f}" for value in (*types, run["accuracy_image"])]
 
 
 def test_error_messages_read_as_shown() -> None:

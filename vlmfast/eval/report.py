@@ -600,7 +600,7 @@ _ON_RECIPES = ("`", "not better than", "no control to compare")
 
 
 def folded(title: str, table: str) -> str:
-    """A Markdown table, behind a line that opens it if the table is long."""
+    """A Markdown table, folded if it is long."""
     number = table.count("\n") - 1  # without head and rule
     return table if number <= _LONG else _details(f"{title} ({number} rows)", table)
 
