@@ -12,8 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 import vlmfast
 
@@ -31,7 +33,7 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site", "tables", "engine_svg")
+    names = ("pages", "hooks", "check_site", "tables", "engine_svg", "charts", "home_png")
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -155,6 +157,69 @@ def test_numbers_of_the_examples_are_current(vlm) -> None:
     }
     assert [a.text for a in about_video.values()] == ["up", "up", "left", "up"]
     assert [a.stats.equivalent_tokens for a in about_video.values()] == [544, 64, 100, 100]
+
+
+def test_figures_of_the_home_page_are_measured(vlm) -> None:
+    text = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    question, image = "What is in the bottom left?", str(ROOT / "examples" / "picture.png")
+    full, fast = (vlm.ask(question, images=image, recipe=r) for r in ("none", "balanced"))
+    counts = [answer.stats.equivalent_tokens for answer in (full, fast)]
+    assert f"**{counts[0] / counts[1]:.1f}× fewer visual tokens**" in text
+    assert "{:.0f} → {:.0f} on this image".format(*counts) in text
+    assert f"<b>{counts[0]:.0f}</b> visual tokens: “{full.text}”" in text
+    assert f"<b>{counts[1]:.0f}</b> visual tokens: “{fast.text}”" in text
+    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
+    runs = report["tasks"]["shapes"]["recipes"]
+    pairs = [
+        [f"{100 * runs[name][f'accuracy_{m}']:.1f} %" for m in ("image", "video")]
+        for name in (
+            "hired:positions=keep,budget=0.22",
+            "none",
+            "random:positions=keep,budget=0.22",
+        )
+    ]
+    found = re.search(
+        r"\*\*([\d.]+ %) and (.+?) accuracy\*\* .*? The full model has (.+?) and (.+?), "
+        r"random patches at the same cost (.+?) and ([\d.]+ %)\.",
+        text,
+    )
+    assert list(found.groups()) == [text for pair in pairs for text in pair]
+    file = ROOT / "benchmarks" / "results" / "ask-cpu-bfloat16.json"
+    if file.is_file():
+        found = re.search(
+            r"\*\*([\d.]+)× faster first token\*\* .*?: (.+?) s → (.+?) s with `(.+?)`", text
+        )
+        *_, model = json.loads(file.read_text(encoding="utf-8"))["models"].values()
+        times = [model[r]["ttft"]["median"] for r in ("huggingface", found[4])]
+        assert found.groups()[:3] == (
+            f"{times[0] / times[1]:.1f}",
+            f"{times[0]:.2f}",
+            f"{times[1]:.2f}",
+        )
+
+
+def test_images_of_the_home_page_are_current(tools, vlm) -> None:
+    """``python tools/home_png.py docs/images`` writes them."""
+    for name, recipe in tools.home_png.RECIPES.items():
+        _, drawn = tools.home_png.draw(vlm, recipe)
+        with Image.open(DOCS / "images" / name) as stored:
+            shown = np.asarray(stored.convert("RGB"), dtype=int)
+        # An exchanged patch changes hundreds of pixels; other versions of Pillow scale alike.
+        far = np.abs(shown - np.asarray(drawn, dtype=int)).max(-1) > 40
+        assert shown.shape == (448, 904, 3)
+        assert far.sum() < 200
+
+
+def test_numbers_of_small_details_equal_the_report() -> None:
+    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
+    runs = report["tasks"]["shapes"]["recipes"]
+    text = (DOCS / "choose.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M)
+    assert [row[0] for row in table] == ["none", "divprune", "hired", "random"]
+    for name, *cells in table:
+        run = runs[name if name == "none" else f"{name}:positions=keep,budget=0.11"]
+        types = [run["types"][f"image/{of}"]["accuracy"] for of in ("ocr", "count")]
+        assert cells == [f"{100 * value:.1f}" for value in (*types, run["accuracy_image"])]
 
 
 def test_error_messages_read_as_shown() -> None:
@@ -425,6 +490,45 @@ def test_links_to_files_outside_the_docs(tools, repo: str | None) -> None:
     )
 
 
+def on_page(tools, name: str) -> str:
+    """A page as the hook of the charts leaves it."""
+    return tools.charts.on_page_markdown(
+        (DOCS / name).read_text(encoding="utf-8"),
+        page=SimpleNamespace(file=SimpleNamespace(src_uri=name)),
+        config=SimpleNamespace(docs_dir=str(DOCS)),
+        files=None,
+    )
+
+
+def test_reports_have_charts_of_their_numbers(tools) -> None:
+    found = re.findall(
+        r'^<div class="chart" data-script="([^"]+)" data-search-exclude>'
+        r'<script type="application/json">(.*)</script></div>\n\n!\[',
+        on_page(tools, "results/cache/report.md"),
+        re.MULTILINE,
+    )
+    ((script, data),) = found
+    assert script == "../../assets/plotly.min.js"
+    assert "<" not in data
+    shown = json.loads(data)
+    lines = {trace.get("name"): trace for trace in shown["data"]}
+    report = json.loads((DOCS / "results" / "cache" / "report.json").read_text(encoding="utf-8"))
+    numbers = report["tasks"]["shapes"]["recipes"]["zipvl"]
+    assert lines["zipvl"]["y"] == [100 * numbers["caption_image"]]
+    assert lines["zipvl"]["x"] == [100 * numbers["held_image"]]
+    assert on_page(tools, "evaluation.md") == (DOCS / "evaluation.md").read_text(encoding="utf-8")
+
+
+def test_every_report_is_folded_and_has_a_chart(tools) -> None:
+    for file in sorted((DOCS / "results").rglob("report.md")):
+        text = file.read_text(encoding="utf-8")
+        assert on_page(tools, file.relative_to(DOCS).as_posix()).count('class="chart"') == 1
+        visible = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
+        assert text.count("<details") == text.count("</details>") > 1
+        assert len(visible.splitlines()) < 90 < len(text.splitlines())
+        assert "| `none` |" in text
+
+
 def test_built_site_is_checked(tools, tmp_path: Path) -> None:
     good = '<a href="b.html#x">b</a><a href="https://x.example">x</a><img src="i.png">'
     (tmp_path / "b.html").write_text('<h1 id="x">b</h1><a href="/a.html">a</a>')
@@ -436,6 +540,8 @@ def test_built_site_is_checked(tools, tmp_path: Path) -> None:
         '<a href="c.html">c</a>',
         '<a href="b.html#y">y</a>',
         '<img src="j.png">',
+        '<div data-script="plotly.js"></div>',
+        '<div data-script="https://cdn.example/plotly.js"></div>',
         '<script src="https://cdn.example/x.js"></script>',
         '<link rel="stylesheet" href="//fonts.example/x.css">',
         '<link rel="preconnect" href="https://fonts.example">',

@@ -15,7 +15,14 @@ from PIL import Image
 from closeness import close
 from eval_fakes import write_results
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.report import load, on_common_samples, write_difference, write_report
+from vlmfast.eval.report import (
+    folded,
+    listed,
+    load,
+    on_common_samples,
+    write_difference,
+    write_report,
+)
 from vlmfast.eval.results import read
 from vlmfast.eval.summary import compare, difference, summarise
 
@@ -129,10 +136,11 @@ def test_differences_are_paired(folder):
 
 def test_report(report):
     text, files = report.text, report.files
-    assert [file.name for file in files] == ["report.md", "shapes.png", "report.json"]
+    names = ["report.md", "shapes.png", "shapes.html", "report.json"]
+    assert [file.name for file in files] == names
     assert {file.parent.name for file in files} == {"new"}
     assert len({file.parent for file in files}) == 1
-    found = json.loads(files[2].read_text())["tasks"]["shapes"]
+    found = json.loads(files[3].read_text())["tasks"]["shapes"]
     assert found["recipes"]["none"]["loyalty"] == 1.0
     assert len(found["recipes"]) == 11
     assert files[0].read_text(encoding="utf-8") == text
@@ -228,6 +236,33 @@ def test_plot_shows_every_method(report):
     }
     assert [axis.get_title() for axis in shown[0].axes] == ["Images", "Videos"]
     assert all("%" in axis.get_xlabel() for axis in shown[0].axes)
+
+
+def test_chart_is_a_page_that_loads_nothing_from_elsewhere(report):
+    page = report.files[2].read_text(encoding="utf-8")
+    scripts = re.findall(r"<script[^>]* src=\"([^\"]+)\"", page)
+    assert scripts == ["plotly.min.js"]
+    assert (report.files[2].parent / scripts[0]).stat().st_size > 1e6
+    assert not re.findall(r"(?:src|href)=\"(?:https?:)?//", page)
+    for recipe in ("hired:budget=0.11", "random:budget=0.33", "downsample:budget=0.11"):
+        assert f'"{recipe}"' in page
+    assert "question-only" not in page
+
+
+def test_long_tables_and_many_warnings_are_folded():
+    head = "| recipe | kept |\n| --- | ---: |"
+    short, long = (f"{head}\n" + "\n".join(["| a | 1 |"] * n) for n in (12, 13))
+    assert folded("All", short) == short
+    assert folded("All", long) == (
+        f'<details markdown="1">\n<summary>All (13 rows)</summary>\n\n{long}\n\n</details>'
+    )
+    general = "the full model is missing"
+    few = [general, *(f"`{name}` is not better than `random`" for name in "abcde")]
+    assert "<details" not in listed(few)
+    assert listed(few).count("**Warning:**") == 6
+    shown, _, hidden = listed([*few, "no control to compare `f` with"]).partition("<details")
+    assert general in shown and shown.count("**Warning:**") == 1
+    assert "6 warnings on single recipes" in hidden and hidden.count("- **Warning:**") == 6
 
 
 def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
@@ -336,7 +371,8 @@ def cache_report(caches, tmp_path_factory) -> Report:
 
 def test_report_of_caches(cache_report):
     text, files = cache_report.text, cache_report.files
-    assert [file.name for file in files] == ["report.md", "shapes-cache.png", "report.json"]
+    names = ["report.md", "shapes-cache.png", "shapes-cache.html", "report.json"]
+    assert [file.name for file in files] == names
     assert text.startswith("# Accuracy against KV cache\n")
     alone, captions, later, table, sessions = parts_of(text).values()
     for grid in (alone, captions, later):
@@ -387,7 +423,8 @@ def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
             if path.is_dir() and not (tmp_path / "shapes" / path.name).exists():
                 shutil.copytree(path, tmp_path / "shapes" / path.name)
     text, files = write_report(tmp_path, tmp_path / "out")
-    assert [f.name for f in files] == ["report.md", "shapes.png", "shapes-cache.png", "report.json"]
+    plots = ["shapes.png", "shapes.html", "shapes-cache.png", "shapes-cache.html"]
+    assert [f.name for f in files] == ["report.md", *plots, "report.json"]
     assert text.startswith("# Accuracy against visual tokens and KV cache\n")
     budgets, tokens, *_, table, _ = parts_of(text).values()
     assert "hired" in budgets
@@ -400,7 +437,8 @@ def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
 def test_report_of_sessions_only(tmp_path):
     for recipe in ("none", "lookm"):
         write_results(tmp_path, recipe, 0.8, held=0.2, session=True, limit=2)
-    text, _ = write_report(tmp_path, tmp_path)
+    text, files = write_report(tmp_path, tmp_path)
+    assert '"lookm@session"' in files[2].read_text(encoding="utf-8")  # the chart
     assert "`lookm@session` was run in sessions only" in text
     assert "the full model is missing" in text
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urldefrag
 # Attributes that a browser fetches without a click.
 _FETCHED = {("script", "src"), ("img", "src"), ("img", "srcset"), ("iframe", "src")}
 _FETCHED |= {("source", "src"), ("source", "srcset"), ("video", "src"), ("object", "data")}
+_FETCHED |= {("div", "data-script")}  # by docs/charts.js
 _LINKS = {("a", "href"), ("link", "href"), ("use", "href"), *_FETCHED}
 _FETCHING = {"stylesheet", "preload", "prefetch", "icon", "preconnect", "dns-prefetch", "manifest"}
 _CSS = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)")
@@ -36,7 +37,7 @@ class Page(HTMLParser):
         self.anchors |= {values[key] for key in ("id", "name") if key in values}
         self._style = tag == "style"
         self.fetched += _css(values.get("style", ""))
-        for key in ("href", "src", "srcset", "data"):
+        for key in ("href", "src", "srcset", "data", "data-script"):
             if key not in values or (tag, key) not in _LINKS:
                 continue
             self.links.append(values[key])

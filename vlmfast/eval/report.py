@@ -69,9 +69,11 @@ def _order(run: Results) -> tuple:
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """Write ``report.md``, plots and ``report.json``; returns the text and the files."""
-    from .plot import plot
+    """Write ``report.md``, plots, charts and ``report.json``; returns the text and the files.
 
+    For each task and axis, ``<task>.png`` is the plot of the report and ``<task>.html`` an
+    interactive chart, which loads ``plotly.min.js`` from the same folder.
+    """
     parts, files, plots, axes, numbers = [], [], [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
@@ -79,45 +81,59 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
         parts.append(f"## {task}\n\n{_about(common)}\n")
         tokens, cache = by_tokens(rows), by_cache(rows)
         known = any(row.numbers[f"accuracy_{m}"] is not None for row in rows for m in MODALITIES)
-        if tokens:
-            parts.append(f"{glance(tokens)}{table(tokens)}\n")
         if tokens and known:
             image = out / f"{task}.png"
             parts.append(
                 f"![{task}: accuracy against the fraction of visual tokens]({image.name})\n"
             )
-            plots.append((tokens, image, "kept"))
+            plots.append((task, tokens, image, "kept"))
             axes.append("visual tokens")
+        if tokens:
+            parts.append(f"{glance(tokens)}{folded('All recipes', table(tokens))}\n")
         if cache:
             image = out / f"{task}-cache.png"
             parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
-            parts.append(f"{cache_glance(cache)}{cache_table(cache)}\n")
             parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
-            plots.append((cache, image, "held"))
+            parts.append(f"{cache_glance(cache)}{folded('All recipes', cache_table(cache))}\n")
+            plots.append((task, cache, image, "held"))
             axes.append("KV cache")
         if any(row.session for row in rows):
-            parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{session_table(rows)}\n")
+            long = folded("All sessions", session_table(rows))
+            parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{long}\n")
         if any(row.numbers.get("metrics") for row in rows):
             parts.append(f"### Metrics of {task}\n\n{_ABOUT_METRICS}\n\n{metrics_table(rows)}\n")
             parts.append(f"{group_tables(rows)}\n")
-        parts.append(f"### Cost\n\n{cost_table(rows)}\n")
+        parts.append(f"### Cost\n\n{folded('Cost of each recipe', cost_table(rows))}\n")
         if pairs := pair_table(rows):
-            parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{pairs}\n")
+            parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
-        parts += [f"**Warning:** {note}.\n" for note in notes]
+        parts.append(listed(notes))
         rows += [row.session for row in rows if row.session]
         recipes = {row.run.name: row.numbers for row in rows}
         numbers[task] = {"recipes": recipes, "warnings": notes}
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
-    text = "\n".join([title, *parts])
+    text = "\n".join([title, *filter(None, parts)])
     make_folder(out)
     files.append(out / "report.md")
     replace_text(files[0], text)
     write_json(out / "report.json", {"tasks": numbers})
-    for rows, image, axis in plots:  # last, because plots need matplotlib
-        plot(rows, image, axis)
-        files.append(image)
+    files += _draw(plots, {"tasks": numbers})
     return text, [*files, out / "report.json"]
+
+
+def _draw(plots: list[tuple[str, list[Row], Path, str]], report: dict[str, Any]) -> list[Path]:
+    """Draw plots and charts; last, because they need packages that a report does not."""
+    from .chart import figure, write_page
+    from .chart import rows as rows_of
+    from .plot import plot
+
+    files = []
+    for task, rows, image, axis in plots:
+        plot(rows, image, axis)
+        page = image.with_suffix(".html")
+        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy")
+        files += [image, page]
+    return files
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:
@@ -576,6 +592,36 @@ _ABOUT_SESSIONS = (
     "other recipes, each question prefills the image again, with the same answer as a single "
     "question. Against single questions: the same questions, paired."
 )
+
+
+_LONG = 12  # rows that a page shows without a click
+# How notes on single recipes begin; the others concern the whole report.
+_ON_RECIPES = ("`", "not better than", "no control to compare")
+
+
+def folded(title: str, table: str) -> str:
+    """A Markdown table, folded if it is long."""
+    number = table.count("\n") - 1  # without head and rule
+    return table if number <= _LONG else _details(f"{title} ({number} rows)", table)
+
+
+def listed(notes: list[str]) -> str:
+    """Notes as Markdown paragraphs; many notes on single recipes are folded."""
+    single = [note for note in notes if note.startswith(_ON_RECIPES)]
+    shown = [note for note in notes if len(single) <= _FEW_NOTES or note not in single]
+    parts = [f"**Warning:** {note}.\n" for note in shown]
+    if len(single) > _FEW_NOTES:
+        text = "\n".join(f"- **Warning:** {note}." for note in single)
+        parts.append(_details(f"{len(single)} warnings on single recipes", text) + "\n")
+    return "\n".join(parts)
+
+
+_FEW_NOTES = 5
+
+
+def _details(title: str, text: str) -> str:
+    """Folded Markdown that code hosts and MkDocs render; without Markdown it stays readable."""
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
 
 
 # --- two folders ---------------------------------------------------------------------------------
