@@ -385,7 +385,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--models", default=f"tiny,{SHAPED}", help="comma-separated; also folders and hub ids"
     )
     parser.add_argument(
-        "--recipe", action="append", dest="recipes", help="default: none and hired:0.2"
+        "--recipe", action="append", dest="recipes", help="default: none, balanced and fast"
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
@@ -404,7 +404,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.repeats, args.warmup, args.new_tokens = 2, 1, 4
         args.tower, args.layers = "small", 2
     args.models = args.models.split(",")
-    args.recipes = args.recipes or ["none", "hired:0.2"]
+    args.recipes = args.recipes or ["none", "balanced", "fast"]
     if args.device in (None, "None"):
         import torch
 

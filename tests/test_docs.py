@@ -361,7 +361,8 @@ def test_tables_equal_those_of_the_reports(tools) -> None:
     for (page, mark), make in tools.tables.TABLES.items():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tools.tables.written(text, mark, make()) == text
-        assert tools.tables.written(text, mark, make().replace("9", "8", 1)) != text
+        other = re.sub(r"\d", lambda digit: str(9 - int(digit[0])), make(), count=1)
+        assert tools.tables.written(text, mark, other) != text
 
 
 def test_changed_report_changes_the_page(tools, tmp_path: Path) -> None:

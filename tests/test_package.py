@@ -81,54 +81,51 @@ def test_errors_are_value_errors() -> None:
 
 
 @pytest.fixture(scope="module")
-def drawing():
-    import importlib.util
+def written(tmp_path_factory: pytest.TempPathFactory):
+    """The files of ``vlmfast examples``."""
+    from vlmfast.scenes.files import write_examples
 
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "examples" / "draw.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    folder = tmp_path_factory.mktemp("written") / "examples"
+    return folder, list(write_examples(folder).values())
 
 
-def test_example_image_matches_the_script(drawing) -> None:
+def test_example_image_is_the_written_one(written) -> None:
     from vlmfast.media import load_image
-    from vlmfast.scenes.examples import image_example
 
-    stored = load_image(ROOT / "examples" / "picture.png")
-    drawn = image_example(drawing.IMAGE_SEED).image
-    assert np.array_equal(np.asarray(stored), np.asarray(drawn))
+    folder, (example, _) = written
+    for path in (ROOT / "examples" / "picture.png", folder / "picture.png"):
+        assert np.array_equal(np.asarray(load_image(path)), np.asarray(example.image))
 
 
 @pytest.mark.parametrize("decoder", ["decord", "av"])
-def test_example_video_matches_the_script(drawing, decoder: str) -> None:
+def test_example_video_is_the_written_one(written, decoder: str) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
-    from vlmfast.scenes.examples import video_example
 
-    video = load_video(ROOT / "examples" / "clip.mp4", num_frames=4, decoder=decoder)
-    drawn = video_example(drawing.VIDEO_SEED).frames
-    assert len(video) == len(drawn) == 4
-    for got, frame in zip(video.frames, drawn, strict=True):
-        assert np.array_equal(np.asarray(got), np.asarray(frame))
+    folder, (_, example) = written
+    for path in (ROOT / "examples" / "clip.mp4", folder / "clip.mp4"):
+        video = load_video(path, num_frames=4, decoder=decoder)
+        assert len(video) == len(example.frames) == 4
+        for got, frame in zip(video.frames, example.frames, strict=True):
+            assert np.array_equal(np.asarray(got), np.asarray(frame))
 
 
-def test_written_video_reads_back(drawing, tmp_path: Path) -> None:
+def test_written_video_reads_back(tmp_path: Path) -> None:
     pytest.importorskip("av")
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import EVAL_SEED_START, video_example
+    from vlmfast.scenes.files import write_video
 
     frames = video_example(EVAL_SEED_START + 100).frames
-    drawing.write_video(tmp_path / "clip.mp4", frames)
+    write_video(tmp_path / "clip.mp4", frames)
     got = load_video(tmp_path / "clip.mp4").frames
     assert all(
         np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(got, frames, strict=True)
     )
 
 
-def test_example_questions_are_known_to_the_generator(drawing) -> None:
+def test_example_questions_are_known_to_the_generator(written) -> None:
     """The generator knows the answers to the questions of `make ask`."""
-    from vlmfast.scenes.examples import image_example, video_example
-
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for example in (image_example(drawing.IMAGE_SEED), video_example(drawing.VIDEO_SEED)):
+    for example in written[1]:
         assert any(f'"{qa.question}"' in makefile for qa in example.qa)

@@ -1,4 +1,4 @@
-"""Write tables of the documentation from ``docs/results/**/report.json``.
+"""Write tables of README and the documentation from the committed results.
 
 ``python tools/tables.py`` writes each table between its markers. A test checks that they match
 the reports.
@@ -6,9 +6,12 @@ the reports.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+
+from vlmfast.core.registry import stage_names
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -22,6 +25,15 @@ _COMPARED = {
     "`divprune`": "divprune:positions=keep,budget={}",
     "`random`": "random:positions=keep,budget={}",
 }
+_PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
+# Column -> the folders of its methods.
+_KINDS = {
+    "vision encoder": ("encoder",),
+    "before the LLM": ("frames", "tokens"),
+    "LLM layers": ("prefill",),
+    "KV cache": ("cache",),
+    "drafters": ("drafters",),
+}
 _POLICIES = ("hired", "visionzip", "flashvid", "scope", "divprune", "random")
 
 
@@ -29,7 +41,7 @@ def numbers(folder: str) -> dict[str, dict[str, Any]]:
     """The numbers of one report by recipe."""
     text = (RESULTS / folder / "report.json").read_text(encoding="utf-8")
     recipes = json.loads(text)["tasks"]["shapes"]["recipes"]
-    return {run["recipe"]: run for run in recipes.values()}
+    return {run["recipe"]: run for run in recipes.values() if run["control"] is None}
 
 
 def saliency() -> str:
@@ -73,10 +85,90 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
+def presets() -> str:
+    """Accuracy of the presets under both position policies, beside ``random`` at their cost."""
+    kept, compact = numbers(""), numbers("positions")
+    rows = [["recipe", "kept", "images, keep", "compact", "videos, keep", "compact"]]
+    for name, method, budget in (
+        ("none", "none", 1.0),
+        *((name, "hired", budget) for name, budget in _PRESETS.items()),
+        *((f"random:budget={budget}", "random", budget) for budget in _PRESETS.values()),
+    ):
+        cells = []
+        for kind in ("image", "video"):
+            if method == "none":
+                cells += [_within(kept["none"], kind), ""]
+                continue
+            cells.append(_within(_of(kept, method, "keep", budget), kind))
+            cells.append(f"{100 * _of(compact, method, 'compact', budget)[f'accuracy_{kind}']:.1f}")
+        rows.append([f"`{name}`", f"{100 * budget:.0f} %", *cells])
+    return _table(rows)
+
+
+def speed() -> str:
+    """The short table of README: what a recipe saves, as ratios to Hugging Face."""
+    rows = [["model, recipe", "visual tokens", "TTFT", "prefill", "per token", "peak memory"]]
+    for model, variants in _asked()["models"].items():
+        for recipe, row in variants.items():
+            cells = [f"`{model}`, {recipe}", f"{row['visual_tokens']:,}"]
+            for metric in ("ttft", "prefill", "tpot", "memory"):
+                scale, unit = (1e-6, "MB") if metric == "memory" else (1e3, "ms")
+                value = row[metric]["median"] * scale
+                cell = f"{value:,.{0 if value >= 100 else 1}f} {unit}"
+                if recipe != "huggingface":
+                    cell += f" ({row['ratio'][metric]:.2f}×)"
+                cells.append(cell)
+            rows.append(cells)
+    return _table(rows)
+
+
+def timings() -> str:
+    """Every measure of ``benchmarks/ask.py``, with quartiles."""
+    spec = importlib.util.spec_from_file_location("ask", ROOT / "benchmarks" / "ask.py")
+    assert spec and spec.loader
+    ask = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ask)
+    models = _asked()["models"]
+    return "\n\n".join(ask.markdown(name, rows) for name, rows in models.items())
+
+
+def runs_where() -> str:
+    """How many methods of each kind run on a model family, counted from docs/models.md."""
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    lines = text.partition("<!-- support -->\n")[2].partition("\n<!-- end")[0].splitlines()
+    head, _, *support = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    families = [cell.strip("`") for cell in head[1:]]
+    cells = {row[0].strip("`"): dict(zip(families, row[1:], strict=True)) for row in support}
+    homes = stage_names()
+    rows = [["family", "saliency", *_KINDS]]
+    for family in families:
+        counts = []
+        for kinds in _KINDS.values():
+            names = [name for name in cells if homes[name].split(".")[-2] in kinds]
+            run = sum(cells[name][family] != "–" for name in names)
+            counts.append("all" if run == len(names) else f"{run} of {len(names)}")
+        rows.append([f"`{family}`", cells["hired"][family], *counts])
+    return _table(rows)
+
+
+def _within(run: dict[str, Any], kind: str) -> str:
+    low, high = run[f"accuracy_{kind}_ci"]
+    return f"{100 * run[f'accuracy_{kind}']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _asked() -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / "ask-cpu-bfloat16.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 # (page, mark) -> function that returns the table.
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
-    ("README.md", "positions"): positions,
+    ("docs/accuracy.md", "positions"): positions,
+    ("docs/speed.md", "timings"): timings,
+    ("README.md", "presets"): presets,
+    ("README.md", "speed"): speed,
+    ("README.md", "families"): runs_where,
 }
 
 
