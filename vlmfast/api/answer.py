@@ -22,11 +22,14 @@ class Answer:
     stats : Stats
     trace : Trace
     recipe : str
-        Canonical text of the recipe.
+        The recipe as it was given, e.g. ``hired:0.2`` or ``balanced``.
     finish_reason : {"stop", "length"}
         Whether an end token, a stop string or a stopping criterion ended the answer, or its length.
     logprobs : list of TokenLogprobs, optional
         One for each token, where ``top_logprobs`` was given.
+    canonical_recipe : str
+        What ran: presets expanded, default values omitted and layers fitted to the model. By
+        default ``recipe``.
     """
 
     text: str
@@ -36,6 +39,10 @@ class Answer:
     recipe: str = "none"
     finish_reason: str = "stop"
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+    canonical_recipe: str = ""
+
+    def __post_init__(self) -> None:
+        self.canonical_recipe = self.canonical_recipe or self.recipe
 
 
 @dataclass
