@@ -440,7 +440,8 @@ def test_examples_run(tools, made, vlm) -> None:
             recipe=recipe,
             max_new_tokens=4,
         )
-        assert answer.text and str(vlmfast.Recipe.parse(recipe)) == answer.recipe
+        assert answer.text and answer.recipe == recipe
+        assert answer.canonical_recipe == str(vlmfast.Recipe.parse(recipe))
 
 
 def test_docstrings_become_markdown(tools) -> None:

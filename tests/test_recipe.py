@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from vlmfast.compressors.tokens.grid import Grid
 from vlmfast.compressors.tokens.hired import HiRED
 from vlmfast.compressors.tokens.random import Random
+from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
@@ -110,14 +114,39 @@ def test_recipe_round_trip(data: st.DataObject) -> None:
     assert hash(Recipe.parse(str(recipe))) == hash(recipe)
 
 
-@given(st.text(max_size=30) | st.text("hired:+=,.0123/ratelpbudgonm ", max_size=30))
-@settings(max_examples=300, deadline=None)
-def test_any_text_parses_or_raises(text: str) -> None:
+MARKS = ["+", ":", "=", ",", ";", " ", "%", "(", ")", "/", ".", "-", "\n", "\x00", "\ud800"]
+NUMBERS = ["0.2", "20", "20%", "0", "1", "-1", "1e999", "nan", "inf", "9" * 40, "0x1", "½", "none"]
+PARAMETERS = sorted({recipe_name(field) for name in NAMES for field in fields(stage_class(name))})
+
+
+def nearly(data: st.DataObject) -> str:
+    """Names, marks and numbers of recipes in any order."""
+    parts = st.sampled_from([*NAMES, *PRESETS, *PARAMETERS, *MARKS, *MARKS, *NUMBERS, "HiRED"])
+    return "".join(data.draw(st.lists(parts, max_size=9)))
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_text_parses_or_raises(data: st.DataObject) -> None:
+    anything = st.text(max_size=30) | st.text("hired:+=,.0123/ratelpbudgonm ", max_size=30)
+    text = data.draw(anything) if data.draw(st.booleans()) else nearly(data)
     try:
         recipe = Recipe.parse(text)
-    except RecipeError:
+    except RecipeError as error:
+        lines = str(error)
+        assert lines.isprintable() and len(lines) < 1500
         return
-    assert Recipe.parse(str(recipe)) == recipe
+    assert Recipe.parse(str(recipe)) == recipe == Recipe.parse(recipe.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 10**6, "hired:" + "9" * 10**5, "hired:keep=" + "x" * 10**5, "hired:" + ",1" * 10**5],
+)
+def test_errors_of_long_texts_are_short(text: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        Recipe.parse(text)
+    assert len(str(error.value)) < 1500
 
 
 # --- canonical text ------------------------------------------------------------------------------
@@ -146,6 +175,35 @@ def test_canonical_text(text: str, canonical: str) -> None:
     assert Recipe.parse(canonical) == Recipe.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("given_", "text"),
+    [
+        ("hired:0.2", "hired:0.2"),
+        (" hired: 0.4 , alpha = 0.5\n+ grid ", "hired: 0.4 , alpha = 0.5 + grid"),
+        ("balanced", "balanced"),
+        ("none", "none"),
+        ("", "none"),
+        (None, "none"),
+        (HiRED(0.2), "hired"),
+        (HiRED(0.4), "hired:0.4"),
+        (HiRED(0.2) + Grid(), "hired+grid"),
+        (Recipe.parse("hired:0.2"), "hired:0.2"),
+    ],
+)
+def test_text_is_as_given(given_: Any, text: str) -> None:
+    recipe = Recipe.of(given_)
+    assert recipe.text == text
+    assert Recipe.parse(recipe.text) == recipe
+    assert recipe.fitted(24, 2).text == text
+    assert pickle.loads(pickle.dumps(recipe)).text == copy.deepcopy(recipe).text == text
+
+
+def test_text_does_not_change_equality() -> None:
+    short, long = Recipe.parse("hired"), Recipe.parse("hired:keep=0.2")
+    assert short == long and hash(short) == hash(long) and short.text != long.text
+    assert (long + Grid()).text == "hired+grid"
+
+
 def test_addition_of_stages() -> None:
     recipe = Recipe.parse("random:0.4+grid")
     assert Recipe.of(Random(0.4) + Grid()) == recipe
@@ -165,8 +223,10 @@ def test_presets() -> None:
             assert Recipe.parse(name, source) == Recipe.parse(text)
         assert Recipe.parse(name) == Recipe.parse(name, "cls")
     assert Recipe.parse("none") == Recipe()
-    with pytest.raises(RecipeError, match="preset 'fast' must be the whole recipe"):
-        Recipe.parse("fast+grid")
+    for source, method in (("cls", "hired"), ("norm", "divprune")):
+        meant = rf"preset 'fast' must be the whole recipe.*mean '{method}:.*budget=0.11\+grid'\?"
+        with pytest.raises(RecipeError, match=meant):
+            Recipe.parse("fast+grid", source)
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -206,12 +266,45 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
         ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
         (f"random:seed={10**30}", r"random: seed=10+ is out of range, whole numbers are at most"),
+        ("hired:20", r"allowed is > 0 and <= 1 \(did you mean 'hired:0.2'\?\)"),
+        ("hired:20%", r"cannot be read as float \(did you mean 'hired:0.2'\?\)"),
+        ("grid+random:keep=20,seed=3", r"\(did you mean 'random:keep=0.2,seed=3'\?\)"),
+        ("hired:200", r"allowed is > 0 and <= 1$"),
+        ("HiRED", r"unknown method 'HiRED' \(did you mean 'hired'\?\)"),
+        ("HiRED:0.2", r"unknown method 'HiRED' \(did you mean 'hired'\?\)"),
+        ("hird", r"unknown method 'hird' \(did you mean 'hired'\?\)"),
+        ("clip_relevance:0.2", r"\(did you mean 'clip-relevance'\?\)"),
+        ("hired 0.2", r"unknown method 'hired 0.2' \(did you mean 'hired:0.2'\?\)"),
+        ("hired=0.2", r"unknown method 'hired=0.2' \(did you mean 'hired:0.2'\?\)"),
+        ("hired(0.2)", r"unknown method 'hired\(0.2\)' \(did you mean 'hired:0.2'\?\)"),
+        ("hired keep 0.2", r"\(did you mean 'hired:keep=0.2'\?\)"),
+        ("hired:keep:0.2", r"'keep:0.2' cannot be read as float \(did you mean 'hired:keep=0.2'\?"),
+        ("hired:0,2", r"cannot read '2' in .*\(did you mean 'hired:0.2'\?\)"),
+        ("hired:0.3 alpha=0.4", r"grid_compat.*\(did you mean 'hired:0.3,alpha=0.4'\?\)"),
+        ("hired, grid", r"unknown method 'hired, grid' \(did you mean 'hired\+grid'\?\)"),
+        ("hired:0.4+", r"'hired:0.4\+' has an empty method name \(did you mean 'hired:0.4'\?\)"),
+        ("+", r"recipe '\+' has an empty method name$"),
+        ("hired:positions=kep", r"one of keep, compact \(did you mean 'keep'\?\)"),
+        ("Fast", r"unknown method 'Fast' \(did you mean 'fast'\?\)"),
+        ("blanced", r"unknown method 'blanced' \(did you mean 'balanced'\?\)"),
+        ("fast:0.2", r"preset 'fast' has no parameters \(did you mean 'fast'\?\)"),
+        ("none+hired", r"preset 'none' must be .*\(did you mean 'hired'\?\)"),
+        ("fast+hired", r"preset 'fast' must be the whole recipe, not joined with methods$"),
+        ("pvc:weights=a\nb", r"'a\\nb' cannot be used in a recipe"),
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: keep, positions, budget"),
     ],
 )
 def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)
+
+
+def test_suggestions_are_valid_recipes() -> None:
+    for text in ("hired:20%", "hired 0.2", "HiRED", "grid, hired", "fastv:k=2,keep=30"):
+        with pytest.raises(RecipeError) as error:
+            Recipe.parse(text)
+        (meant,) = re.findall(r"did you mean '(.*)'\?", str(error.value))
+        assert Recipe.parse(meant)
 
 
 @pytest.mark.parametrize("bad", [3, 0.2, {"hired": 0.2}, HiRED])

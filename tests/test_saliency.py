@@ -131,7 +131,7 @@ def test_documented_recipes_run_on_every_family(vlm, recipe, case):
     stats = answer.stats
     assert answer.token_ids
     ranked = {"divprune", "pyramiddrop"}.isdisjoint({s.name for s in vlm.recipe(recipe)})
-    expected = SOURCES[family(vlm)] if ranked or "hired" in answer.recipe else ""
+    expected = SOURCES[family(vlm)] if ranked or "hired" in answer.canonical_recipe else ""
     assert stats.saliency == answer.trace.saliency == expected
     assert answer.trace.to_dict()["saliency"] == expected
     if recipe != "mustdrop":  # its thresholds are absolute
@@ -153,7 +153,7 @@ def test_demo_default_runs_on_every_family(vlm, kind):
     *_, talk = Desk(vlm, "m").ask("u", media, "what ?", default, 3, False)
     answer = talk.turns[-1].answers[RECIPE]
     assert answer.token_ids
-    assert answer.recipe == str(vlm.recipe(default)) != "none"
+    assert answer.canonical_recipe == str(vlm.recipe(default)) != "none"
 
 
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip:0.3", "scope:0.3", "flashvid:0.3"])

@@ -96,7 +96,8 @@ def test_chat_accepts_hugging_face_messages(vlm, expected, tmp_path):
 
 def test_compare_lists_the_full_model_first(vlm, expected):
     rows = vlm.compare("what is here ?", make_image(), recipes=["hired:0.2", "hired:1.0"], **ASK)
-    assert [row.recipe for row in rows] == ["none", "hired", "hired:1"]
+    assert [row.recipe for row in rows] == ["none", "hired:0.2", "hired:1.0"]
+    assert [row.answer.canonical_recipe for row in rows] == ["none", "hired", "hired:1"]
     assert rows[0].answer.token_ids == expected == rows[2].answer.token_ids
     assert rows[0].agreement == rows[2].agreement == 1.0
     assert rows[1].answer.stats.equivalent_tokens < rows[0].answer.stats.equivalent_tokens
@@ -127,6 +128,28 @@ def test_python_and_text_recipes_are_equivalent(vlm):
     in_python = vlm.ask("what ?", make_image(), recipe=HiRED(0.4), **ASK)
     assert by_text.token_ids == in_python.token_ids
     assert by_text.recipe == in_python.recipe == "hired:0.4"
+
+
+@pytest.mark.parametrize("given", ["hired:0.2", "balanced", "hired:keep=0.20+grid", "none"])
+def test_answers_name_the_recipe_as_given(vlm, given):
+    image, canonical = make_image(), str(vlm.recipe(given))
+    *_, streamed = vlm.stream("what ?", image, recipe=given, **ASK)
+    with vlm.session(image, recipe=given) as session:
+        answers = [
+            vlm.ask("what ?", image, recipe=given, **ASK),
+            vlm.chat([{"role": "user", "content": "what ?"}], recipe=given, **ASK),
+            vlm.ask_many([vlmfast.Request("what ?", image, recipe=given)], **ASK)[0],
+            vlm.submit(vlmfast.Request("what ?", image, recipe=given), **ASK).result(60),
+            vlm.compare("what ?", image, recipes=[given], **ASK)[1].answer,
+            session.ask("what ?", **ASK),
+            streamed,
+        ]
+    with vlmfast.attach(vlm.model, vlm.processor, given) as attached:
+        vlm.model.generate(**vlm.inputs("what ?", image), **ASK)
+        assert f"recipe {given} of" in repr(attached)
+        answers += attached.answers
+    assert {answer.recipe for answer in answers} == {given}
+    assert {answer.canonical_recipe for answer in answers} == {canonical}
 
 
 def test_methods_lists_every_stage():

@@ -9,7 +9,7 @@ from vlmfast.core.moved import install
 from vlmfast.version import __version__
 
 if TYPE_CHECKING:
-    from vlmfast.api.answer import Answer, Comparison, Request
+    from vlmfast.api.answer import Answer, Comparison, ComparisonTable, Request
     from vlmfast.api.attachment import Attachment, attach
     from vlmfast.api.overlays import overlay
     from vlmfast.api.session import Session
@@ -30,6 +30,7 @@ _HOMES = {
     "VLM": "api.vlm",
     "Answer": "api.answer",
     "Comparison": "api.answer",
+    "ComparisonTable": "api.answer",
     "Request": "api.answer",
     "methods": "api.vlm",
     "Attachment": "api.attachment",
@@ -54,6 +55,7 @@ __all__ = [
     "Answer",
     "Attachment",
     "Comparison",
+    "ComparisonTable",
     "DeadlineExceeded",
     "Handle",
     "MediaError",

@@ -116,7 +116,8 @@ def test_answers_counters_and_drawings_equal_those_of_a_model_in_the_process(
     assert there.agreement == pytest.approx(_agreement_without_end(tiny, here))
     for side in (FULL, RECIPE):
         own, other = here.answers[side], there.answers[side]
-        assert (other.recipe, other.finish_reason) == (own.recipe, own.finish_reason)
+        assert other.canonical_recipe == own.canonical_recipe
+        assert other.finish_reason == own.finish_reason
         for name in ("visual_tokens_kept", "equivalent_tokens", "kv_bytes", "drafted", "accepted"):
             assert getattr(other.stats, name) == getattr(own.stats, name), name
         assert other.stats.ttft_s > 0 < other.stats.tokens_per_s

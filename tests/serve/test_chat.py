@@ -35,7 +35,7 @@ def test_answers_are_those_of_the_library(served: Any, name: str) -> None:
     usage = found["usage"]
     assert usage["completion_tokens"] == len(expected.token_ids)
     assert usage["prompt_tokens"] + usage["completion_tokens"] == usage["total_tokens"]
-    assert usage["vlmfast"]["recipe"] == expected.recipe
+    assert usage["vlmfast"]["recipe"] == expected.canonical_recipe
     assert usage["vlmfast"]["visual_tokens_in"] == expected.stats.visual_tokens_in
     assert usage["vlmfast"]["visual_tokens_kept"] == expected.stats.visual_tokens_kept
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.display import Cost, plural, shortened, text_table
+from vlmfast.errors import VLMFastError
+
 if TYPE_CHECKING:
+    import pandas
+
     from vlmfast.engine.sampling import TokenLogprobs
     from vlmfast.engine.stats import Stats, Trace
 
 
-@dataclass
+_BRIEF = 120  # characters of a text on one line
+
+
+@dataclass(repr=False)
 class Answer:
     """One answer, its cost and the visual tokens dropped for it.
 
@@ -22,11 +30,14 @@ class Answer:
     stats : Stats
     trace : Trace
     recipe : str
-        Canonical text of the recipe.
+        The recipe as it was given, e.g. ``hired:0.2`` or ``balanced``.
     finish_reason : {"stop", "length"}
         Whether an end token, a stop string or a stopping criterion ended the answer, or its length.
     logprobs : list of TokenLogprobs, optional
         One for each token, where ``top_logprobs`` was given.
+    canonical_recipe : str
+        What ran: presets expanded, default values omitted and layers fitted to the model. By
+        default ``recipe``.
     """
 
     text: str
@@ -36,6 +47,26 @@ class Answer:
     recipe: str = "none"
     finish_reason: str = "stop"
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+    canonical_recipe: str = ""
+
+    def __post_init__(self) -> None:
+        self.canonical_recipe = self.canonical_recipe or self.recipe
+
+    def __repr__(self) -> str:
+        facts = ", ".join([self.recipe, *map(str, self.stats.costs())])
+        return f"{type(self).__name__}({shortened(self.text, _BRIEF)!r}, {facts})"
+
+    def _repr_html_(self) -> str:
+        return self._html(None)
+
+    def _html(self, full: Stats | None) -> str:
+        """With the times of the full model, if it answered the same request."""
+        from .notebook import answer_html
+
+        about = [self.recipe, plural(self.stats.generated_tokens, "token") + " generated"]
+        if self.finish_reason == "length":
+            about.append("ended by its length limit")
+        return answer_html(self.text, self.stats, self.trace, about, full)
 
 
 @dataclass
@@ -65,21 +96,120 @@ class Request:
     tenant: str = ""
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """A recipe compared with the full model.
 
     Parameters
     ----------
     recipe : str
-    answer : Answer
-    agreement : float
+        As it was given.
+    answer : Answer or None
+        ``None`` if the recipe was refused.
+    agreement : float or None
         Fraction of positions whose token equals the full model's, over the longer answer.
+    error : str, optional
+        The reason, if the recipe was refused.
+    full : Answer, optional
+        The full model's.
     """
 
     recipe: str
-    answer: Answer
-    agreement: float
+    answer: Answer | None
+    agreement: float | None
+    error: str | None = None
+    full: Answer | None = field(default=None, compare=False)
+
+    def costs(self) -> list[Cost]:
+        """`Stats.costs` against the full model's; none if the recipe was refused."""
+        if self.answer is None:
+            return []
+        return self.answer.stats.costs(None if self.full is None else self.full.stats)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain values: the recipe, its answer, its costs and the reason of a refusal.
+
+        Times are in seconds, sizes in bytes. ``equivalent_tokens`` is explained in `Stats`. All but
+        ``recipe`` and ``error`` are ``None`` if the recipe was refused.
+        """
+        stats = None if self.answer is None else self.answer.stats
+        return {
+            "recipe": self.recipe,
+            "answer": None if self.answer is None else self.answer.text,
+            "agreement": self.agreement,
+            **{name: None if stats is None else getattr(stats, name) for name in _COLUMNS},
+            "error": self.error,
+        }
+
+    def __repr__(self) -> str:
+        if self.answer is None:
+            return f"Comparison({self.recipe}, refused: {shortened(self.error or '', 2 * _BRIEF)})"
+        facts = [f"{self.agreement:.0%} agreement", *map(str, self.costs())]
+        text = shortened(self.answer.text, _BRIEF)
+        return f"Comparison({text!r}, {self.recipe}, {', '.join(facts)})"
+
+    def _repr_html_(self) -> str:
+        if self.answer is None:
+            from .notebook import refusal_html
+
+            return refusal_html(self.recipe, self.error or "")
+        return self.answer._html(None if self.full is None else self.full.stats)
+
+
+class ComparisonTable(list[Comparison]):
+    """The rows of `VLM.compare`: a list whose first row is the full model.
+
+    In a notebook it is shown as a table with overlays, elsewhere as text.
+    """
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The rows as a ``pandas.DataFrame``, with the columns of `Comparison.to_dict`.
+
+        Raises
+        ------
+        VLMFastError
+            If pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise VLMFastError("to_pandas needs the package pandas: pip install pandas") from error
+        return DataFrame([row.to_dict() for row in self])
+
+    def __repr__(self) -> str:
+        if not self:
+            return "ComparisonTable([])"
+        names = dict.fromkeys(cost.name for row in self for cost in row.costs())
+        rows = []
+        for row in self:
+            costs = {cost.name: cost.brief for cost in row.costs()}
+            shown = f"refused: {row.error}" if row.answer is None else row.answer.text
+            rows.append(
+                {
+                    "recipe": shortened(row.recipe, _BRIEF),
+                    **{name: costs.get(name, "-") for name in names},
+                    "agreement": "-" if row.agreement is None else f"{row.agreement:.0%}",
+                    "answer": shortened(shown, _BRIEF),
+                }
+            )
+        return text_table(rows, left=("recipe", "answer"))
+
+    def _repr_html_(self) -> str:
+        from .notebook import comparisons_html
+
+        return comparisons_html(self)
+
+
+# Of `Stats`, in a row of a comparison.
+_COLUMNS = (
+    "visual_tokens_in",
+    "equivalent_tokens",
+    "ttft_s",
+    "tokens_per_s",
+    "generated_tokens",
+    "kv_bytes",
+    "kv_bytes_full",
+)
 
 
 def agreement(tokens: list[int], full: list[int]) -> float:

@@ -108,7 +108,7 @@ class Attachment:
 
     def __repr__(self) -> str:
         state = "attached" if self.attached else "detached"
-        return f"<{state} recipe {self.recipe} of {type(self.vlm.model).__name__}>"
+        return f"<{state} recipe {self.recipe.text} of {type(self.vlm.model).__name__}>"
 
     def __enter__(self) -> Attachment:
         if self._entered:

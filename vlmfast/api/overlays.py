@@ -5,8 +5,9 @@ Patches that were merged into one token stay in color, inside an outline of anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -16,8 +17,6 @@ from vlmfast.core.layout import Kind
 if TYPE_CHECKING:
     from vlmfast.core.layout import TokenLayout
     from vlmfast.engine.stats import Trace
-
-    from .vlm import Answer
 
 MIN_SIDE, MAX_SIDE = 448, 1024
 _FRAME_SIDE = 224
@@ -34,7 +33,14 @@ _BRIGHTNESS, _COLOR = 0.32, 0.12
 _UNSEEN = 0.12
 
 
-def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
+class Traced(Protocol):
+    """What is drawn, such as an `Answer`."""
+
+    recipe: str
+    trace: Trace
+
+
+def overlay(answer: Traced, *, size: int | None = None) -> list[Image.Image]:
     """Draw which visual tokens of an answer were kept, merged and dropped.
 
     Patches whose token reached the last layer are shown unchanged inside an outline. Patches
@@ -65,7 +71,30 @@ def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
     ]
 
 
-def contact_sheet(answers: list[Answer], *, size: int | None = None) -> Image.Image:
+def thumbnails(trace: Trace, size: int, most: int) -> list[list[Image.Image]]:
+    """Draw small overlays without text: the panels of each image.
+
+    Parameters
+    ----------
+    trace : Trace
+    size : int
+        Longest side of a panel in pixels.
+    most : int
+        Images to draw; of more images these are spread evenly.
+    """
+    if trace.layout is None or not trace.images:
+        return []
+    tokens, last = _tokens(trace), len(trace.images) - 1
+    chosen = {round(last * i / max(most - 1, 1)) for i in range(most)}
+    drawn = []
+    for index in sorted(chosen):
+        image = _resize(trace.images[index].convert("RGB"), size)
+        views = _views(tokens.where(tokens.item == index))
+        drawn.append([_shade(image, view) for _, view in views])
+    return drawn
+
+
+def contact_sheet(answers: Sequence[Traced], *, size: int | None = None) -> Image.Image:
     """Stack the overlays of several answers to one question.
 
     The frames of a video are drawn four per line, and smaller by default.
@@ -159,15 +188,8 @@ def _placed(layout: TokenLayout) -> np.ndarray:
 
 def _draw_item(image: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
     image = _resize(image, size)
-    crop = tokens.tile > 0
-    views = [("", tokens.where(tokens.patch))]
-    if crop.any():
-        views = [
-            ("base view", tokens.where(tokens.patch & ~crop)),
-            ("crops", tokens.where(tokens.patch & crop)),
-        ]
     panels = []
-    for name, view in views:
+    for name, view in _views(tokens):
         count = f"{(view.shown == 1).sum()} of {len(view.shown)} patches"
         shown_by = ((view.life == 1) & ~view.special).sum()
         if shown_by != (view.shown == 1).sum():
@@ -187,6 +209,17 @@ def _draw_item(image: Image.Image, tokens: _Tokens, recipe: str, size: int | Non
     if (tokens.special & (tokens.life == 1)).any():
         line += f"; {(tokens.special & (tokens.life == 1)).sum()} show a whole view"
     return _caption(_stack(panels, across=True), line)
+
+
+def _views(tokens: _Tokens) -> list[tuple[str, _Tokens]]:
+    """The patches of one image: all, or those of the base view and those of its crops."""
+    crop = tokens.tile > 0
+    if not crop.any():
+        return [("", tokens.where(tokens.patch))]
+    return [
+        ("base view", tokens.where(tokens.patch & ~crop)),
+        ("crops", tokens.where(tokens.patch & crop)),
+    ]
 
 
 def _resize(image: Image.Image, size: int | None) -> Image.Image:

@@ -560,7 +560,8 @@ def answer_of(adapter: Adapter, sequence: Sequence) -> Answer:
         sequence.tokens,
         sequence.stats,
         sequence.trace,
-        str(sequence.recipe),
+        sequence.recipe.text,
+        canonical_recipe=str(sequence.recipe),
         finish_reason=sampler.finish_reason,
         logprobs=None if sampler.top_logprobs is None else list(sampler.logprobs),
     )

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core import snapshot
+from vlmfast.core.display import plural
 from vlmfast.core.protocols import InEncoderStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.engine import engine_of
@@ -281,6 +282,26 @@ class Session:
             self._drop()
             self._closed, self._images = True, None
             self._group.open.discard(self)
+
+    def __repr__(self) -> str:
+        costs = [str(cost) for cost in self.stats.costs()]
+        return f"Session({', '.join([self.recipe.text, *costs, *self._facts()])})"
+
+    def _repr_html_(self) -> str:
+        from .notebook import session_html
+
+        images = [] if self._images is None else self._images.images
+        title = f"Session: {self.recipe.text}"
+        return session_html(title, self.stats, images, self._messages, self._facts())
+
+    def _facts(self) -> list[str]:
+        if self._closed:
+            return ["closed"]
+        images = 0 if self._images is None else len(self._images.images)
+        facts = [plural(images, "image"), f"reuses {self.reuses}"]
+        if self.history:
+            facts.append(plural(len(self._messages) // 2, "question") + " answered")
+        return facts
 
     def __enter__(self) -> Session:
         return self

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vlmfast.core.display import brief_count, size
 from vlmfast.core.params import recipe_name
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError
 
-from .answer import Answer, Comparison, Request, agreement
+from .answer import Answer, Comparison, ComparisonTable, Request, agreement
 from .generation import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-__all__ = ["VLM", "Answer", "Comparison", "Request", "agreement", "methods"]
+__all__ = ["VLM", "Answer", "Comparison", "ComparisonTable", "Request", "agreement", "methods"]
 
 _DECODING = ("auto", "graph", "compile", "eager")
 _SHIPPED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
@@ -126,6 +128,35 @@ class VLM:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load(path, device, dtype, **kwargs)
         return cls(*loaded, prefix_cache_bytes=prefix_cache_bytes)
+
+    def __repr__(self) -> str:
+        kind, parameters, device = self._facts().values()
+        return f"VLM({self._name}, {kind}, {parameters} parameters, {device})"
+
+    def _repr_html_(self) -> str:
+        from .notebook import facts_html
+
+        cache = self.prefix_cache.stats()
+        more = {
+            "layers": str(self.adapter.depth),
+            "saliency": ", ".join(self.adapter.sources()),
+            "prefix cache": f"{size(cache.bytes)} of {size(cache.limit)}",
+        }
+        return facts_html(f"VLM {self._name}", self._facts() | more)
+
+    @property
+    def _name(self) -> str:
+        """The hub id of the checkpoint, or the name of its folder."""
+        name = getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
+        return Path(name).name if Path(name).is_absolute() else name
+
+    def _facts(self) -> dict[str, str]:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {
+            "class": type(self.model).__name__,
+            "parameters": brief_count(self.model.num_parameters()),
+            "device": f"{dtype} on {self.adapter.device}",
+        }
 
     @property
     def prefix_cache(self) -> PrefixCache:
@@ -328,12 +359,35 @@ class VLM:
         recipes: list[Any],
         num_frames: int | None = None,
         fps: float | None = None,
+        errors: str = "row",
         **generation: Any,
-    ) -> list[Comparison]:
+    ) -> ComparisonTable:
         """Answer with the full model first, then under each recipe.
 
         Images and videos are decoded once. Everything else is computed for each recipe: the prefix
         cache is off meanwhile.
+
+        Parameters
+        ----------
+        question, images, video, num_frames, fps : optional
+            As in `ask`.
+        recipes : list of str, Stage or Recipe
+        errors : {"row", "raise"}
+            Whether a recipe that is invalid, or that this model refuses, becomes a row with its
+            ``error`` and without an answer, or is raised. The first error is always raised if every
+            recipe was refused.
+        **generation
+            As in `ask`.
+
+        Returns
+        -------
+        ComparisonTable
+            A list of `Comparison`: the full model, then the recipes in their order.
+
+        Raises
+        ------
+        VLMFastError
+            For a request that the full model cannot answer, or see ``errors``.
         """
         from .generation import gate, shown
         from .request import ASK, answered, messages_of
@@ -341,14 +395,31 @@ class VLM:
         recipes = [recipes] if isinstance(recipes, str | Stage | Recipe) else recipes
         if not isinstance(recipes, list | tuple):
             raise VLMFastError(f"recipes must be a list of recipes, not {shown(recipes)}")
-        chosen = [Recipe(), *map(self.recipe, recipes)]
-        passed = gate(self.adapter, generation, names=(*ASK, "recipes"))
+        if errors not in ("row", "raise"):
+            raise VLMFastError(f"errors={shown(errors)} must be 'row' or 'raise'")
+        plans = [_unless_refused(partial(self.recipe, recipe), errors) for recipe in recipes]
+        _check_any_ran(plans)
+        passed = gate(self.adapter, generation, names=(*ASK, "recipes", "errors"))
         messages = messages_of(question, images, video, num_frames, fps)
         loaded: dict[int, Any] = {}
+        answers: list[Answer | VLMFastError] = []
         with self.prefix_cache.bypassed():
-            answers = [answered(self.adapter, messages, each, passed, loaded) for each in chosen]
-        full = answers[0].token_ids
-        return [Comparison(a.recipe, a, agreement(a.token_ids, full)) for a in answers]
+            full = answered(self.adapter, messages, Recipe(), passed, loaded)
+            for plan in plans:
+                run = partial(answered, self.adapter, messages, plan, passed, loaded)
+                refused = isinstance(plan, VLMFastError)
+                answers.append(plan if refused else _unless_refused(run, errors))
+        _check_any_ran(answers)
+        table = ComparisonTable([Comparison(full.recipe, full, 1.0, full=full)])
+        for recipe, plan, answer in zip(recipes, plans, answers, strict=True):
+            if isinstance(answer, Answer):
+                same = agreement(answer.token_ids, full.token_ids)
+                table.append(Comparison(answer.recipe, answer, same, full=full))
+            else:
+                given = recipe if isinstance(recipe, str) else shown(recipe)
+                name = plan.text if isinstance(plan, Recipe) else given
+                table.append(Comparison(name, None, None, str(answer), full))
+        return table
 
     def ask_many(
         self,
@@ -589,6 +660,24 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
             for f in fields(cls)
         ],
     }
+
+
+def _unless_refused(call: Callable[[], Any], errors: str) -> Any:
+    """The result of ``call``, or the error by which it refuses a recipe."""
+    try:
+        return call()
+    except (RequestCancelled, DeadlineExceeded):
+        raise
+    except VLMFastError as error:
+        if errors == "raise":
+            raise
+        return error
+
+
+def _check_any_ran(results: list[Any]) -> None:
+    """Raise the first error if all results are errors."""
+    if results and all(isinstance(result, VLMFastError) for result in results):
+        raise results[0]
 
 
 def _check_bytes(name: str, bytes: int | None) -> None:

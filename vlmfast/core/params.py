@@ -124,6 +124,7 @@ def weights_param() -> Any:
 
 # Names of comparisons in `operator`. All are false for NaN, which is thus out of every range.
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_LONGEST = 80  # characters of a text that errors quote
 LARGEST = 2**60  # of whole numbers: in 64 bits, with room for sums
 
 
@@ -164,10 +165,20 @@ def parse_value(stage: str, key: str, word: str, hint: Any) -> Any:
         return kind(word)
     except (ValueError, KeyError):
         what = getattr(kind, "__name__", str(kind))
-        raise RecipeError(f"{stage}: {key}={word!r} cannot be read as {what}") from None
+        raise RecipeError(f"{stage}: {key}={quoted(word)} cannot be read as {what}") from None
 
 
 def nearest(word: str, words: list[str]) -> str:
     """`` (did you mean 'x'?)`` or nothing."""
-    match = difflib.get_close_matches(word.lower(), words, n=1)
+    match = difflib.get_close_matches(word[:_LONGEST].lower(), words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def quoted(text: str) -> str:
+    """``text`` in quotes on one line, shortened where it is long."""
+    return repr(text if len(text) <= _LONGEST else text[:_LONGEST] + "…")
+
+
+def brief(value: Any) -> str:
+    """`show` on one line, shortened where it is long."""
+    return quoted(show(value))[1:-1]

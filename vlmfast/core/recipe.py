@@ -6,14 +6,17 @@ is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+`
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
 from vlmfast.errors import RecipeError
 
 from .files import replace_text
+from .hints import corrections
+from .params import quoted
 from .protocols import PROTOCOLS
-from .registry import stage_class
+from .registry import stage_class, stage_names, unknown_method
 from .saliency import SOURCES
 from .stage import Stage, Stages
 
@@ -39,11 +42,14 @@ class Recipe(Stages):
 
     Examples
     --------
-    >>> str(Recipe.parse("hired:0.2"))
-    'hired'
+    >>> recipe = Recipe.parse("hired:0.2")
+    >>> recipe.text, str(recipe)
+    ('hired:0.2', 'hired')
     >>> Recipe.parse("none") == Recipe()
     True
     """
+
+    _text = ""
 
     def __new__(cls, stages: tuple[Stage, ...] = ()) -> Recipe:
         recipe = super().__new__(cls, stages)
@@ -92,6 +98,19 @@ class Recipe(Stages):
                 f"recipe {self} is not in pipeline order; write {'+'.join(map(str, order))}"
             )
 
+    @property
+    def text(self) -> str:
+        """The text that was parsed, e.g. ``hired:0.2``; otherwise the canonical text.
+
+        ``str(recipe)`` is the canonical text: without default values, and with presets expanded.
+        It has no influence on equality.
+        """
+        return self._text or str(self)
+
+    def _given_as(self, text: str) -> Recipe:
+        self._text = text
+        return self
+
     @classmethod
     def parse(cls, text: str, source: str = "cls") -> Recipe:
         """Parse a recipe or the name of a preset.
@@ -107,17 +126,31 @@ class Recipe(Stages):
         RecipeError
             For an unknown method or parameter, a value out of range or stages in the wrong order.
         """
-        text = text.strip()
-        text = PRESETS[text][source] if text in PRESETS else text
+        given = " ".join(text.split())
+        text = PRESETS[given][source] if given in PRESETS else text.strip()
         if not text:
             return cls()
-        return cls(tuple(_stage(part.strip(), text) for part in text.split("+")))
+        items = [part.strip() for part in text.split("+")]
+        if "" in items:
+            found = _valid("+".join(filter(None, items)))
+            raise RecipeError(f"recipe {quoted(text)} has an empty method name{_meant(found)}")
+        for preset in items if len(items) > 1 else ():
+            if preset in PRESETS:
+                parts = [PRESETS[i][source] if i in PRESETS else i for i in items]
+                found = _valid("+".join(filter(None, parts)))
+                raise RecipeError(
+                    f"preset {preset!r} must be the whole recipe, not joined with "
+                    f"methods{_meant(found)}"
+                )
+        return cls(tuple(_stage(item) for item in items))._given_as(given)
 
     @classmethod
     def of(cls, recipe: str | Stage | tuple[Stage, ...] | None, source: str = "cls") -> Recipe:
         """The recipe of any value that users may pass as ``recipe=``; ``source`` as in `parse`."""
         if recipe is None:
             return cls()
+        if isinstance(recipe, cls):
+            return recipe
         if isinstance(recipe, str):
             return cls.parse(recipe, source)
         if isinstance(recipe, Stage):
@@ -128,7 +161,8 @@ class Recipe(Stages):
 
     def fitted(self, depth: int, first: int) -> Recipe:
         """`Stage.fitted` of every stage."""
-        return type(self)(tuple(stage.fitted(depth, first) for stage in self))
+        recipe = type(self)(tuple(stage.fitted(depth, first) for stage in self))
+        return recipe._given_as(self._text)
 
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
@@ -156,20 +190,52 @@ class Recipe(Stages):
         replace_text(path, yaml.safe_dump({"recipe": str(self)}))
 
 
-def _stage(item: str, text: str) -> Stage:
-    name, _, rest = item.partition(":")
-    if not name:
-        raise RecipeError(f"recipe {text!r} has an empty method name")
-    if name in PRESETS:
-        raise RecipeError(f"preset {name!r} must be the whole recipe, not joined with methods")
+def _stage(item: str) -> Stage:
+    """The stage of one entry of a recipe; errors suggest what was probably meant."""
+    name = item.partition(":")[0].strip()
+    try:
+        if name in PRESETS:
+            raise RecipeError(f"preset {name!r} has no parameters")
+        return _read(item)
+    except RecipeError as error:
+        for text in corrections(item, tuple(PRESETS)):
+            if found := _valid(text):
+                if name in stage_names() or name in PRESETS:
+                    raise RecipeError(f"{error}{_meant(found)}") from None
+                if re.fullmatch(r"[\w-]+", name):  # only the name is wrong
+                    found = found.partition(":")[0]
+                raise unknown_method(name, found) from None
+        raise
+
+
+def _read(item: str) -> Stage:
+    name, colon, rest = item.partition(":")
+    name = name.strip()
+    if colon and not rest.strip():
+        raise RecipeError(f"{quoted(item)} ends in ':' without a value")
+    cls = stage_class(name)
     values: dict[str | None, str] = {}
     for part in rest.split(",") if rest else ():
         key, equals, value = part.partition("=")
         where = key.strip() if equals else None
         value = value.strip() if equals else key.strip()
         if not value or where in values:
-            raise RecipeError(f"cannot read {part!r} in {item!r}: write {name}:key=value,key=value")
+            raise RecipeError(
+                f"cannot read {quoted(part)} in {quoted(item)}: write {name}:key=value,key=value"
+            )
         values[where] = value
-    if item.endswith(":"):
-        raise RecipeError(f"{item!r} ends in ':' without a value")
-    return stage_class(name).from_texts(values)
+    return cls.from_texts(values)
+
+
+def _valid(text: str) -> str:
+    """``text`` if it is a recipe or the name of a preset, otherwise an empty text."""
+    try:
+        if text not in PRESETS:
+            Recipe(tuple(_read(item) for item in text.split("+")))
+    except RecipeError:
+        return ""
+    return text
+
+
+def _meant(text: str) -> str:
+    return f" (did you mean {text!r}?)" if text else ""

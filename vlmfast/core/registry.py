@@ -12,7 +12,7 @@ import pkgutil
 from functools import cache
 
 from ..errors import RecipeError
-from .params import listed, nearest
+from .params import listed, nearest, quoted
 from .stage import Stage
 
 _HOMES = (
@@ -53,11 +53,16 @@ def stage_class(name: str) -> type[Stage]:
     """
     names = stage_names()
     if name not in names:
-        raise RecipeError(
-            f"unknown method {name!r}{nearest(name, list(names))}; known: {listed(sorted(names))}"
-        )
+        raise unknown_method(name)
     module = importlib.import_module(names[name])
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, Stage) and value.name == name:
             return value
     raise RecipeError(f"module {names[name]} defines no stage called {name!r}")
+
+
+def unknown_method(name: str, meant: str = "") -> RecipeError:
+    """The error for a name that no method has; ``meant`` is suggested, or else the nearest name."""
+    names = stage_names()
+    hint = f" (did you mean {meant!r}?)" if meant else nearest(name, list(names))
+    return RecipeError(f"unknown method {quoted(name)}{hint}; known: {listed(sorted(names))}")

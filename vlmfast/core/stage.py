@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
@@ -11,7 +12,21 @@ from torch import nn
 
 from ..errors import RecipeError
 from .former import warn_renamed
-from .params import LARGEST, SIGNS, describe, listed, nearest, parse_value, recipe_name, show
+from .params import (
+    LARGEST,
+    SIGNS,
+    brief,
+    describe,
+    listed,
+    nearest,
+    parse_value,
+    quoted,
+    recipe_name,
+    show,
+)
+
+# In texts: they join the parts of a recipe, or are no characters of one line.
+_RESERVED = re.compile("[+,\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # Names of class attributes and methods until version 0.1, and of today.
 _FORMER = {
@@ -118,15 +133,15 @@ class Stage(metaclass=_StageType):
             value, meta = getattr(self, f.name), f.metadata
             if value is None and f.default is None:
                 continue
-            if isinstance(value, str) and (set(value) & set("+,") or value != value.strip()):
+            if isinstance(value, str) and (_RESERVED.search(value) or value != value.strip()):
                 raise RecipeError(
-                    f"{self.name}: {recipe_name(f)}={value!r} cannot be used in a recipe: no '+', "
-                    "no ',' and no blanks at the ends"
+                    f"{self.name}: {recipe_name(f)}={quoted(value)} cannot be used in a recipe: no "
+                    "'+', no ',', no control characters and no blanks at the ends"
                 )
             values = value if isinstance(value, tuple) else (value,)
             if any(isinstance(v, int) and abs(v) > LARGEST for v in values):
                 raise RecipeError(
-                    f"{self.name}: {recipe_name(f)}={show(value)} is out of range, whole numbers "
+                    f"{self.name}: {recipe_name(f)}={brief(value)} is out of range, whole numbers "
                     f"are at most {LARGEST}"
                 )
             if meta.get("choices"):
@@ -141,9 +156,11 @@ class Stage(metaclass=_StageType):
                 except (TypeError, ValueError, OverflowError):  # text instead of a number
                     ok = False
             if not ok:
+                choices = meta.get("choices") if isinstance(value, str) else None
+                similar = nearest(value, list(choices)) if choices else ""
                 raise RecipeError(
-                    f"{self.name}: {recipe_name(f)}={show(value)} is out of range, "
-                    f"allowed is {describe(meta)}"
+                    f"{self.name}: {recipe_name(f)}={brief(value)} is out of range, "
+                    f"allowed is {describe(meta)}{similar}"
                 )
 
     @classmethod
@@ -168,12 +185,14 @@ class Stage(metaclass=_StageType):
             if key is None:
                 if cls.lead is None:
                     raise RecipeError(
-                        f"{cls.name} takes no bare value ({text!r}); parameters: {listed(names)}"
+                        f"{cls.name} takes no bare value ({quoted(text)}); "
+                        f"parameters: {listed(names)}"
                     )
                 key = next(w for w, name in names.items() if name == cls.lead)
             if key not in names and key not in former:
+                similar = nearest(key, list(names)) if re.fullmatch(r"[\w-]+", key) else ""
                 raise RecipeError(
-                    f"{cls.name} has no parameter {key!r}{nearest(key, list(names))}; "
+                    f"{cls.name} has no parameter {quoted(key)}{similar}; "
                     f"parameters: {listed(names)}"
                 )
             name = names.get(key) or former[key]

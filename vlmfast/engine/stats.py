@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
 
 
@@ -124,6 +125,42 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def costs(self, full: Stats | None = None) -> list[display.Cost]:
+        """Visual tokens, KV cache and time to the first token, where they are known.
+
+        Parameters
+        ----------
+        full : Stats, optional
+            The full model's for the same request, to compare the time with.
+        """
+        found = []
+        if before := self.visual_tokens_in:
+            known = bool(self.visual_tokens_per_layer)
+            kept = self.equivalent_tokens if known else before
+            texts = display.count(kept), display.count(before)
+            found.append(display.Cost("visual tokens", *texts, kept / before if known else None))
+        if own := self.kv_bytes:
+            all_ = self.kv_bytes_full
+            texts = display.size(own), display.size(all_)
+            found.append(display.Cost("KV cache", *texts, own / all_ if all_ else None))
+        if own_s := self.ttft_s:
+            full_s = 0.0 if full is None else full.ttft_s
+            texts = display.seconds(own_s), display.seconds(full_s)
+            found.append(display.Cost("first token", *texts, own_s / full_s if full_s else None))
+        return found
+
+    def __repr__(self) -> str:
+        costs = [*map(str, self.costs()), display.plural(self.generated_tokens, "token")]
+        return f"Stats({', '.join(costs)} generated)"
+
+    def _repr_html_(self) -> str:
+        generated = display.plural(self.generated_tokens, "token") + " generated"
+        if self.tokens_per_s:
+            generated += f", {self.tokens_per_s:.3g} tokens/s"
+        return display.block(
+            display.html_costs(self.costs()), display.paragraph(generated, faint=True)
+        )
+
 
 def peak_memory(device: torch.device) -> int:
     """Peak bytes: of the GPU's allocator since the last reset, else of the process."""
@@ -200,3 +237,23 @@ class Trace:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
+
+    def _counts(self) -> list[tuple[str, int]]:
+        """Visual tokens before anything was dropped, after each stage, and in all layers."""
+        if self.depth is None:
+            return [("visual tokens", 0)]
+        found = [("visual tokens", len(self.depth))]
+        for name, layer in self.stages:
+            found.append((f"after {name} before layer {layer}", int((self.depth > layer).sum())))
+        return [*found, (f"in all {self.layers} layers", int((self.depth == self.layers).sum()))]
+
+    def __repr__(self) -> str:
+        return f"Trace({', '.join(f'{count} {name}' for name, count in self._counts())})"
+
+    def _repr_html_(self) -> str:
+        total = max(self._counts()[0][1], 1)
+        costs = [
+            display.Cost(name, str(count), str(count), count / total)
+            for name, count in self._counts()
+        ]
+        return display.block(display.html_costs(costs))

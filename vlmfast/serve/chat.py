@@ -122,7 +122,7 @@ def usage_of(result: Result, trace: bool) -> dict[str, Any]:
     """What an answer cost, with vlmfast's own figures under ``vlmfast``."""
     answer, stats = result.answer, result.answer.stats
     own = {
-        "recipe": answer.recipe,
+        "recipe": answer.canonical_recipe,
         "visual_tokens_in": stats.visual_tokens_in,
         "visual_tokens_kept": stats.visual_tokens_kept,
         "equivalent_tokens": stats.equivalent_tokens,

@@ -143,7 +143,8 @@ class Metrics:
         self._generated.inc(stats.generated_tokens)
         self._cached.inc(stats.cached_tokens)
         self._success.labels(model, answer.finish_reason).inc()
-        recipe = answer.recipe if answer.recipe in self._recipes else OTHER
+        recipe = answer.canonical_recipe
+        recipe = recipe if recipe in self._recipes else OTHER
         self._recipe.labels(model, recipe).inc()
         self._visual.labels(model, "input").inc(stats.visual_tokens_in)
         for stage, kept in stats.visual_tokens_kept.items():

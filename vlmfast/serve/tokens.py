@@ -49,7 +49,7 @@ def tokenized(result: Result, vlm: VLM) -> dict[str, Any]:
         "max_model_len": vlm.adapter.max_positions,
         "tokens": ids.tolist(),
         "vlmfast": {
-            "recipe": result.answer.recipe,
+            "recipe": result.answer.canonical_recipe,
             "count": len(kept),
             "tokens": kept,
             "visual_tokens_in": stats.visual_tokens_in,
