@@ -6,6 +6,7 @@ import argparse
 from textwrap import dedent
 from typing import Any
 
+from .arguments import module
 from .parser import every_parser
 
 _RECIPES = ("recipe", "recipes", "drafters")
@@ -30,14 +31,14 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise VLMFastError("completion needs a package: pip install shtab") from error
     from vlmfast.core.recipe import PRESETS
     from vlmfast.core.registry import stage_names
-    from vlmfast.eval.commands import GROUPS
 
+    groups = module("eval.commands").GROUPS
     methods, recipes = sorted(stage_names()), [*PRESETS, *sorted(stage_names())]
     for path, command in every_parser(parser):
         for action in command._actions:
             names: list[str] = []
             if action.dest in _RECIPES:
-                names = recipes + (list(GROUPS) if path == ("eval",) else [])
+                names = recipes + (list(groups) if path == ("eval",) else [])
             elif action.metavar == "METHOD":
                 names = methods
             if names:
