@@ -118,8 +118,10 @@ def inline(block: Block) -> list[str]:
 
 
 def split(text: str) -> list[str]:
-    """The words of a command, without environment settings before it."""
+    """The words of a command, without environment settings before it or a file for its output."""
     words = shlex.split(text, comments=True)
+    if ">" in words:
+        words = words[: words.index(">")]
     while words and re.match(r"[A-Z_]+=", words[0]):
         del words[0]
     return words

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +19,8 @@ from PIL import Image
 import tiny_models
 from vlmfast.cli import commands as cli
 from vlmfast.cli import main
+from vlmfast.cli.parser import every_parser, examples_of, shown_default
+from vlmfast.core.recipe import PRESETS, Recipe
 
 QUESTION = "How many?"
 ROOT = Path(cli.__file__).parents[2]
@@ -91,6 +96,8 @@ def test_ask_json(ask, capsys: pytest.CaptureFixture[str]) -> None:
     full = run_json(capsys, ask("--json"))
     assert full["recipe"] == "none"
     assert full["question"] == QUESTION
+    as_given = run_json(capsys, ask("--json", "--recipe", "hired:0.2"))
+    assert as_given["recipe"] == "hired:0.2"
     assert len(full["token_ids"]) == 4
     fewer = run_json(capsys, ask("--json", "--recipe", "hired:0.3"))
     stats = fewer["stats"]
@@ -148,10 +155,69 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = {p["name"]: p for p in found["hired"]["parameters"]}
     assert parameters[found["hired"]["value"]]["default"] == 0.2
     assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0].partition(":")[0]: line for line in lines if line.startswith("  ")}
+    assert set(listed) == set(found)
+    for name, method in found.items():
+        assert listed[name].endswith(f"  {method['summary']}")
+    assert len(lines) < 70
+
+
+def test_methods_shows_the_details_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "snapkv", "hired"]) == 0
     out = capsys.readouterr().out
-    for name in found:
-        assert f"\n{name}  (" in f"\n{out}"
-    assert "2408.10945" in out
+    first, second = out.split("\n\n")
+    assert first.startswith("snapkv  (cache, training-free, query-dependent)")
+    assert second.startswith("hired  (tokens, training-free, query-independent)")
+    assert "2408.10945" in second and "recipe: hired:0.2" in second
+    (keep,) = (line for line in second.splitlines() if line.strip().startswith("keep=0.2 "))
+    assert "float, > 0 and <= 1; fraction of the patches" in keep
+    assert "rule=paper" in second and "one of paper, code" in second
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        (["--where", "cache"], lambda m: m["place"] == "cache"),
+        (["--where", "frames", "--where", "encoder"], lambda m: m["place"][0] in "fe"),
+        (["--trained"], lambda m: m["trained"]),
+        (["--training-free"], lambda m: not m["trained"]),
+        (["--query-dependent"], lambda m: m["query_dependent"]),
+        (
+            ["--query-independent", "--where", "tokens"],
+            lambda m: m["place"] == "tokens" and not m["query_dependent"],
+        ),
+    ],
+)
+def test_methods_are_filtered(
+    options: list[str], chosen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = run_json(capsys, ["methods", "--json"])
+    found = run_json(capsys, ["methods", "--json", *options])
+    assert found == [method for method in every if chosen(method)]
+    assert 0 < len(found) < len(every)
+
+
+def test_places_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    places = {m["name"]: m["place"] for m in run_json(capsys, ["methods", "--json"])}
+    assert set(places.values()) == {"frames", "encoder", "tokens", "prefill", "cache", "drafter"}
+    some = ("frames-clip", "tome", "elastic", "sparsevlm", "fastkv", "draft-eagle")
+    assert [places[name] for name in some] == [
+        "frames", "encoder", "tokens", "prefill", "cache", "drafter"
+    ]  # fmt: skip
+    assert main(["methods", "--where", "frames", "--trained"]) == 0
+    assert "no method has these properties" in capsys.readouterr().out
+
+
+def test_method_of_another_package_has_a_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlmfast.core import registry
+
+    names = {**registry.stage_names(), "h2o": "elsewhere.h2o"}
+    monkeypatch.setattr(registry, "stage_names", lambda: names)
+    (method,) = run_json(capsys, ["methods", "h2o", "--json"])
+    assert method["place"] == "cache"
 
 
 def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +303,79 @@ def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["passed"] for row in document["kernels"]} <= {True, None}
     text = json.dumps(document)
     assert str(Path.home()) + os.sep not in text and os.getcwd() not in text
+
+
+PARSERS = list(every_parser(cli._parser()))
+
+
+@pytest.mark.parametrize("parser", [p for _, p in PARSERS], ids=[" ".join(p) for p, _ in PARSERS])
+def test_help_has_every_default(parser: argparse.ArgumentParser) -> None:
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
+            continue
+        assert action.help, action.option_strings
+        default = shown_default(action)
+        if default is not None:
+            about = formatter._expand_help(action).replace(",", "")
+            assert re.search(rf"default: {re.escape(default)}\b", about) or (
+                default in about and "default: " in about
+            ), action.option_strings
+
+
+@pytest.mark.parametrize(("path", "parser"), PARSERS, ids=[" ".join(path) for path, _ in PARSERS])
+def test_help_has_examples_that_parse(
+    path: tuple[str, ...], parser: argparse.ArgumentParser
+) -> None:
+    examples = examples_of(parser)
+    assert examples
+    for example in examples:
+        assert f"  {example}" in parser.format_help()
+        words = shlex.split(example.partition(" > ")[0])[1:]
+        if words[0] != "COMMAND":
+            assert words[: len(path)] == list(path)
+        if "--help" in words:
+            continue
+        args = cli._parser().parse_args(words)
+        recipes = [getattr(args, "recipe", None) or [], getattr(args, "recipes", None) or []]
+        for recipe in recipes:
+            for text in [recipe] if isinstance(recipe, str) else recipe:
+                if text not in ("all", "cache"):
+                    Recipe.parse(text)
+
+
+def test_wrong_example_and_missing_default_are_found() -> None:
+    """Control of the two tests above."""
+    parser = argparse.ArgumentParser(epilog="examples:\n  vlmfast ask --nonsense x   # wrong")
+    plain = parser.add_argument("--depth", default=6, help="layers")
+    assert examples_of(parser) == ["vlmfast ask --nonsense x"]
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["ask", "--nonsense", "x"])
+    assert shown_default(plain) == "6"
+    assert "6" not in parser._get_formatter()._expand_help(plain)
+
+
+def test_help_names_the_presets_with_what_they_keep(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {name: Recipe.parse(name)[0].budget for name in PRESETS if name != "none"}
+    *first, last = kept
+    shares = [f"{budget:.0%}" for budget in kept.values()]
+    sentence = (
+        f"{', '.join(first)} and {last} keep {', '.join(shares[:-1])} and {shares[-1]} of the "
+        "visual tokens"
+    )
+    for command in ("ask", "compare", "bench", "eval", "serve", "demo"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert sentence in " ".join(capsys.readouterr().out.split())
+
+
+def test_default_length_in_the_help() -> None:
+    from vlmfast.api.generation import DEFAULT_NEW_TOKENS
+
+    ask = dict(PARSERS)[("ask",)]
+    assert f"(default: the checkpoint's, or {DEFAULT_NEW_TOKENS})" in " ".join(
+        ask.format_help().split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,9 +516,103 @@ def test_gpu_out_of_memory_is_one_line(
     assert "tried to allocate" in run_error(capsys, ["env"])
 
 
+class Refused:
+    """A model that refuses some recipes of a comparison."""
+
+    def __init__(self, vlm) -> None:
+        self.vlm = vlm
+
+    def compare(self, question: str, *, recipes: list[str], **more):
+        from types import SimpleNamespace
+
+        rows = self.vlm.compare(question, recipes=recipes[:1], **more)
+        refused = [SimpleNamespace(answer=None, error="not on\nthis model") for _ in recipes[1:]]
+        return [*rows, *refused]
+
+
+def test_refused_recipe_of_a_comparison_is_a_row(
+    ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = cli._vlm
+    monkeypatch.setattr(cli, "_vlm", lambda args: Refused(load(args)))
+    argv = ask("--recipe", "hired:0.2", "--recipe", "tome:0.5", command="compare")
+    assert main([*argv, "--no-warmup", "--overlay", str(tmp_path / "a.png")]) == 3
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("tome:0.5") and row.endswith("refused: not on this model")
+    assert main([*argv, "--no-warmup", "--json"]) == 3
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [answer["recipe"] for answer in answers] == ["none", "hired:0.2", "tome:0.5"]
+    assert answers[2] == {"recipe": "tome:0.5", "answer": None, "error": "not on\nthis model"}
+
+
+@pytest.mark.parametrize(("progress", "code"), [(1.0, 0), (0.4, 3)])
+def test_training_tells_that_it_stopped_early(
+    progress: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from types import SimpleNamespace
+
+    from vlmfast.train import stages
+
+    trainer = SimpleNamespace(
+        out=Path("runs"), name="elastic", step=4, progress=progress, train=lambda: None
+    )
+    monkeypatch.setattr(stages, "Trainer", lambda name, args: trainer)
+    assert main(["train", "elastic"]) == code
+    assert ("stopped early, at 40%" in capsys.readouterr().out) == bool(code)
+
+
 def test_exit_codes_of_delegated_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     replace(monkeypatch, lambda args: 3)
     assert main(["env"]) == 3
+
+
+# --- logging -------------------------------------------------------------------------------------
+
+
+def talking(args: argparse.Namespace) -> None:
+    log = logging.getLogger("vlmfast.somewhere")
+    for level in ("debug", "info", "warning", "error"):
+        getattr(log, level)("a line")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "variable", "levels"),
+    [
+        ([], [], None, ["WARNING", "ERROR"]),
+        ([], ["--log-level", "info"], None, ["INFO", "WARNING", "ERROR"]),
+        (["--log-level", "error"], [], "debug", ["ERROR"]),
+        ([], [], "info", ["INFO", "WARNING", "ERROR"]),
+        (["--debug"], [], None, ["DEBUG", "INFO", "WARNING", "ERROR"]),
+    ],
+)
+def test_log_lines_of_the_library(
+    before: list[str],
+    after: list[str],
+    variable: str | None,
+    levels: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replace(monkeypatch, talking)
+    monkeypatch.delenv("VLMFAST_LOG", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLMFAST_LOG", variable)
+    assert main([*before, "env", *after]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"vlmfast: {level}: a line" for level in levels]
+    assert out == ""
+    talking(argparse.Namespace())  # of a program that does not ask for them
+    assert capsys.readouterr().err == ""
+
+
+def test_unknown_log_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLMFAST_LOG", "loud")
+    assert "VLMFAST_LOG='loud' must be one of debug, info" in run_error(capsys, ["env"])
 
 
 def test_narrow_terminal(ask, monkeypatch: pytest.MonkeyPatch) -> None:

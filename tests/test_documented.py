@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import re
 import shutil
 import subprocess
@@ -312,9 +313,11 @@ def test_other_commands_are_run_by_tests() -> None:
 def test_installed_command_lists_the_methods_of_the_readme() -> None:
     script = shutil.which("vlmfast", path=str(Path(sys.executable).parent))
     assert script, "the package is not installed: pip install -e ."
-    done = subprocess.run([script, "methods"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [script, "methods", "--json"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    listed = set(re.findall(r"^(\S+)  \(", done.stdout, re.M))
+    listed = {method["name"] for method in json.loads(done.stdout)}
     table = PAGES["README.md"].partition("| method | where |")[2].partition("\n\n")[0]
     words = {w for row in table.splitlines()[2:] for w in re.findall(r"`(.+?)`", row.split("|")[1])}
     assert len(words) > 30

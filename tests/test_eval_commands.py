@@ -12,13 +12,14 @@ import pytest
 import vlmfast
 from closeness import close
 from eval_fakes import FakeVLM
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
 from vlmfast.eval.axes import shrinks_cache
 from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
 from vlmfast.eval.results import read
-from vlmfast.eval.runner import evaluate
+from vlmfast.eval.runner import evaluate, refusal
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.summary import summarise
 
@@ -46,6 +47,11 @@ def report(*words: object) -> int:
     parser = ArgumentParser()
     add_report(parser)
     return run_report(parser.parse_args([str(word) for word in words]))
+
+
+def answered(vlm: FakeVLM) -> int:
+    """Number of questions, without the single tokens that test whether a recipe runs."""
+    return sum(call.get("max_new_tokens") != 1 for _, call in vlm.asked)
 
 
 def names(recipes):
@@ -188,7 +194,7 @@ def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
         assert first[key] is not None
     assert value["recipes"]["none"]["loyalty"] == 1.0
     assert value["failed"] == {}
-    assert len(fake[0].asked) == 5 * 42
+    assert answered(fake[0]) == 5 * 42
     printed = capsys.readouterr().out
     assert "| `hired:budget=0.11` (cls) |" in printed
     assert str(out) in printed
@@ -295,14 +301,14 @@ def test_out_folder_of_another_run_is_refused(tmp_path, fake):
         run("shapes", "--limit", 1, "--out", tmp_path, "--seed", 2)
 
 
-def test_failing_recipe_does_not_stop_the_others(tmp_path, fake, monkeypatch):
+def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     def load(name, device):
         vlm = FakeVLM()
         ask = vlm.ask
 
         def picky(question, *args, recipe=None, **kwargs):
             if "grid" in str(recipe):
-                raise RecipeError("grid does not run on this model")
+                raise MediaError("grid does not run on this model")
             return ask(question, *args, recipe=recipe, **kwargs)
 
         vlm.ask = picky
@@ -311,12 +317,73 @@ def test_failing_recipe_does_not_stop_the_others(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(commands, "_load", load)
     file = tmp_path / "n.json"
     words = ("--recipe", "grid", "--recipe", "random", "--max-errors", 2)
-    with pytest.raises(VLMFastError, match=r"grid: 3 samples failed.*does not run on this model"):
-        run("shapes", "--limit", 1, "--out", tmp_path / "o", "--json", file, *words)
+    code = run("shapes", "--limit", 1, "--out", tmp_path / "o", "--json", file, *words)
+    assert code == ExitCode.CUT_SHORT
     value = json.loads(file.read_text())
     assert list(value["recipes"]) == ["none", "random"]
     assert value["recipe"] == "random"
-    assert "grid" in value["failed"]
+    assert "grid: 3 samples failed" in value["failed"]["grid"]
+    assert "| `grid` | grid: 3 samples failed" in capsys.readouterr().out
+
+
+class Refusing(FakeVLM):
+    """Refuses the recipes that ``refused`` names, for videos alone with ``videos``."""
+
+    def __init__(self, *refused: str, videos: bool = False) -> None:
+        super().__init__()
+        self.refused, self.videos = refused, videos
+
+    def ask(self, question, images=None, video=None, **more):
+        recipe = str(more.get("recipe"))
+        if recipe in self.refused and (video is not None or not self.videos):
+            self.asked.append((question, more))
+            raise RecipeError(f"{recipe} does not run | on this model")
+        return super().ask(question, images, video, **more)
+
+
+@pytest.mark.parametrize("videos", [False, True])
+def test_impossible_recipe_is_refused_before_the_first_sample(tmp_path, monkeypatch, videos):
+    vlm = Refusing("grid", videos=videos)
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    with pytest.raises(RecipeError, match=r"^grid: grid does not run"):
+        run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid")
+    assert answered(vlm) == 0 and vlm.asked
+    assert not (tmp_path / "shapes").exists()
+
+
+def test_impossible_recipe_is_a_row_if_others_run(tmp_path, monkeypatch, capsys):
+    vlm = Refusing("grid")
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid", "--recipe", "random")
+    file = tmp_path / "n.json"
+    assert run(*words, "--json", file) == ExitCode.CUT_SHORT
+    out, err = capsys.readouterr()
+    assert r"| `grid` | grid does not run \| on this model |" in out
+    assert err == "left out: grid: grid does not run | on this model\n"
+    assert answered(vlm) == 2 * 21
+    assert list(json.loads(file.read_text())["failed"]) == ["grid"]
+    vlm.refused = ()
+    assert run(*words) == ExitCode.FINISHED
+    assert "no result" not in capsys.readouterr().out
+
+
+def test_impossible_method_of_a_group_is_left_out(tmp_path, monkeypatch, capsys):
+    vlm = Refusing("lookm")
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    group = lambda shares: [Recipe.parse("lookm"), Recipe.parse("h2o")]  # noqa: E731
+    monkeypatch.setitem(commands.GROUPS, "cache", group)
+    words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "cache")
+    assert run(*words) == ExitCode.FINISHED
+    out, err = capsys.readouterr()
+    assert "left out: lookm" in err and "| `lookm` |" in out and "| `h2o` |" in out
+
+
+def test_unreadable_media_refuse_no_recipe(tmp_path):
+    docs = Shapes().docs(1, 0)
+    vlm = FakeVLM(fail=lambda _: True)  # a MediaError
+    assert refusal(vlm, Shapes(), Recipe.parse("grid"), docs) is None
+    assert refusal(Refusing("grid"), Shapes(), Recipe.parse("grid"), docs).startswith("grid does")
+    assert refusal(Refusing("grid"), Shapes(), Recipe(), docs) is None
 
 
 def test_failing_full_model_stops_the_run(tmp_path, monkeypatch):

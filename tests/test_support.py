@@ -103,7 +103,7 @@ def test_methods_command(capsys):
     assert only == {"method": "hired", "runs": True, "saliency": "cls", "note": ""}
     assert main(["methods", "hired"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("hired  (encode")
+    assert out.startswith("hired  (tokens")
     assert "divprune" not in out
     assert main(["methods", "hirred"]) == 2
     assert "did you mean 'hired'?" in capsys.readouterr().err

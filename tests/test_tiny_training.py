@@ -20,6 +20,7 @@ from PIL import Image
 
 from closeness import close
 from tower_terms import answer
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.models.tiny.build import build_config, build_model
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
 from vlmfast.scenes.drawing import make_image_scene
@@ -297,7 +298,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 def test_phases_run_stop_resume_and_export(tmp_path):
     """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
-    assert training.run(_args(out, max_steps=5, stop_after=2)) == 0
+    assert training.run(_args(out, max_steps=5, stop_after=2)) == ExitCode.CUT_SHORT
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
     assert not (out / "log.jsonl").exists()  # too short for a log line
     assert training.run(_args(out, max_steps=5, smoke=True)) == 0

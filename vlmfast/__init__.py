@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.moved import install
@@ -46,6 +47,9 @@ _HOMES = {
     "DeadlineExceeded": "errors",
     "Handle": "engine.handle",
 }
+
+# A library prints no log lines unless the program that uses it asks for them.
+logging.getLogger("vlmfast").addHandler(logging.NullHandler())
 
 # Former module paths still work and raise a deprecation warning.
 install()

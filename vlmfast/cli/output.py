@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 _TEXTS = ["recipe", "method", "saliency", "note", "answer", "kernel", "check", "result", "cases"]
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
+def answer_json(recipe: str, answer: Answer) -> dict[str, Any]:
+    """``recipe`` as it was given: the canonical text omits defaults."""
     return {
-        "recipe": answer.recipe,
+        "recipe": recipe,
         "answer": answer.text,
         "token_ids": answer.token_ids,
         "stats": answer.stats.to_dict(),
@@ -43,7 +44,19 @@ def _tokens(before: int, kept: float) -> str:
     return str(before) if kept == before else f"{before} → {kept}"
 
 
+def comparison_json(name: str, row: Comparison) -> dict[str, Any]:
+    """A refused recipe has no answer and the reason as its ``error``."""
+    if row.answer is None:
+        return {"recipe": name, "answer": None, "error": row.error}
+    return {**answer_json(name, row.answer), "agreement": row.agreement}
+
+
 def comparison_row(name: str, row: Comparison) -> dict[str, str]:
+    """Costs and answer; of a refused recipe, the reason."""
+    if row.answer is None:
+        columns = ("visual tokens", "TTFT", "tokens/s", "KV cache", "saliency", "agreement")
+        reason = " ".join(row.error.split())
+        return {"recipe": name, **dict.fromkeys(columns, "-"), "answer": f"refused: {reason}"}
     return {
         **stats_row(name, row.answer.stats),
         "agreement": f"{row.agreement:.0%}",

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.api.vlm import VLM, agreement
+from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
@@ -78,6 +79,7 @@ def bench(
     new_tokens: int = 32,
     repeats: int = 3,
     size: int | None = None,
+    progress: bool = False,
 ) -> list[Row]:
     """Measure the full model and each recipe; the full model's row comes first.
 
@@ -90,18 +92,22 @@ def bench(
     size : int, optional
         Side of the image in pixels. By default twice that of the vision tower, so that models
         with tiling use it.
+    progress : bool
+        Report progress on stderr.
     """
     plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
     image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
-    with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed():
+    bar = Progress("bench", (repeats + 1) * len(plans), "answers", show=progress)
+    with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed(), bar:
         for turn in range(repeats + 1):
             for plan, taken in zip(plans, found, strict=True):
                 forget_peak(vlm.model.device)
                 answer = vlm.ask(QUESTION, images=image, recipe=plan, **generation)
                 if turn:
                     taken.append((answer, peak(vlm.model.device)))
+                bar.update()
     full = found[0][0][0].token_ids
     return [_row(taken, full) for taken in found]
 
@@ -361,6 +367,7 @@ def audit(
     new_tokens: int = 32,
     strict: bool = False,
     near: float = NEAR,
+    progress: bool = False,
 ) -> list[Audit]:
     """Compare greedy answers with and without drafts, in the model's own dtype.
 
@@ -378,6 +385,8 @@ def audit(
         Decode drafted answers with ``strict=True``; every difference is then a bug.
     near : float
         As in `Referee`.
+    progress : bool
+        Report progress on stderr.
 
     Raises
     ------
@@ -397,6 +406,7 @@ def audit(
     referee, found = Referee(vlm, near=near, strict=strict), []
     generation = {"max_new_tokens": new_tokens, "do_sample": False}
     asked = [_asking(*prompt) for prompt in prompts(count)]
+    bar = Progress("audit", len(plans) * len(drafting) * count, "answers", show=progress)
     for plan in plans:
         plain = [ask(vlm, plan, **generation).token_ids for ask in asked]
         for drafter in drafting:
@@ -412,7 +422,9 @@ def audit(
                 row.speculation = got.stats.speculation
                 if divergence := referee.judge(ask, plan, wanted, got.token_ids, number):
                     row.divergences.append(divergence)
+                bar.update()
             found.append(row)
+    bar.close()
     return found
 
 

@@ -9,9 +9,13 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.help import RECIPES, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
+
+from .workers import is_first
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -29,6 +33,13 @@ def add_eval(parser: ArgumentParser) -> None:
         "Measure the accuracy of recipes. Every answer is saved immediately: repeat the command to "
         "resume an interrupted run."
     )
+    parser.epilog = examples(
+        "vlmfast eval shapes --limit 2 --recipe hired --recipe random --budget 0.33,0.11",
+        "vlmfast eval shapes --recipe cache --share 0.5,0.2 --session --out runs/cache",
+        "vlmfast eval pope --model MODEL --recipe balanced --recipe random:0.22",
+        "vlmfast eval mmmu --model MODEL --recipe visionzip --budget 0.33 --mode vlmevalkit",
+        "vlmfast eval video-mme --model MODEL --videos /data/video-mme --num-frames 32",
+    )
     add = parser.add_argument
     add(
         "tasks",
@@ -37,13 +48,14 @@ def add_eval(parser: ArgumentParser) -> None:
         help="shapes (generated scenes, offline), mmmu, video-mme or pope; for others use "
         "lmms-eval, see docs/evaluation.md",
     )
-    add("--model", default="tiny", help="shipped model, hub id or folder (default: %(default)s)")
+    add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
     add(
         "--recipe",
         action="append",
-        metavar="R",
-        help="may be repeated; 'all' is every method, including trained ones with weights for the "
-        "model, 'cache' every cache compression method. The full model (none) is always included",
+        metavar="RECIPE",
+        help=f"recipe to run; may be given several times: {RECIPES}; 'all' is every method, "
+        "including trained ones with weights for the model, 'cache' every cache compression "
+        "method. The full model is always included",
     )
     add("--budget", metavar="B,B", help="run each reducer at these budgets, such as 0.33,0.11")
     add(
@@ -82,7 +94,7 @@ def add_eval(parser: ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="questions that are decoded together (default: %(default)s)",
+        help="questions that are decoded together",
     )
     add(
         "--shard",
@@ -126,17 +138,17 @@ def add_eval(parser: ArgumentParser) -> None:
         type=Path,
         default=Path("vlmfast-results"),
         metavar="DIR",
-        help="folder of the answers (default: %(default)s)",
+        help="folder of the answers",
     )
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
-    add("--seed", type=int, default=0, help="seed of the questions (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the questions")
     add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
     add(
         "--max-errors",
         type=int,
         default=10,
         metavar="N",
-        help="maximum number of failed samples per recipe (default: %(default)s)",
+        help="maximum number of failed samples per recipe",
     )
 
 
@@ -145,7 +157,7 @@ def run_eval(args: Namespace) -> int:
     from .results import writable, write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
-    from .workers import chosen, is_first, own_device, part_ways
+    from .workers import chosen, own_device, part_ways
 
     # Check all arguments before loading a model.
     own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
@@ -167,23 +179,57 @@ def run_eval(args: Namespace) -> int:
     check_device(args.device)
 
     vlm = _load(args.model, args.device or own_device())
-    explicit = [text for text in args.recipe or () if text not in _GROUPS]
+    explicit = [text for text in args.recipe or () if text not in GROUPS]
     asked = planned(explicit, *axes) if explicit else []
     recipes = _with_weights(vlm, recipes, asked)
     recipes = _without_repeats_at_floor(vlm, recipes)
+    refused = {task.name: _refused(vlm, task, recipes, args) for task in tasks}
+    _check_refused(refused, recipes, asked)
     weights = weights_sha256(vlm)
-    reports = [_run_task(vlm, task, recipes, args, weights, shard) for task in tasks]
+    reports = [
+        _run_task(vlm, task, recipes, args, weights, shard, refused[task.name]) for task in tasks
+    ]
     part_ways()
-    failed = [reason for report in reports for reason in report["failed"].values()]
     if args.json is not None and is_first():
         value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
         with writable(args.json):
             write_json(args.json, value)
     if is_first():
         print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
-    if failed:
-        raise VLMFastError("; ".join(failed))
-    return 0
+    # A group is what can run on this model.
+    left_out = {str(r) for each in refused.values() for r in each if r not in asked}
+    incomplete = any(set(report["failed"]) - left_out for report in reports)
+    return ExitCode.CUT_SHORT if incomplete else ExitCode.FINISHED
+
+
+def _refused(vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace) -> dict[Recipe, str]:
+    """The recipes that cannot run on this model or task, with the reason."""
+    from .results import slug
+    from .runner import refusal
+
+    docs = task.docs(args.limit, args.seed)
+    # A recipe with results has run before.
+    new = [r for r in recipes if not (args.out / task.name / slug(str(r))).exists()]
+    found = {recipe: refusal(vlm, task, recipe, docs) for recipe in new}
+    return {recipe: reason for recipe, reason in found.items() if reason is not None}
+
+
+def _check_refused(
+    refused: dict[str, dict[Recipe, str]], recipes: list[Recipe], asked: list[Recipe]
+) -> None:
+    """Report refused recipes on stderr.
+
+    Raises
+    ------
+    RecipeError
+        If recipes were requested by name and no recipe can run on any task.
+    """
+    reasons = {r: reason for each in refused.values() for r, reason in each.items()}
+    if asked and all(len(each) == len(recipes) for each in refused.values()):
+        raise RecipeError("; ".join(f"{recipe}: {reason}" for recipe, reason in reasons.items()))
+    if is_first():
+        for recipe, reason in reasons.items():
+            print(f"left out: {recipe}: {reason}", file=sys.stderr)
 
 
 def _load(name: str, device: str | None) -> VLM:
@@ -204,20 +250,25 @@ def _run_task(
     args: Namespace,
     weights: str | None,
     shard: tuple[int, int] | None,
+    refused: dict[Recipe, str],
 ) -> dict[str, Any]:
-    """Run all recipes on one task, print the table and return the value for ``--json``."""
+    """Run all recipes on one task, print the table and return the value for ``--json``.
+
+    Those in ``refused`` are not run; their reasons are among the failures.
+    """
     from .report import metrics_table, on_common_samples, tables
     from .results import named
     from .runner import TooManyErrors
     from .summary import compare
-    from .workers import is_first
 
+    failed = {str(recipe): reason for recipe, reason in refused.items()}
+    recipes = [recipe for recipe in recipes if recipe not in refused]
     controls = task.controls if args.controls else ()
     plan = [(Recipe(), None, False), *((Recipe(), c, False) for c in controls)]
     plan += [(recipe, None, False) for recipe in recipes]
     if args.session:
         plan += [(recipe, None, True) for recipe in (Recipe(), *recipes)]
-    runs, failed = [], {}
+    runs = []
     for recipe, control, session in plan:
         try:
             run = _evaluate(vlm, task, recipe, control, session, args, weights, shard)
@@ -232,7 +283,7 @@ def _run_task(
         runs = on_common_samples(runs)[0]
     rows = compare(runs)
     if is_first():
-        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows)))))
+        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows), _failures(failed)))))
     rows += [row.session for row in rows if row.session]
     numbers = {row.run.name: row.numbers for row in rows}
     asked = [str(recipe) for recipe in recipes if str(recipe) in numbers]
@@ -249,6 +300,15 @@ def _run_task(
     }
 
 
+def _failures(failed: dict[str, str]) -> str:
+    """A table of the recipes without a result; empty if there are none."""
+    if not failed:
+        return ""
+    cells = {name: " ".join(reason.split()).replace("|", r"\|") for name, reason in failed.items()}
+    lines = [f"| `{name}` | {reason} |" for name, reason in cells.items()]
+    return "\n".join(["| no result | reason |", "|---|---|", *lines])
+
+
 def _evaluate(
     vlm: VLM,
     task: Task,
@@ -261,7 +321,7 @@ def _evaluate(
 ) -> Results:
     """One run; under a launcher, the combined results of all processes."""
     from .runner import TooManyErrors, check_errors, evaluate, finished
-    from .workers import is_first, launched, meet
+    from .workers import launched, meet
 
     try:
         run = evaluate(
@@ -380,8 +440,8 @@ def planned(
 
     recipes: list[Recipe] = []
     for name in names:
-        grouped = name in _GROUPS
-        group = _GROUPS[name](at_shares) if grouped else [Recipe.parse(name)]
+        grouped = name in GROUPS
+        group = GROUPS[name](at_shares) if grouped else [Recipe.parse(name)]
         for recipe in group:
             if positions is not None:
                 recipe = with_field(recipe, "positions", positions)
@@ -422,7 +482,7 @@ def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
 
 
 # Names for groups of recipes.
-_GROUPS = {"all": _every_method, "cache": _every_cache_method}
+GROUPS = {"all": _every_method, "cache": _every_cache_method}
 
 
 def measured(recipe: Recipe) -> list[Recipe]:
@@ -468,6 +528,10 @@ def add_report(parser: ArgumentParser) -> None:
     """Declare the arguments of ``vlmfast report``."""
     parser.description = (
         "Write tables and plots of a result folder, or the differences between two folders."
+    )
+    parser.epilog = examples(
+        "vlmfast report runs/a",
+        "vlmfast report runs/a runs/b --out runs/difference",
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="output folder of 'vlmfast eval --out DIR'")

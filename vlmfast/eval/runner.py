@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmfast.core.env import environment
+from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 from .axes import method_of
 from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
@@ -29,6 +32,9 @@ _COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
 # Stored with the times: also measured, or not needed for the score.
 _MEASURED = ("flops_prefill", "generated_tokens", "peak_memory_bytes")
 _READ_AHEAD = 4  # requests per batch row: finished rows are refilled from them
+_PROBES = 3  # images or videos that a recipe must refuse
+
+LOG = logging.getLogger(__name__)
 
 
 class TooManyErrors(VLMFastError):
@@ -90,7 +96,7 @@ def evaluate(
     command : str, optional
         Command line, recorded in the results.
     progress : bool
-        Show a progress bar on stderr if it is a terminal.
+        Report progress on stderr: a bar in a terminal, else a line every 30 seconds.
 
     Returns
     -------
@@ -146,11 +152,41 @@ def evaluate(
             lines = map(asking.alone, left)
         done = len(docs) - len(left)
         check_errors(writer.errors, path, max_errors)
-        with _uncached(vlm):
-            for line in _bar(lines, done, len(docs), path.name) if progress else lines:
+        LOG.info("%s: %d of %d questions left", path, len(left), len(docs))
+        bar = Progress(path.name, len(docs), "questions", done=done, show=progress)
+        with _uncached(vlm), bar:
+            for line in lines:
                 writer.add(*line)
                 check_errors(writer.errors, path, max_errors)
+                bar.update()
     return finished(task, path, limit, seed)
+
+
+def refusal(vlm: Any, task: Task, recipe: Recipe, docs: list[Doc]) -> str | None:
+    """Why a recipe cannot run on a model or task; None if it can.
+
+    It is asked about the first image and the first video, for one token. If it refuses, the next
+    ones are tried: a limit may depend on the length of a prompt.
+
+    Parameters
+    ----------
+    vlm : VLM
+    task : Task
+    recipe : Recipe
+    docs : list of Doc
+        The questions of the run.
+    """
+    asking = _Asking(vlm, task, recipe, None, 0)
+    for modality in dict.fromkeys(doc.modality for doc in docs):
+        shown = {doc.media_id: doc for doc in docs if doc.modality == modality}
+        reason = None
+        for doc in islice(shown.values(), _PROBES):
+            reason = asking.refusal(doc)
+            if reason is None:
+                break
+        if reason is not None:
+            return reason
+    return None
 
 
 def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
@@ -199,6 +235,20 @@ class _Asking:
             return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
 
         return self._lines(doc, ask, {})
+
+    def refusal(self, doc: Doc) -> str | None:
+        """The reason for which the recipe is refused; errors of the media are not among them."""
+        generation = {**self.task.generation[doc.kind], "max_new_tokens": 1}
+        try:
+            media = self.task.media(doc, self.control)
+            question = media.pop("question", doc.question)
+            with _own_randomness(""), _uncached(self.vlm):
+                self.vlm.ask(question, **media, recipe=self.recipe, **generation)
+        except (RecipeError, ModelError) as error:
+            return str(error)
+        except VLMFastError:
+            return None
+        return None
 
     def batches(
         self, docs: list[Doc], size: int
@@ -392,12 +442,6 @@ def _own_randomness(text: str) -> Iterator[None]:
 
 def _seed(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def _bar(lines: Iterator, done: int, total: int, name: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(lines, desc=name, initial=done, total=total, unit="q", disable=None)
 
 
 def _model_name(vlm: Any) -> str:

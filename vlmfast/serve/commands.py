@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vlmfast.api.vlm import VLM
+from vlmfast.core.help import RECIPES, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
@@ -22,9 +23,14 @@ _KEPT_PRODUCTS = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CA
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the arguments of ``vlmfast serve``."""
     parser.description = "Serve a model through OpenAI's API."
+    parser.epilog = examples(
+        "vlmfast serve tiny --recipe balanced --port 8000",
+        "vlmfast serve MODEL --device cuda --alias fast=fast --api-key-file keys.txt",
+        "vlmfast serve MODEL --host 0.0.0.0 --api-key KEY --max-rows 16",
+    )
     own, limits, media = ServerConfig(), ServerConfig(), MediaLimits()
     add = parser.add_argument
-    add("--recipe", default="none", help="recipe of requests that name none")
+    add("--recipe", default="none", help=f"recipe of requests without one: {RECIPES}")
     add(
         "--alias",
         action="append",
@@ -33,8 +39,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="one more model name, with a recipe of its own; may be given several times",
     )
     add("--name", help="name of the model in the API (default: MODEL)")
-    add("--host", default=own.host, help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=own.port, metavar="N", help="0: any (default: %(default)s)")
+    add("--host", default=own.host, help="address to listen on")
+    add("--port", type=int, default=own.port, metavar="N", help="port; 0: any free one")
 
     group = parser.add_argument_group("access")
     add = group.add_argument

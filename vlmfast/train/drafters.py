@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.help import examples
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.training import TrainingContext
 from vlmfast.drafters._training import Lesson, Teacher, accepted
@@ -42,9 +43,14 @@ _HELD_OUT = 2**31  # held-out samples of drawn scenes are numbered from here on
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``vlmfast train drafter``."""
+    parser.epilog = examples(
+        "vlmfast train drafter --kind eagle --steps 2000 --out runs/eagle",
+        "vlmfast train drafter --kind vispec --minutes 90   # repeat it to resume",
+        "vlmfast train drafter --kind eagle3 --model MODEL --data chats.json --device cuda",
+    )
     add = parser.add_argument
-    add("--kind", choices=tuple(KINDS), default="eagle", help="kind of drafter (default: eagle)")
-    add("--model", default="tiny", help="tiny (shipped, default), a local folder or a hub id")
+    add("--kind", choices=tuple(KINDS), default="eagle", help="kind of drafter")
+    add("--model", default="tiny", help="tiny (shipped), a local folder or a hub id")
     add("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
     add("--media", default=".", help="folder of the images and videos of --data")
     add("--num-frames", type=int, default=8, help="frames per video of --data")
@@ -60,25 +66,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fraction of the answers sampled at temperature 1",
     )
     add("--steps", type=int, default=2000, help="number of steps")
-    add("--minutes", type=float, default=0.0, help="training time, instead of --steps")
-    add("--stop-after", type=int, default=0, help="stop early after this step")
+    add("--minutes", type=float, default=0.0, help="training time, instead of --steps; 0: by steps")
+    add("--stop-after", type=int, default=0, help="stop early after this step; 0: never")
     add("--batch", type=int, default=8, help="samples per step, one after another")
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add("--decay", type=float, default=0.0, help="weight decay")
     add("--clip", type=float, default=0.5, help="largest norm of the gradient")
     add("--noise", type=float, default=0.2, help="uniform noise on the features, as in EAGLE")
-    add("--units", type=int, default=0, help="hidden units of the MLP (0: the target's)")
+    add("--units", type=int, default=0, help="hidden units of the MLP; 0: the target's")
     add("--init", help="folder of weights to start from")
     add("--ttt", type=int, default=3, help="forward passes, each on the outputs of the one before")
     add("--depth", type=int, default=6, help="drafted tokens, to measure the accepted length")
     add("--eval-every", type=int, default=100, help="steps between two measurements")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="seed of samples and weights, 0 to 255")
     add("--device", default="cpu", help="cpu or cuda")
     add(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="number format of the target (default: the checkpoint's own)",
+        help="dtype of the target; auto: the checkpoint's own",
     )
     add("--save-every", type=float, default=120.0, help="seconds per checkpoint")
     add("--fresh", action="store_true", help="ignore a checkpoint in --out")

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import random
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.files import replacing
+from vlmfast.core.help import examples
+from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training, TrainingContext
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
     from vlmfast.api.vlm import VLM
     from vlmfast.engine.prefill import Inputs
+
+LOG = logging.getLogger(__name__)
 
 _SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts after them
 
@@ -72,8 +76,13 @@ def training_class(name: str) -> type[Training]:
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the options of ``vlmfast train NAME``."""
+    parser.epilog = examples(
+        f"vlmfast train {name} --steps 1000 --out runs/{name}",
+        f"vlmfast train {name} --minutes 90 --device cuda   # repeat it to resume",
+        f"vlmfast train {name} --model MODEL --data chats.json --media images --distill 0.5",
+    )
     parser.add_argument(
-        "--model", default="tiny", help="tiny (shipped, default), a local folder or a hub id"
+        "--model", default="tiny", help="tiny (shipped), a local folder or a hub id"
     )
     parser.add_argument("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
     parser.add_argument("--media", default=".", help="folder of the images and videos of --data")
@@ -81,22 +90,24 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--out", default=f"runs/{name}", help="folder of checkpoint, log, weights")
     parser.add_argument("--steps", type=int, default=1000, help="number of steps")
     parser.add_argument(
-        "--minutes", type=float, default=0.0, help="training time, instead of --steps"
+        "--minutes", type=float, default=0.0, help="training time, instead of --steps; 0: by steps"
     )
-    parser.add_argument("--stop-after", type=int, default=0, help="stop early after this step")
+    parser.add_argument(
+        "--stop-after", type=int, default=0, help="stop early after this step; 0: never"
+    )
     parser.add_argument("--batch", type=int, default=8, help="samples per step, one after another")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
     parser.add_argument(
         "--distill", type=float, default=0.0, help="weight of the divergence from the full model"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of samples and weights, 0 to 255")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="number format of the frozen model (default: the checkpoint's own)",
+        help="dtype of the frozen model; auto: the checkpoint's own",
     )
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds per checkpoint")
     parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint in --out")
@@ -444,6 +455,7 @@ class Trainer:
         folder, measured = self.out / "weights", self.tables()
         save_weights(folder, self.name, self.module, self.config, signature, about, measured)
         self.saved_at = self.elapsed
+        LOG.info("%s: saved after %d steps", self.out, self.step)
 
     def tables(self) -> list[dict[str, Any]]:
         """Tables of what was measured during the training, see `StageWeights`."""
@@ -498,17 +510,17 @@ class Trainer:
         return ""
 
     def train(self) -> None:
-        """Train for the given steps or time."""
+        """Train for the given steps or time, unless SIGTERM or ``--stop-after`` end it earlier."""
         import torch
-        from tqdm import tqdm
 
         args, stop = self.args, []
         old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
         sums: dict[str, list[float]] = {}
-        bar = tqdm(
-            total=round(args.minutes * 60) or args.steps,
-            unit="s" if args.minutes else "step",
-            mininterval=1.0 if sys.stderr.isatty() else 30,
+        bar = Progress(
+            f"train {self.name}",
+            round(args.minutes * 60) or args.steps,
+            "s" if args.minutes else "steps",
+            done=round(self.elapsed) if args.minutes else self.step,
         )
         clock = time.monotonic()
         try:
@@ -529,9 +541,7 @@ class Trainer:
                 self.step += 1
                 now = time.monotonic()
                 self.elapsed, clock = self.elapsed + now - clock, now
-                bar.n = round(self.elapsed) if args.minutes else self.step
-                bar.set_postfix_str(self.stepped(), refresh=False)
-                bar.update(0)
+                bar.update(round(self.elapsed) if args.minutes else self.step, self.stepped())
                 if self.step % 10 == 0:
                     self.write({key: round(a / n, 4) for key, (a, n) in sums.items()})
                     sums.clear()

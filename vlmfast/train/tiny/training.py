@@ -17,7 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import replacing
+from vlmfast.core.help import examples
+from vlmfast.core.progress import Progress
 from vlmfast.errors import VLMFastError
 
 from . import data
@@ -31,12 +34,18 @@ class TrainingError(VLMFastError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``vlmfast train tiny``."""
+    parser.epilog = examples(
+        "vlmfast train tiny --minutes 90 --out runs/tiny   # repeat it to resume",
+        "vlmfast train tiny --smoke --out runs/smoke",
+    )
     parser.add_argument("--out", default="runs/tiny", help="folder of checkpoint, log and model")
     parser.add_argument("--minutes", type=float, default=90.0, help="length of the training")
-    parser.add_argument("--max-steps", type=int, default=0, help="schedule by steps, not the clock")
-    parser.add_argument("--stop-after", type=int, default=0, help="stop early after this step")
+    parser.add_argument("--max-steps", type=int, default=0, help="number of steps; 0: by --minutes")
+    parser.add_argument(
+        "--stop-after", type=int, default=0, help="stop early after this step; 0: never"
+    )
     parser.add_argument("--batch", type=int, default=32, help="images per step and process")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and images")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
         "--processes", type=int, default=1, help="data-parallel processes (CPU only)"
@@ -249,7 +258,6 @@ class Trainer:
     def train(self) -> None:
         """Train for the given time or number of steps."""
         import torch
-        from tqdm import tqdm
 
         args, feed = self.args, _Feed(self.args.workers, self.tokenizer)
         is_main = self.group.rank == 0
@@ -258,11 +266,13 @@ class Trainer:
         if is_main:
             signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
         goal = args.max_steps or round(args.minutes * 60)
-        bar = tqdm(
-            total=goal, initial=self.step if args.max_steps else round(self.elapsed),
-            unit="step" if args.max_steps else "s", mininterval=1.0 if sys.stderr.isatty() else 30,
-            disable=not is_main,
-        )  # fmt: skip
+        bar = Progress(
+            "train tiny",
+            goal,
+            "steps" if args.max_steps else "s",
+            done=self.step if args.max_steps else round(self.elapsed),
+            show=is_main,
+        )
         submitted, tally = self.step, _Tally()
         clock = time.monotonic()
         try:
@@ -288,9 +298,8 @@ class Trainer:
                 if not is_main:
                     continue
                 tally.add(planned, batch, info)
-                bar.n = self.step if args.max_steps else round(self.elapsed)
-                bar.set_postfix_str(f"{planned.phase} {float(info['answer']):.3f}", refresh=False)
-                bar.update(0)
+                note = f"{planned.phase} {float(info['answer']):.3f}"
+                bar.update(self.step if args.max_steps else round(self.elapsed), note)
                 if self.step % 25 == 0:
                     self.write(phase=planned.phase, lr=round(planned.lr, 4), **tally.flush())
                 if self.elapsed - self.evaluated_at > args.eval_every:
@@ -347,7 +356,7 @@ def _follow(args: argparse.Namespace, rank: int, meeting: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train with the options ``args``; return the exit status."""
+    """Train with the options ``args``; return the exit code."""
     if args.smoke:
         args.max_steps = args.max_steps or 10
         args.batch, args.workers = min(args.batch, 2), 0
@@ -367,12 +376,16 @@ def run(args: argparse.Namespace) -> int:
     trainer = Trainer(args, group)
     trainer.train()
     group.close()
-    if trainer.progress(trainer.step) >= 1.0:
-        sizes = (4, 2) if args.smoke else (512, 256)
-        table = _rounded(trainer.evaluate(*sizes))
-        trainer.write(final=table)
-        print(json.dumps(table, indent=1))
-    return 0
+    if trainer.progress(trainer.step) < 1.0:
+        print(
+            f"stopped early, at {trainer.progress(trainer.step):.0%}; repeat the command to resume"
+        )
+        return ExitCode.CUT_SHORT
+    sizes = (4, 2) if args.smoke else (512, 256)
+    table = _rounded(trainer.evaluate(*sizes))
+    trainer.write(final=table)
+    print(json.dumps(table, indent=1))
+    return ExitCode.FINISHED
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ class PVCTraining(Training):
             "--hidden",
             type=int,
             default=0,
-            help="width inside the compressors (default: the vision tower's)",
+            help="width inside the compressors; 0: the vision tower's",
         )
         parser.add_argument(
             "--time-width", type=int, default=64, help="width of an embedded timestamp"

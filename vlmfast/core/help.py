@@ -1,0 +1,14 @@
+"""Texts that the help of several commands shares; imports nothing heavy."""
+
+from __future__ import annotations
+
+# For `argparse`, hence the doubled signs. tests/test_cli.py compares it with the presets.
+RECIPES = (
+    "a preset (faithful, balanced and fast keep 33%%, 22%% and 11%% of the visual tokens), methods "
+    "such as hired:0.2+snapkv:0.5, or none, the full model"
+)
+
+
+def examples(*commands: str) -> str:
+    """The epilog of a parser with one example a line; a line may end in a comment."""
+    return "\n".join(["examples:", *(f"  {command}" for command in commands)])
