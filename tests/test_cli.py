@@ -645,3 +645,20 @@ def test_process_prints_a_single_json_document(ask) -> None:
     assert done.stderr == ""
     assert done.returncode == 0
     assert json.loads(done.stdout)["recipe"] == "hired:0.3"
+
+
+def test_examples_writes_files_that_can_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "examples"
+    assert main(["examples", str(folder)]) == 0
+    picture, clip = folder / "picture.png", folder / "clip.mp4"
+    printed = capsys.readouterr().out
+    assert f"{picture}: " in printed and "What is in the bottom left?" in printed
+    assert f"{clip}: " in printed and "Which way does the cyan star move?" in printed
+    picture.write_bytes(b"mine")
+    written = clip.read_bytes()
+    assert main(["examples", str(folder)]) == 0
+    assert picture.read_bytes() == b"mine" and clip.read_bytes() == written
+    assert main(["examples", str(picture)]) == 2
+    assert str(picture) in capsys.readouterr().err

@@ -80,31 +80,26 @@ def test_errors_are_value_errors() -> None:
 # --- examples ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory):
-    """The files of ``vlmfast examples``."""
-    from vlmfast.scenes.files import write_examples
-
-    folder = tmp_path_factory.mktemp("written") / "examples"
-    return folder, list(write_examples(folder).values())
-
-
-def test_example_image_is_the_written_one(written) -> None:
+def test_example_image_is_that_of_the_command() -> None:
+    """``vlmfast examples`` writes it."""
     from vlmfast.media import load_image
+    from vlmfast.scenes.files import picture
 
-    folder, (example, _) = written
-    for path in (ROOT / "examples" / "picture.png", folder / "picture.png"):
-        assert np.array_equal(np.asarray(load_image(path)), np.asarray(example.image))
+    content, example = picture()
+    for source in (ROOT / "examples" / "picture.png", content):
+        assert np.array_equal(np.asarray(load_image(source)), np.asarray(example.image))
 
 
 @pytest.mark.parametrize("decoder", ["decord", "av"])
-def test_example_video_is_the_written_one(written, decoder: str) -> None:
+def test_example_video_is_that_of_the_command(decoder: str, tmp_path: Path) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
+    from vlmfast.scenes.files import clip
 
-    folder, (_, example) = written
-    for path in (ROOT / "examples" / "clip.mp4", folder / "clip.mp4"):
-        video = load_video(path, num_frames=4, decoder=decoder)
+    content, example = clip()
+    (tmp_path / "clip.mp4").write_bytes(content)
+    for folder in (ROOT / "examples", tmp_path):
+        video = load_video(folder / "clip.mp4", num_frames=4, decoder=decoder)
         assert len(video) == len(example.frames) == 4
         for got, frame in zip(video.frames, example.frames, strict=True):
             assert np.array_equal(np.asarray(got), np.asarray(frame))
@@ -114,18 +109,20 @@ def test_written_video_reads_back(tmp_path: Path) -> None:
     pytest.importorskip("av")
     from vlmfast.media import load_video
     from vlmfast.scenes.examples import EVAL_SEED_START, video_example
-    from vlmfast.scenes.files import write_video
+    from vlmfast.scenes.files import lossless_video
 
     frames = video_example(EVAL_SEED_START + 100).frames
-    write_video(tmp_path / "clip.mp4", frames)
+    (tmp_path / "clip.mp4").write_bytes(lossless_video(frames))
     got = load_video(tmp_path / "clip.mp4").frames
     assert all(
         np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(got, frames, strict=True)
     )
 
 
-def test_example_questions_are_known_to_the_generator(written) -> None:
+def test_example_questions_are_known_to_the_generator() -> None:
     """The generator knows the answers to the questions of `make ask`."""
+    from vlmfast.scenes.files import clip, picture
+
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for example in written[1]:
+    for example in (picture()[1], clip()[1]):
         assert any(f'"{qa.question}"' in makefile for qa in example.qa)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vlmfast.core.help import RECIPES, examples
@@ -218,6 +219,18 @@ def demo(parser: argparse.ArgumentParser) -> None:
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
     add("--port", type=count, default=7860, metavar="N", help="port")
+
+
+def example_files(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = examples("vlmfast examples", "vlmfast examples folder")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("examples"),
+        metavar="FOLDER",
+        help="folder of the files; those that exist stay as they are (default: examples)",
+    )
 
 
 def completion(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,5 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``eval``, ``report``, ``serve``, ``demo``, ``completion``.
+``train``, ``eval``, ``report``, ``serve``, ``demo``, ``examples``, ``completion``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -331,6 +331,18 @@ def _serve(args: argparse.Namespace) -> None:
     module("serve.commands").run(args, partial(_vlm, args))
 
 
+def _examples(args: argparse.Namespace) -> None:
+    from vlmfast.core.files import make_folder, replace_bytes
+    from vlmfast.scenes import files
+
+    make_folder(args.folder)
+    for name, drawn in (("picture.png", files.picture), ("clip.mp4", files.clip)):
+        path, (content, example) = args.folder / name, drawn()
+        if not path.exists():
+            replace_bytes(path, [content])
+        print(f"{path}: {' '.join(qa.question for qa in example.qa)}")
+
+
 def _completion(args: argparse.Namespace) -> None:
     print(completion.script(_parser(), args.shell))
 
@@ -358,6 +370,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         "serve a page that compares the full model with a recipe",
         arguments.demo,
         _demo,
+    ),
+    "examples": (
+        "write an image and a video that the shipped model understands",
+        arguments.example_files,
+        _examples,
     ),
     "completion": (
         "print a script that completes commands in a shell",

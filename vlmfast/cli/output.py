@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.display import seconds, size
+
 if TYPE_CHECKING:
     from vlmfast.api.vlm import Answer, Comparison
     from vlmfast.engine.stats import Stats
@@ -31,7 +33,7 @@ def stats_row(recipe: str, stats: Stats) -> dict[str, str]:
     return {
         "recipe": recipe,
         "visual tokens": _tokens(stats.visual_tokens_in, stats.equivalent_tokens),
-        "TTFT": _seconds(stats.ttft_s),
+        "TTFT": seconds(stats.ttft_s),
         "tokens/s": f"{stats.tokens_per_s:.0f}" if stats.tokens_per_s else "-",
         "KV cache": in_bytes(stats.kv_bytes),
         "saliency": stats.saliency or "-",
@@ -71,8 +73,8 @@ def bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
     return {
         "recipe": name,
         "visual tokens": _tokens(row.visual_tokens_in, row.visual_tokens),
-        "TTFT": against(_seconds(row.ttft_s), full.ttft_s / row.ttft_s),
-        "prefill": against(_seconds(row.prefill_s), full.prefill_s / row.prefill_s),
+        "TTFT": against(seconds(row.ttft_s), full.ttft_s / row.ttft_s),
+        "prefill": against(seconds(row.prefill_s), full.prefill_s / row.prefill_s),
         "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
         "KV cache": in_bytes(row.kv_bytes),
         "peak memory": in_bytes(row.peak_memory_bytes),
@@ -90,7 +92,7 @@ def check_rows(kind: str, rows: list[Any]) -> list[dict[str, str]]:
             "result": results[row.passed],
             "cases": row.about or "-",
             "error": "-" if row.error is None else f"{row.error:.1%}",
-            "time": "-" if row.seconds is None else _seconds(row.seconds),
+            "time": "-" if row.seconds is None else seconds(row.seconds),
             "bytes": in_bytes(row.bytes),
             "copy rate": "-" if row.share is None else f"{row.share:.0%}",
             "note": row.note or "-",
@@ -140,15 +142,5 @@ def print_table(rows: list[dict[str, str]]) -> None:
         print("  ".join(line).rstrip())
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
 def in_bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"
+    return "-" if value is None else size(value)

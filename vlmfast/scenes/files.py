@@ -6,51 +6,39 @@ video is stored losslessly: decoding returns the exact frames.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+import io
 
-from .examples import EVAL_SEED_START, image_example, video_example
+from PIL import Image
 
-if TYPE_CHECKING:
-    from .examples import ImageExample, VideoExample
+from .examples import EVAL_SEED_START, ImageExample, VideoExample, image_example, video_example
 
 IMAGE_SEED = EVAL_SEED_START + 9
 VIDEO_SEED = EVAL_SEED_START + 12
 
 
-def write_examples(folder: Path) -> dict[Path, ImageExample | VideoExample]:
-    """Write ``picture.png`` and ``clip.mp4`` to a folder, which is created if needed.
-
-    Parameters
-    ----------
-    folder : Path
-
-    Returns
-    -------
-    dict
-        Each file with its scene, questions and answers.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be written.
-    """
-    image, video = image_example(IMAGE_SEED), video_example(VIDEO_SEED)
-    picture, clip = folder / "picture.png", folder / "clip.mp4"
-    folder.mkdir(parents=True, exist_ok=True)
-    image.image.save(picture, optimize=True)
-    write_video(clip, video.frames)
-    return {picture: image, clip: video}
+def picture() -> tuple[bytes, ImageExample]:
+    """A PNG, and its scene with questions and answers."""
+    example, file = image_example(IMAGE_SEED), io.BytesIO()
+    example.image.save(file, "PNG", optimize=True)
+    return file.getvalue(), example
 
 
-def write_video(path: Path, frames: list, rate: int = 2) -> None:
-    """Write RGB frames as lossless H.264 in MP4."""
+def clip() -> tuple[bytes, VideoExample]:
+    """An MP4, and its scene with questions and answers."""
+    example = video_example(VIDEO_SEED)
+    return lossless_video(example.frames), example
+
+
+def lossless_video(frames: list[Image.Image], rate: int = 2) -> bytes:
+    """RGB frames as lossless H.264 in MP4."""
     import av
 
-    with av.open(str(path), "w") as container:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("libx264rgb", rate=rate, options={"crf": "0"})
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "rgb24"
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
+    return file.getvalue()
