@@ -57,6 +57,13 @@ def test_another_aggregate_is_another_choice(run: Any) -> None:
         replay(run, (data, meta | {"gqa_score_agg": "median"}))
 
 
+def test_h2o_takes_the_maximum_of_a_group_in_the_prompt_alone() -> None:
+    with pytest.raises(RecipeError, match="h2o: agg=max ranks the prompt alone"):
+        H2O(agg="max")
+    assert len(H2O(agg="max", decode=False).expand()) == 1
+    assert len(H2O(agg="sum").expand()) == 2
+
+
 FLAGS = dict.fromkeys(("head_adaptive", "layer_adaptive", "layer_windows"), (True, False))
 
 
