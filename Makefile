@@ -14,13 +14,14 @@ RECIPE ?= balanced
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
+MUTANTS_FLAGS ?=
 WHEEL_FLAGS ?=
 GPU_FLAGS ?=
 # Compiling for other GPUs needs none.
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus lint format types bench gpu docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus mutants lint format types bench gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -54,6 +55,10 @@ test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released pack
 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
+
+mutants: $(READY)   ## Change the code in small ways and see whether a test fails; hours, resumable
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python tools/mutants.py --report benchmarks/results/mutants.json $(MUTANTS_FLAGS)
 
 lint: $(READY)   ## Check code style and format
 	$(BIN)/ruff check .

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from closeness import close
 from fake_slots import columns, prompt_kv, prompt_step
+from golden_case import Data, Reader, coarsest, share
 from vlmfast.compressors.cache.cake import CAKE, adjust_budgets, moments
 from vlmfast.compressors.cache.fastkv import FastKV
-from vlmfast.compressors.cache.vlcache import VLCache, budgets
+from vlmfast.compressors.cache.vlcache import VLCache, budgets, density
 from vlmfast.core.kv import KV
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.kernels.col_stats import col_stats
@@ -22,7 +23,7 @@ def same_rows(ours: Tensor, stored: Tensor) -> None:
         assert torch.equal(mine[mine[:, 0].argsort()], theirs[theirs[:, 0].argsort()])
 
 
-def same_slots(kv: KV, data: dict, layer: int | str) -> None:
+def same_slots(kv: KV, data: Reader, layer: int | str) -> None:
     """Keys and values, with the same choice for both."""
     same_rows(torch.cat([kv.keys, kv.values], -1), torch.cat(stored_pair(data, layer), -1))
 
@@ -32,20 +33,26 @@ def attended(keys: Tensor) -> int:
     return keys.shape[1] + keys.shape[2]
 
 
-def stored_pair(data: dict, layer: int | str) -> tuple[Tensor, Tensor]:
+def stored_pair(data: Reader, layer: int | str) -> tuple[Tensor, Tensor]:
     return data[f"k_out{layer}"][0], data[f"v_out{layer}"][0]
 
 
-def cake_case(data: dict, meta: dict) -> None:
+def inputs(data: Data) -> torch.dtype:
+    """In which the reference ranks: the coarsest of its inputs."""
+    return coarsest(data, ("q", "k", "v"))
+
+
+def cake_case(data: Reader, meta: Reader) -> None:
     """Scores and preferences of each layer, then the cascade, then the budgets and the slots."""
-    depth, window, capacity = (int(meta[name]) for name in ("layers", "window", "cache_size"))
+    depth, window, capacity = (meta.count(name) for name in ("layers", "window", "cache_size"))
+    meta.flag("cascading")  # cutting layer by layer or once at the end keeps the same slots
     n = data["k0"].shape[2]
     stage = CAKE(
-        keep=capacity / n,
+        keep=share(capacity, n),
         window=window,
-        gamma=float(meta["gamma"]),
-        tau1=float(meta["tau1"]),
-        tau2=float(meta["tau2"]),
+        gamma=meta.number("gamma"),
+        tau1=meta.number("tau1"),
+        tau2=meta.number("tau2"),
     )
     assert stage.capacity(None, 0, n) == capacity
     step, cache = prompt_step(n, depth), []
@@ -70,37 +77,40 @@ def cake_case(data: dict, meta: dict) -> None:
         same_slots(kv, data, layer)
 
 
-def adjust_case(data: dict, meta: dict) -> None:
-    for i in range(3):
+def adjust_case(data: Reader, meta: Reader) -> None:
+    for i in range(sum(name.startswith("in") for name in data)):
         total, limit = data[f"tot_seq{i}"].tolist()
         ideal = data[f"in{i}"].tolist()
         assert adjust_budgets(ideal, total, [limit] * len(ideal)) == data[f"out{i}"].tolist()
 
 
-def vlcache_case(data: dict, meta: dict) -> None:
-    """Sparsity, budgets, ranking and slots; uniform budgets come from uniform sparsities."""
-    depth, rows = len(data["sparsity"]), int(meta["tau"])
+def vlcache_case(data: Reader, meta: Reader) -> None:
+    """Sparsity, budgets, ranking and slots."""
+    depth, rows = len(data["sparsity"]), meta.count("tau")
     n = data["k0"].shape[2]
-    stage = VLCache(keep=float(meta["alpha"]), head_adaptive=meta["head_adaptive"] == "True")
-    adaptive = meta["layer_adaptive"] == "True"
+    stage = VLCache(
+        keep=meta.number("alpha"),
+        head_adaptive=meta.flag("head_adaptive"),
+        layer_adaptive=meta.flag("layer_adaptive", True),
+        layer_windows=meta.flag("different_window_per_layer", False),
+    )
     step, cache = prompt_step(n, depth), []
     for layer, request in stage.text_stats(depth).items():
         kv = prompt_kv(data[f"k{layer}"][0], data[f"v{layer}"][0])
         stats = question_stats(data[f"q{layer}"][0], kv.keys, rows, request.threshold)
         cache.append(stage.compress(step, layer, kv, stats))
-        seen = stage.seen(step)[layer]
         # A fraction of whole numbers: only the authors' division in float32 rounds.
-        close(1 - seen.claim, data["sparsity"][layer].double(), torch.float32, scale=1)
+        sparsity = 1 - float(density(stats.count, stats.nnz))
+        close(sparsity, data["sparsity"][layer].double(), torch.float32, scale=1)
         ranked = stage.score(kv, stats, None)
         order = data["sorted_idx"][layer].reshape(-1, n).expand(len(ranked), -1)
         # Scores in the stored order fall, up to rounding.
         ranked = ranked.gather(1, order)
         terms = attended(kv.keys) + rows
-        close(ranked, ranked.cummin(1).values, terms=terms, scale=ranked)
-        if not adaptive:
-            seen.claim = 1.0
+        close(ranked, ranked.cummin(1).values, inputs(data), terms=terms, scale=ranked)
     claims = [of.claim for of in stage.seen(step).values()]
-    ours = torch.tensor(budgets(claims, stage.keep, stage.recent))
+    inside = 0.0 if stage.layer_windows else stage.recent
+    ours = torch.tensor(budgets(claims, stage.keep, inside))
     close(ours, data["budget"], terms=depth, scale=data["budget"])
     for layer, kv in enumerate(stage.finish(step, cache)):
         same_slots(kv, data, layer)
@@ -115,18 +125,19 @@ def question_stats(query: Tensor, key: Tensor, rows: int, threshold: float) -> C
     return ColumnStats(**out | {"nnz": out["nnz"].expand(len(key), -1)}, rows=index)
 
 
-def fastkv_case(data: dict, meta: dict) -> None:
+def fastkv_case(data: Reader, meta: Reader) -> None:
     """Both choices of the TSP layer: propagated rows and kept slots."""
     query, key, value = (data[name][0] for name in ("q", "k", "v"))
-    n, window = key.shape[1], int(meta["window"])
-    capacity, left = int(meta["max_capacity"]), int(meta["tsp_length"])
-    proportional = meta["mode"] == "proportional"
-    stage = FastKV(
-        keep=float(meta["retain_rate"]) if proportional else capacity / n,
-        tsp=float(meta["tsp_rate"]) if proportional else left / n,
-        window=window,
-        kernel=int(meta["kernel"]),
-    )
+    n, window = key.shape[1], meta.count("window")
+    capacity, left = meta.count("max_capacity"), meta.count("tsp_length")
+    shares = {"keep": ("retain_rate", capacity), "tsp": ("tsp_rate", left)}
+    if meta.choice("mode", {"proportional": True, "constant": False}):
+        shares = {ours: meta.number(theirs) for ours, (theirs, _) in shares.items()}
+    else:
+        for theirs, _ in shares.values():
+            meta.choice(theirs, {"None": None}, "None")
+        shares = {ours: share(count, n) for ours, (_, count) in shares.items()}
+    stage = FastKV(window=window, kernel=meta.count("kernel"), **shares)
     depth, cut = 8, 4
     visual = torch.arange(n) < n - window  # candidates for dropping in the reference
     step = prompt_step(n, depth, visual)

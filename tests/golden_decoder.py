@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from driven import Driven
+from golden_case import Reader
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
@@ -43,13 +44,13 @@ def image_layout(total: int, start: int, n: int) -> TokenLayout:
 
 @torch.no_grad()
 def decoder_run(
-    data: dict, stage: Stage, start: int, n: int, steps: Tensor
+    data: Reader, stage: Stage, start: int, n: int, steps: Tensor
 ) -> tuple[Driven, Tensor]:
-    """Prefill of the stored prompt under ``stage``; the run, and the last hidden state (1, D).
+    """Prefill of the stored prompt under ``stage``; the run, and its last states (1, rows, D).
 
     ``steps`` (T, D) are embeddings that `Run.next` takes by their row number.
     """
-    state = {k.removeprefix("model."): v for k, v in data.items() if k.startswith("model.")}
+    state = data.under("model.")
     layers = 1 + max(int(k.split(".")[1]) for k in state if k.startswith("layers."))
     model = llama(layers, vocab=state["embed_tokens.weight"].shape[0])
     missing, unexpected = model.model.load_state_dict(state, strict=False)
@@ -63,4 +64,8 @@ def decoder_run(
     prompt = Prompt(data["inputs_embeds"][0], image_layout(total, start, n), total, total)
     run = Driven(adapter, Inputs({}), Recipe.of(stage), begin=0.0)
     run.trace.begin(prompt.layout.select(prompt.layout.visual), layers)
-    return run, run.start_from(prompt, len(steps))
+    states: list[Tensor] = []
+    hook = model.model.norm.register_forward_hook(lambda module, args, out: states.append(out))
+    run.start_from(prompt, len(steps))
+    hook.remove()
+    return run, states[-1]

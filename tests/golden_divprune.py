@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from golden_case import Reader
 from helpers_layout import REQUEST, make_image
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.divprune import DivPrune
@@ -12,8 +13,8 @@ from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, max_min
 
 
-def choice(data: dict, meta: dict) -> None:
-    features, rate = data["visual_tokens"], float(data["ratio"])
+def choice(data: Reader, meta: Reader) -> None:
+    features, rate = data["visual_tokens"], data.number("ratio")
     n = len(features)
     k = count(rate, n)
     order = data["selected_in_order"]

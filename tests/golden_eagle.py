@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from closeness import close
+from golden_case import Reader
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.tree import Tree
@@ -20,8 +21,7 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
 from vlmfast.drafters.draft_vispec.stage import VispecDrafter
 
-Data = dict[str, Tensor]
-Meta = dict[str, str]
+Data = Meta = Reader
 
 
 def num_terms(meta: Meta, rows: int) -> int:
@@ -33,7 +33,7 @@ def num_terms(meta: Meta, rows: int) -> int:
 def same_tree(tree: Tree, data: Data, prefix: str = "", by_leaf: bool = True) -> None:
     """Tokens, mask, depths and paths."""
     assert list(tree.tokens) == data[prefix + "draft_tokens"][0].tolist()
-    assert torch.equal(tree.mask(), data[prefix + "tree_mask"][0, 0].bool())
+    assert torch.equal(tree.mask().float(), data[prefix + "tree_mask"][0, 0])
     assert list(tree.depths) == data[prefix + "tree_position_ids"].tolist()
     paths = tree.paths()
     if not by_leaf:  # sorted by their nodes, the end of a path after all
@@ -48,7 +48,8 @@ def same_tree(tree: Tree, data: Data, prefix: str = "", by_leaf: bool = True) ->
 
 def tree_case(data: Data, meta: Meta) -> None:
     """The tree, and every intermediate call of the drafter."""
-    k, passes = int(meta["top_k"]), int(meta["depth"])
+    k, passes = meta.count("top_k"), meta.count("depth")
+    assert data["logits_step0"].shape[1] == meta.count("vocab")
     ids = data["prompt_ids_with_sampled"][0].tolist()
     calls = 0
 
@@ -56,18 +57,19 @@ def tree_case(data: Data, meta: Meta) -> None:
         nonlocal calls
         calls += 1
         assert torch.equal(tokens, data[f"draft_call{level}_input_ids"][0])
-        assert torch.equal(mask, data[f"draft_call{level}_tree_mask"][0, 0].bool())
+        assert torch.equal(mask.float(), data[f"draft_call{level}_tree_mask"][0, 0])
         rows = len(ids) - 1  # of the drafter: the sampled token has no hidden state yet
         assert torch.equal(
             torch.full_like(tokens, rows + level), data[f"draft_call{level}_position_ids"]
         )
         return data[f"logits_step{level + 1}"]
 
-    size = {"top_k": k, "depth": passes + 1, "nodes": data["draft_tokens"].shape[1]}
+    size = {"top_k": k, "depth": passes + 1, "nodes": meta.count("total_tokens_arg")}
     rank = Budget(size["nodes"], size["depth"]).rank
     tree = grow(ids[-1], data["logits_step0"], step, rank, **size)
     assert calls == passes
-    same_tree(tree, data, by_leaf=meta["logits_processor"] == "None")
+    processed = meta["logits_processor"] != "None"  # which sorts the paths
+    same_tree(tree, data, by_leaf=not processed)
 
 
 # --- drafters with weights ------------------------------------------------------------------------
@@ -77,11 +79,10 @@ def weights(data: Data) -> Data:
     """Stored weights under our names."""
     names = {"layers.0.": "layer.", "midlayer.": "layer."}
     found = {}
-    for key, value in data.items():
-        name = key.removeprefix("w.")
+    for name, value in data.under("w.").items():
         for theirs, ours in names.items():
             name = name.replace(theirs, ours)
-        if key.startswith("w.") and name not in ("embed_tokens.weight", "t2d"):
+        if name not in ("embed_tokens.weight", "t2d"):
             found[name] = value
     return found
 
@@ -112,7 +113,7 @@ def text(n: int) -> TokenLayout:
 
 def size_of(meta: Meta) -> tuple[int, int, int]:
     """Children, drafted tokens on a path, nodes."""
-    return int(meta["top_k"]), int(meta["depth"]) + 1, int(meta["total_tokens_arg"])
+    return meta.count("top_k"), meta.count("depth") + 1, meta.count("total_tokens_arg")
 
 
 def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, aux_hidden_states: int = 0) -> None:
@@ -173,7 +174,7 @@ def eagle3_case(data: Data, meta: Meta) -> None:
 
 
 def vispec_case(data: Data, meta: Meta) -> None:
-    queries = int(meta["num_q"])
+    queries = meta.count("num_q")
     module = VispecModule(sizes(meta, queries=queries))
     module.load_state_dict(weights(data))
     ids, mask = data["input_ids"][0], data["image_mask"][0].bool()
@@ -245,6 +246,7 @@ def ttt_case(data: Data, meta: Meta) -> None:
     )
     layer.load_state_dict(weights(data))
     attend, hidden, step = Unrolled(), data["hidden_in"], 0
+    assert torch.equal(data["ttt0_input_ids"], data["input_ids"])
     position = torch.arange(hidden.shape[1])[None]
     while f"ttt{step}_hidden_out" in data:
         embeds = data["embed"][data[f"ttt{step}_input_ids"]]

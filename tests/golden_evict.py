@@ -7,6 +7,7 @@ from torch import Tensor
 
 from closeness import close
 from fake_slots import FakeSlots, columns, compressed, prompt_kv
+from golden_case import Reader, chosen, coarsest, marked, share
 from vlmfast.compressors.cache.h2o import H2O, Answer
 from vlmfast.compressors.cache.pyramidkv import PyramidKV
 from vlmfast.compressors.cache.quickprefill import QuickPrefill, norms
@@ -16,72 +17,98 @@ from vlmfast.core.kv import KV
 from vlmfast.kernels.select import top_k
 
 POOLS = {"avgpool": "avg", "maxpool": "max"}
+AGGREGATES = {name: name for name in ("mean", "max", "sum")}
 
 
-def same_choice(kept: KV, stored: Tensor) -> None:
-    """Equal sets of tokens, (H, capacity); ours ascend."""
-    assert torch.equal(kept.order, stored.sort(dim=-1).values)
+def same_choice(
+    stage: H2O | SnapKV, query: Tensor, kv: KV, kept: KV, stored: Tensor, data: Reader
+) -> None:
+    """Equal sets of tokens (H, capacity), in any stored order."""
+    n, (heads, count) = len(kv), stored.shape
+    assert kept.order.shape == (heads, count)
+    last = stage.last(count)
+    ranked = (torch.arange(n) < n - last).expand(heads, -1)
+    score = stage.score(kv, columns(query, kv.keys, stage.text_stats(1)[0]), ranked)
+    ours, theirs = marked(kept.order, n), marked(stored, n)
+    assert bool((ours & theirs)[~ranked].all())
+    ours, theirs, score = (of[:, : n - last] for of in (ours, theirs, score))
+    # Logits, rows, and the sums of columns, of a group and of neighbours.
+    terms = kv.keys.shape[2] + 2 * n + len(query) // heads
+    # A maximum makes neighbours equal.
+    ties = getattr(stage, "pool", "avg") == "max"
+    chosen(score, ours, theirs, terms, coarsest(data, ("q", "k")), ties=ties)
 
 
-def sequences(data: dict) -> list[tuple[Tensor, KV]]:
+def same_slots(stage: H2O | SnapKV, query: Tensor, kv: KV, data: Reader, at: int) -> None:
+    """One sequence's choice, and the stored cache, which is that choice of the stored inputs."""
+    kept, _ = compressed(stage, query, kv)
+    stored = data["kept"][at]
+    same_choice(stage, query, kv, kept, stored, data)
+    index = stored[..., None].expand(-1, -1, kv.keys.shape[2])
+    for name, source, ours in (("k", kv.keys, kept.keys), ("v", kv.values, kept.values)):
+        assert torch.equal(source.gather(1, index), data[f"{name}_out"][at])
+        own = kept.order[..., None].expand_as(ours)
+        assert torch.equal(ours, source.gather(1, own))
+
+
+def sequences(data: Reader) -> list[tuple[Tensor, KV]]:
     """Queries and cache of each sequence of the stored batch."""
     batch = zip(data["q"], data["k"], data["v"], strict=True)
     return [(q, prompt_kv(k, v)) for q, k, v in batch]
 
 
-def snapkv(data: dict, meta: dict) -> None:
-    for (query, kv), stored in zip(sequences(data), data["kept"], strict=True):
-        window = int(meta["window"])
+def snapkv(data: Reader, meta: Reader) -> None:
+    window = meta.count("window")
+    for at, (query, kv) in enumerate(sequences(data)):
         stage = SnapKV(
-            int(meta["capacity"]) / len(kv),
+            share(meta.count("capacity"), len(kv)),
             window=window,
-            kernel=int(meta["kernel"]),
-            pool=POOLS[meta["pooling"]],
-            agg=meta.get("gqa_score_agg", "mean"),
+            kernel=meta.count("kernel"),
+            pool=meta.choice("pooling", POOLS),
+            agg=meta.choice("gqa_score_agg", AGGREGATES, "mean"),
         )
-        kept, _ = compressed(stage, query, kv)
-        if stage.pool == "avg":
-            same_choice(kept, stored)
-            continue
-        # A maximum makes neighbours equal: the stored choice among equals is as valid as ours.
-        ranked = torch.arange(len(kv)).expand_as(kv.order) < len(kv) - window
-        score = stage.score(kv, columns(query, kv.keys, stage.text_stats(1)[0]), ranked)
-        score = score.masked_fill(~ranked, torch.inf)
-        # The same scores throughout, so equal ones are bitwise equal.
-        assert torch.equal(
-            score.gather(1, kept.order).sort(1).values, score.gather(1, stored).sort(1).values
+        same_slots(stage, query, kv, data, at)
+
+
+def pyramidkv(data: Reader, meta: Reader) -> None:
+    depth = meta.count("num_layers")
+    assert meta.literal("layer_len") == data["layer_len"].tolist()
+    for at, (query, kv) in enumerate(sequences(data)):
+        stage = PyramidKV(
+            share(meta.count("capacity"), len(kv)),
+            window=meta.count("window"),
+            kernel=meta.count("kernel", 5),  # the defaults of the reference's class
+            pool=meta.choice("pooling", POOLS, "avgpool"),
+            agg=meta.choice("gqa_score_agg", AGGREGATES, "mean"),
+            beta=meta.count("beta"),
         )
+        for layer, length in enumerate(data["layer_len"].tolist()):
+            kept, _ = compressed(stage, query, kv, depth, layer)
+            assert len(kept) == length
+            same_choice(stage, query, kv, kept, data[f"kept_l{layer}"][at], data)
 
 
-def pyramidkv(data: dict, meta: dict) -> None:
-    depth = int(meta["num_layers"])
-    (query, kv), *_ = sequences(data)
-    stage = PyramidKV(
-        int(meta["capacity"]) / len(kv),
-        window=int(meta["window"]),
-        kernel=5,
-        pool="avg",
-        beta=int(meta["beta"]),
-    )
-    for layer, length in enumerate(data["layer_len"].tolist()):
-        kept, _ = compressed(stage, query, kv, depth, layer)
-        assert len(kept) == length
-        same_choice(kept, data[f"kept_l{layer}"][0])
+def h2o_grouped(data: Reader, meta: Reader) -> None:
+    """Ranking by the prompt alone. The class has SnapKV's arguments, but pools nothing."""
+    meta.without_effect("kernel", "pooling")
+    capacity, window = meta.count("capacity"), meta.count("window")
+    for at, (query, kv) in enumerate(sequences(data)):
+        stage = H2O(
+            share(capacity, len(kv)),
+            recent=share(window, capacity),
+            agg=meta.choice("gqa_score_agg", AGGREGATES, "mean"),
+            decode=False,
+        )
+        same_slots(stage, query, kv, data, at)
 
 
-def h2o_grouped(data: dict, meta: dict) -> None:
-    (query, kv), *_ = sequences(data)
-    capacity = int(meta["capacity"])
-    stage = H2O(capacity / len(kv), recent=int(meta["window"]) / capacity)
-    same_choice(compressed(stage, query, kv)[0], data["kept"][0])
-
-
-def h2o_answer(data: dict, meta: dict) -> None:
+def h2o_answer(data: Reader, meta: Reader) -> None:
     """Eviction in the prompt and one slot per head with each further token."""
-    n, recent = int(meta["prefill"]), int(meta["recent_size"])
-    budget = int(meta["hh_size"]) + recent
+    n, recent = meta.count("prefill"), meta.count("recent_size")
+    budget = meta.count("hh_size") + recent
     (query, whole), *_ = sequences(data)
-    stage = H2O(budget / n, recent=recent / budget)
+    assert len(whole) == n + meta.count("decode_steps")
+    stage = H2O(share(budget, n), recent=share(recent, budget))
     answer = Answer(stage)
     kept, step = compressed(stage, query[:, :n], whole.select(torch.arange(n)))
     assert torch.equal(kept.keys, data["k_after_prefill"][0])  # slots are moved, not computed
@@ -128,8 +155,8 @@ def local_mask(logits: Tensor, budget: int) -> Tensor:
     return mask
 
 
-def h2o_mask(data: dict, meta: dict) -> None:
-    ours = local_mask(data["logits"][0], int(meta["heavy_budget"]))
+def h2o_mask(data: Reader, meta: Reader) -> None:
+    ours = local_mask(data["logits"][0], meta.count("heavy_budget"))
     assert torch.equal(ours, data["mask_bottom"][0])
 
 
@@ -137,10 +164,10 @@ def unmoved(keys: Tensor, delta: Tensor) -> Tensor:
     return keys
 
 
-def streamingllm(data: dict, meta: dict) -> None:
+def streamingllm(data: Reader, meta: Reader) -> None:
     """Keys are stored without rotary ids, so rotation has no effect here."""
-    start, recent = int(meta["start"]), int(meta["recent"])
-    coming = int(meta["num_coming"])
+    start, recent = meta.count("start"), meta.count("recent")
+    coming = meta.count("num_coming")
     first, end = map(int, meta["range"].split(".."))
     for i, (keys, values) in enumerate(zip(data["k"], data["v"], strict=True)):
         kv = prompt_kv(keys, values)
@@ -151,13 +178,13 @@ def streamingllm(data: dict, meta: dict) -> None:
             step.rotate = unmoved
             return chosen, FakeSlots(chosen, step, room=1)
 
-        stage = StreamingLLM((start + recent) / len(kv), sinks=start)
+        stage = StreamingLLM(share(start + recent, len(kv)), sinks=start)
         chosen, slots = kept(stage)
         assert torch.equal(chosen.keys, data["k_call"][i])
         assert torch.equal(chosen.values, data["v_call"][i])
 
         # Each step frees one slot; for more tokens, a smaller share.
-        stage = StreamingLLM((start + recent + 1 - coming) / len(kv), sinks=start)
+        stage = StreamingLLM(share(start + recent + 1 - coming, len(kv)), sinks=start)
         chosen, slots = kept(stage)
         Slide(stage).step(slots, 0)
         assert torch.equal(torch.stack(slots.sorted("keys")), data["k_space"][i])
@@ -168,9 +195,9 @@ def streamingllm(data: dict, meta: dict) -> None:
         assert torch.equal(rest.keys, data["k_range"][i])
 
 
-def quickprefill(data: dict, meta: dict) -> None:
+def quickprefill(data: Reader, meta: Reader) -> None:
     """Modes of the stage, and those that need more than a cache contains."""
-    count, n = int(meta["top_k"]), data["k"].shape[2]
+    count, n = meta.count("top_k"), data["k"].shape[2]
     everything = torch.ones(n, dtype=torch.bool)
     kv = prompt_kv(data["k"][0], data["v"][0], everything)
     stored = {name.removeprefix("mask_"): data[name][0] for name in data if "mask_" in name}

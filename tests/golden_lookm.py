@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from closeness import close
+from golden_case import Reader
 from vlmfast.compressors.cache.lookm import LookM, heavy_hitters, sizes
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
@@ -45,8 +46,8 @@ def same(kept: KV, keys: Tensor, values: Tensor, terms: int) -> None:
 def merge_case(mode: str) -> Callable[[dict, dict], None]:
     """Without text prior: sinks, heavy hitters, recent slots, and the rest merged by ``mode``."""
 
-    def run(data: dict, meta: dict) -> None:
-        hh, rec = float(meta["hh_ratio"]), float(meta["recent_ratio"])
+    def run(data: Reader, meta: Reader) -> None:
+        hh, rec = meta.number("hh_ratio"), meta.number("recent_ratio")
         q, k, v = (data[name][0] for name in "qkv")
         total = col_stats(q, k)["sum"]
         n, dim = k.shape[1:]
@@ -54,50 +55,71 @@ def merge_case(mode: str) -> Callable[[dict, dict], None]:
         close(total[:, 0], data["col_sum"], terms=dim + 2 * n, scale=data["col_sum"])
         stage = LookM(hh + rec, rec / (hh + rec), mode, filter="slot", text_prior=False)
         count = sizes(k.shape[1], stage.keep, stage.recent)
-        assert count == (int(meta["hh_size"]), int(meta["recent_size"]))
+        assert count == (meta.count("hh_size"), meta.count("recent_size"))
         kv = layer(k, v, torch.ones(k.shape[1], dtype=torch.bool))
         same(stage.compress(STEP, 0, kv, received(total)), data["k_out"], data["v_out"], n)
 
     return run
 
 
-def text_case(data: dict, meta: dict) -> None:
+def images(positions: list[int], n: int) -> Tensor:
+    """Slots of the images whose placeholders are at ``positions``, each of 576 slots."""
+    mask = torch.zeros(n, dtype=torch.bool)
+    for number, position in enumerate(positions):
+        start = position + 575 * number
+        mask[start : start + 576] = True
+    return mask
+
+
+def text_case(data: Reader, meta: Reader) -> None:
     """Text prior, as in the authors' code: all text stays; their averages are wrong."""
-    hh, rec = float(meta["hh_ratio"]), float(meta["recent_ratio"])
+    hh, rec = meta.number("hh_ratio"), meta.number("recent_ratio")
+    n = data["k"].shape[2]
+    assert sizes(n, hh + rec, rec / (hh + rec)) == (
+        meta.count("hh_size"),
+        meta.count("recent_size"),
+    )
+    assert int((~data["image_mask"]).sum()) == meta.count("n_text")
+    assert torch.equal(data["image_mask"], images(data["image_position"].tolist(), n))
+    # Averages of the authors merge into other tokens' pivots (see REPLACED).
+    data.without_effect("k_avgbug", "v_avgbug")
     kv = layer(data["k"][0].float(), data["v"][0].float(), data["image_mask"])
     for mode, merge in {"evict": "none", "pivot": "pivot", "weighted": "weighted"}.items():
         stage = LookM(hh + rec, rec / (hh + rec), merge, filter="slot", overrun=True)
         keys, values = data[f"k_{mode}"], data[f"v_{mode}"]
-        assert keys.shape[2] == int(meta["n_kept"])
+        assert keys.shape[2] == meta.count("n_kept")
         kept = stage.compress(STEP, 0, kv, received(data["col_sum"][:, None]))
         same(kept, keys, values, kv.keys.shape[1])
 
 
-def gqa_case(data: dict, meta: dict) -> None:
+def gqa_case(data: Reader, meta: Reader) -> None:
     """Grouped query heads: scores are averaged over a group, and merging is per KV head.
 
-    The budgets of these files are smaller than the text, which the stage refuses; so the kept slots
-    are chosen here, and the stage merges.
+    The stage refuses a budget that is smaller than the text: then the kept slots are chosen here
+    alone, and the stage merges.
     """
     q, k, v = (data[name][0] for name in "qkv")
-    stage = LookM(float(meta["budget"]), 0.1, "pivot" if meta["merge"] == "True" else "none")
+    stage = LookM(meta.number("budget"), 0.1, "pivot" if meta.flag("merge") else "none")
     h, n, _ = k.shape
     hh, rec = sizes(n, stage.keep, stage.recent)
-    assert (hh, rec) == (int(meta["hh_size"]), int(meta["recent_size"]))
+    assert (hh, rec) == (meta.count("hh_size"), meta.count("recent_size"))
     kv = layer(k, v, ~data["text_mask"])
-    with pytest.raises(RecipeError, match="lookm: keep="):
-        stage.select_slots(kv, kv.keys[..., 0])
     among = (torch.arange(n) < n - rec).expand(h, -1)
     score = col_stats(q, k)["sum"].mean(1)
     keep = heavy_hitters(score, stage.first(kv), among, torch.full((h,), hh)) | ~among
+    if int((stage.first(kv) & among)[0].sum()) > hh:
+        with pytest.raises(RecipeError, match="lookm: keep="):
+            stage.select_slots(kv, score)
+    else:
+        assert torch.equal(stage.select_slots(kv, score), keep)
     same(stage.shrunk(STEP, kv, keep), data["k_out"], data["v_out"], n)
 
 
-def textprior_case(data: dict, meta: dict) -> None:
+def textprior_case(data: Reader, meta: Reader) -> None:
     """Text first, then by score: exactly ``hh``, and with all text beyond it."""
-    score, text, hh = data["score"], ~data["is_image"], int(data["hh"])
+    score, text, hh = data["score"], ~data["is_image"], data.count("hh")
     h, n = score.shape
-    among = (torch.arange(n) < n - int(data["recent"])).expand(h, -1)
+    among = (torch.arange(n) < n - data.count("recent")).expand(h, -1)
     first = text.expand(h, -1)
     capped = heavy_hitters(score, first, among, torch.full((h,), hh)) | ~among
     assert torch.equal(capped, data["keep_capped"])

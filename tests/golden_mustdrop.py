@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 from closeness import close, network
 from driven import Driven
+from golden_case import Reader
 from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.encoder.mustdrop import (
     MustDrop,
@@ -33,14 +33,14 @@ from vlmfast.engine.vision import representatives
 from vlmfast.models.base import Adapter
 
 
-def merge_case(data: dict, meta: dict) -> None:
+def merge_case(data: Reader, meta: Reader) -> None:
     """Merged hidden states, where each row went, and how many rows a token represents."""
     if "x" in data:  # the kv folder's format
-        window = tuple(int(n) for n in meta["window"].strip("()[] ").split(","))
-        hidden, out, threshold = data["x"], data["y"], float(meta["threshold"])
+        window = tuple(meta.literal("window"))
+        hidden, out, threshold = data["x"], data["y"], meta.number("threshold")
     else:
-        window = tuple(data["window"].tolist())
-        hidden, out, threshold = data["hidden_states"], data["out"], float(data["threshold"])
+        window = tuple(data.literal("window"))
+        hidden, out, threshold = data["hidden_states"], data["out"], data.number("threshold")
     similarity = window_similarity(windows(hidden[:, 1:], window))
     counts = (similarity >= threshold).sum(1)
     counts = counts.min().expand_as(counts)
@@ -63,9 +63,13 @@ def merge_case(data: dict, meta: dict) -> None:
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
 
-def video_blocks(data: dict) -> nn.ModuleList:
+def video_blocks(data: Reader) -> nn.ModuleList:
     """Blocks of a tower of transformers with the stored weights."""
     hidden, prefix = data["embeddings_after_pre_layrnorm"], "clip.vision_model.encoder.layers."
+    # The case starts after the embeddings and ends before the last norm.
+    data.without_effect(
+        *(name for name in data if name.startswith("clip.") and not name.startswith(prefix))
+    )
     side = math.isqrt(hidden.shape[1] - 1)
     depth = sum(name.startswith(prefix) and name.endswith("mlp.fc1.bias") for name in data)
     tower = CLIPVisionModel(
@@ -80,14 +84,12 @@ def video_blocks(data: dict) -> nn.ModuleList:
     ).eval()
     tower.set_attn_implementation(VISION)
     blocks = getattr(tower, "vision_model", tower).encoder.layers
-    blocks.load_state_dict(
-        {k.removeprefix(prefix): v for k, v in data.items() if k.startswith(prefix)}
-    )
+    blocks.load_state_dict(data.under(prefix))
     return blocks
 
 
 @torch.no_grad()
-def clip_case(data: dict, meta: dict) -> None:
+def clip_case(data: Reader, meta: Reader) -> None:
     """A tower merged by the stage; then the key set."""
     hidden, blocks = data["embeddings_after_pre_layrnorm"], video_blocks(data)
     views, side, depth = hidden.shape[0], math.isqrt(hidden.shape[1] - 1), len(blocks)
@@ -124,18 +126,18 @@ def clip_case(data: dict, meta: dict) -> None:
         assert torch.equal(ours.sort().values, stored.sort().values)
 
 
-def filter_case(data: dict, meta: dict) -> None:
+def filter_case(data: Reader, meta: Reader) -> None:
     """Scores, and the tokens kept by the thresholds and by rank."""
     if "attn" in data:  # the kv folder's format: whole maps
-        start, n = int(meta["v_token_start"]), int(meta["img_seq"])
-        thresholds = float(meta["global_thr"]), float(meta["individual_thr"])
+        start, n = meta.count("v_token_start"), meta.count("img_seq")
+        thresholds = meta.number("global_thr"), meta.number("individual_thr")
         attention, stored = data["attn"][0, :, start + n :], data["keep"]
-        attention = attention[:, : int(meta["text_seq"])]
+        attention = attention[:, : meta.count("text_seq")]
     else:
-        start, n = int(data["sys_len"]), int(data["img_len"])
-        thresholds = float(data["global_thr"]), float(data["individual_thr"])
+        start, n = data.count("sys_len"), data.count("img_len")
+        thresholds = data.number("global_thr"), data.number("individual_thr")
         attention, stored = data["attn_text_rows"][0], data["important_indices"]
-        assert attention.shape[1] == int(data["text_len"])
+        assert attention.shape[1] == data.count("text_len")
     g, m = text_attention(attention[:, :, start : start + n])
     if "global_score" in data:
         terms = attention.shape[0] + attention.shape[1]  # heads, then rows
@@ -154,9 +156,9 @@ def slots(tokens: Tensor, keys: Tensor) -> KV:
     return KV(keys, keys, order, order, torch.ones_like(order, dtype=torch.bool), lengths)
 
 
-def cache_case(data: dict, meta: dict) -> None:
+def cache_case(data: Reader, meta: Reader) -> None:
     """The slots of each layer's cache after the prefill."""
-    filters = json.loads(meta["pruning_layers"])
+    filters = meta.literal("pruning_layers")
     # Tokens of the prompt in each layer: the stored indices count those left by the filter.
     held, tokens = [], torch.arange(int(data["layer_len_in"][0]))
     for layer, length in enumerate(data["layer_len_in"].tolist()):
@@ -191,11 +193,12 @@ def image_rows(total: int, kept: Tensor, images: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def llm_case(data: dict, meta: dict) -> None:
+def llm_case(data: Reader, meta: Reader) -> None:
     """The engine on the stored weights: selections, hidden states, remaining keys.
 
     The decoded token of the file is left out: the authors rotate it by other ids than its layers'.
     """
+    data.without_effect("decode_embeds", "decode_hidden", "decode_position_per_layer")
     depth, heads = len(data["cache_lengths"]), data["cache_key_layer0"].shape[1]
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -206,9 +209,7 @@ def llm_case(data: dict, meta: dict) -> None:
             vocab_size=len(data["model.embed_tokens.weight"]),
         )
     ).eval()
-    model.model.load_state_dict(
-        {k.removeprefix("model."): v for k, v in data.items() if k.startswith("model.")}
-    )
+    model.model.load_state_dict(data.under("model."))
     model.lm_head = torch.nn.Identity()  # so that logits are hidden states
     model.set_attn_implementation(TEXT)
     adapter = Adapter(model, SimpleNamespace(image_processor=True))
@@ -226,8 +227,8 @@ def llm_case(data: dict, meta: dict) -> None:
 
     whole = MustDrop(
         layers=tuple(layer + 1 for layer in layers),
-        global_thr=float(data["global_thr"]),
-        individual_thr=float(data["individual_thr"]),
+        global_thr=data.number("global_thr"),
+        individual_thr=data.number("individual_thr"),
     )
     recipe = Recipe((whole.expand()[2],))
     run = Driven(adapter, Inputs({}), recipe, begin=0.0)
@@ -244,6 +245,9 @@ def llm_case(data: dict, meta: dict) -> None:
         gone = start + (run.trace.depth <= layer + 1).nonzero().flatten()
         left = alive[~torch.isin(alive, gone)]
         stored = data[f"kept_seq_index_stage{stage}"]  # of the rows that entered the stage
+        # The filter's own choice, counted from the first image row, and the key set beside it.
+        passed = data[f"filter_kept_stage{stage}"]
+        assert bool(torch.isin(start + passed, stored).all())
         assert torch.equal(torch.isin(alive, left).nonzero().flatten(), stored)
         alive = left_by[layer] = left
     held = [

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from closeness import close, network
+from golden_case import Reader
 from golden_decoder import decoder_run, llama
 from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop, rank, stage_counts
 from vlmfast.compressors.select import best
@@ -14,7 +15,7 @@ from vlmfast.engine.attention import attention_rows
 
 
 @torch.no_grad()
-def scores(data: dict, features: Tensor, position: Tensor, rows: Tensor) -> Tensor:
+def scores(data: Reader, features: Tensor, position: Tensor, rows: Tensor) -> Tensor:
     """Score (S,) of every token of one unpadded sequence by the queries of ``rows``."""
     model = llama(1).model
     layer = model.layers[0]
@@ -48,19 +49,20 @@ def kept_rows(score: Tensor, start: int, n: int, keep: int) -> Tensor:
     return kept.nonzero().flatten()
 
 
-def rank_case(data: dict, meta: dict) -> None:
+def rank_case(data: Reader, meta: Reader) -> None:
     if "image_token_posi" in data:
         batch_case(data)
     else:
         single_case(data)
 
 
-def single_case(data: dict) -> None:
-    start, n = int(data["image_start"]), int(data["image_tokens_current"])
+def single_case(data: Reader) -> None:
+    start, n = data.count("image_start"), data.count("image_tokens_current")
     features, position = data["features"][0], data["position_ids"][0]
-    stage, original = int(data["stage"]), int(data["image_tokens_original"])
+    stage, original = data.count("stage"), data.count("image_tokens_original")
+    assert len(features) == n + data.count("prompt_len")
     keep = stage_counts(original, data["ratios"][1:].tolist())[stage]
-    assert keep == int(data["keep_length"])
+    assert keep == data.count("keep_length")
     if "labels" in data:
         rows = answer_starts(data["labels"][0])
     else:
@@ -77,15 +79,16 @@ def single_case(data: dict) -> None:
         assert torch.equal(data["labels"][0][kept], data["out_labels"][0])
 
 
-def batch_case(data: dict) -> None:
+def batch_case(data: Reader) -> None:
     """Two samples, one without an image: each alone and unpadded, as the engine runs them."""
     outputs = []
     for i, start in enumerate(data["image_token_posi"].tolist()):
         valid = data["attention_mask"][i].bool()
         features, position = data["features"][i][valid], data["position_ids"][i][valid]
         kept = torch.arange(len(features))
+        n = int(data["image_tokens"][i]) if start >= 0 else 0
+        assert len(features) == n + int(data["prompt_len"][i])
         if start >= 0:
-            n = int(data["image_tokens"][i])
             score = scores(data, features, position, torch.tensor([len(features) - 1]))
             ours, stored = score[start : start + n], data[f"scores_sample{i}"]
             close(ours, stored, terms=ranked(features), scale=stored)
@@ -105,16 +108,21 @@ def batch_case(data: dict) -> None:
 
 
 @torch.no_grad()
-def end_to_end(data: dict, meta: dict) -> None:
+def end_to_end(data: Reader, meta: Reader) -> None:
     """The engine on the stored weights: selection, cache, hidden states, positions."""
     steps = data["decode_embeds"][0]
     run, last = decoder_run(data, PyramidDrop(layers_=(2, 4, 6)), 35, 576, steps)
     terms = network(run.adapter.model, 631)
-    close(last[0], data["prefill_hidden"][0, -1], terms=terms)
+    close(last, data["prefill_hidden"], terms=terms)
     assert run.cache.lengths() == data["cache_lengths"].tolist()
     for stage, layer in enumerate((2, 4, 6)):
         alive = (run.trace.depth > layer).nonzero().flatten()
         assert torch.equal(alive, data[f"kept_image_index_stage{stage}"])
+        # The stored scores are of the tokens that entered the stage.
+        entered = (run.trace.depth >= layer).nonzero().flatten()
+        stored = data[f"scores_stage{stage}"]
+        picked = best(stored[None], [len(alive)])[0]
+        assert torch.equal(entered[picked], alive)
     for i in range(len(steps)):
         positions = [int(run.position) - layer.shift[0] for layer in run.cache.layers]
         assert positions == data["decode_position_per_layer"][i].tolist()

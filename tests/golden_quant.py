@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from closeness import close, tolerance
+from golden_case import Reader, coarsest
 from vlmfast.compressors.cache.kivi import Kivi
 from vlmfast.compressors.cache.zipcache import ZipCache, least_salient, saliency
 from vlmfast.core.contexts import PrefillContext
@@ -26,6 +27,7 @@ from vlmfast.kernels.quantize_kv import (
 )
 
 FLOAT = torch.float32
+PAIR = ("scale", "min")
 STEP = 3  # operations up to a step, and between a number, its code and its dequantized value
 
 
@@ -58,23 +60,38 @@ def unrounded(x: Tensor, step: Tensor, minimum: Tensor) -> Tensor:
     return (x - minimum) / step
 
 
-def agree(ours: Tensor, stored: Tensor, bits: int, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Equal codes; at a tie of the `unrounded` ``codes``, the next one. Returns the equality mask.
+def agree(
+    ours: Tensor,
+    stored: Tensor,
+    bits: int,
+    codes: Tensor,
+    dtype: torch.dtype,
+    theirs: Tensor | None = None,
+) -> Tensor:
+    """Both are the `unrounded` ``codes``, rounded to the nearest. Returns where they are equal.
 
     The references compute in ``dtype``, which determines how far around a half a tie reaches.
+    ``theirs`` are the unrounded codes by their own steps, where these differ.
     """
     assert ours.shape == stored.shape
     ours, stored = unpack(ours, bits).int(), unpack(stored, bits).int()
-    assert int((ours - stored).abs().max()) <= 1
-    tie = (codes - codes.floor() - 0.5).abs() <= tolerance(dtype, STEP, codes.abs())
-    assert bool(((ours == stored) | tie).all())
+    for rounded, exact in ((ours, codes), (stored, codes if theirs is None else theirs)):
+        reach = 0.5 + tolerance(dtype, STEP, exact.abs())
+        assert bool(((rounded - exact).abs() <= reach).all())
     return ours == stored
 
 
-def restored(ours: Tensor, stored: Tensor, x: Tensor, dim: int, equal: Tensor) -> None:
+def restored(
+    ours: Tensor,
+    stored: Tensor,
+    x: Tensor,
+    dim: int,
+    equal: Tensor,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Dequantized values of equal codes of ``x`` that share a step along ``dim``."""
     size = x.abs().amax(dim, keepdim=True).expand_as(x)[equal]
-    close(ours[equal], stored[equal], x.dtype, STEP, scale=size)
+    close(ours[equal], stored[equal], dtype or x.dtype, STEP, scale=size)
 
 
 def folded(x: Tensor) -> Tensor:
@@ -96,9 +113,9 @@ def same(ours: Tensor, stored: Tensor) -> None:
 # --- KIVI ----------------------------------------------------------------------------------------
 
 
-def kivi(data: dict, meta: dict) -> None:
+def kivi(data: Reader, meta: Reader) -> None:
     """Steps, minima and codes of both quantizers, by the functions and by the stage."""
-    bits, group = int(meta["bits"]), int(meta["group_size"])
+    bits, group = meta.count("bits"), meta.count("group_size")
     tokens, channels = -2, -1
     stage = Kivi(bits=bits, group=group, residual=group)
     context = PrefillContext(TokenLayout.text(torch.arange(1), torch.arange(1)[None]), depth=1)
@@ -115,15 +132,22 @@ def kivi(data: dict, meta: dict) -> None:
             assert torch.equal(words(theirs, bits, dim), data[f"{name}_code"][at])
             same(steps, data[f"{name}_scale"][at])
             stored = data[f"{name}_min"][at].reshape(minimum.shape)
-            assert torch.equal(minimum, stored)  # chosen, not computed
+            if minimum.dtype == stored.dtype:
+                assert torch.equal(minimum, stored)  # chosen, not computed
+            else:  # rounded down, so that no entry is below it
+                assert bool((minimum.to(stored.dtype) <= stored).all())
+                same(minimum, stored)
             codes = unrounded(x, steps, minimum)
-            equal = agree(packed, pack(theirs, bits), bits, codes, x.dtype)
+            # Ours stores steps in half precision, also of inputs in float32.
+            dtype = coarsest({"x": x, "steps": steps}, ("x", "steps"))
+            own = unrounded(x, *(data[f"{name}_{of}"][at].reshape(steps.shape) for of in PAIR))
+            equal = agree(packed, pack(theirs, bits), bits, codes, dtype, own)
             stored = data[f"{name}_dequant"][at]
-            restored(back, stored, x, dim, equal)
+            restored(back, stored, x, dim, equal, dtype)
             # Where a code differs, ours is as near to the original value.
             size = x.abs().amax(dim, keepdim=True)
             ours, stored = ((of.double() - x.double()).abs() for of in (back, stored))
-            assert bool((ours <= stored + tolerance(x.dtype, STEP, size)).all())
+            assert bool((ours <= stored + tolerance(dtype, STEP, size)).all())
 
 
 def plain(keys: Tensor, values: Tensor) -> KV:
@@ -136,7 +160,7 @@ def plain(keys: Tensor, values: Tensor) -> KV:
 # --- ZipCache ------------------------------------------------------------------------------------
 
 
-def zipcache_quant(data: dict, meta: dict) -> None:
+def zipcache_quant(data: Reader, meta: Reader) -> None:
     """The three quantizers on folded heads."""
     dtype = data["k"].dtype
     k, v = folded(data["k"]), folded(data["v"])
@@ -172,12 +196,13 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
-def zipcache_mixed(data: dict, meta: dict) -> None:
+def zipcache_mixed(data: Reader, meta: Reader) -> None:
     """Keys and values in two precisions, on folded heads."""
     k, v = data["k"], data["v"]
     batch, _, n, _ = k.shape
     dtype = k.dtype
-    count = int(float(meta["unimportant_ratio"]) * n)
+    count = int(meta.number("unimportant_ratio") * n)
+    meta.choice("bits", {"4 important / 2 unimportant": (4, 2)}, "4 important / 2 unimportant")
     assert data["unimportant"].shape[2] == count
     scale = channel_scale(rows_of(folded(v)), dtype=dtype)
     same(scale, data["v_chanscale"])
@@ -205,10 +230,10 @@ def zipcache_mixed(data: dict, meta: dict) -> None:
         restored(back, folded(gathered(data["v_deq"], index)), x, -1, equal)
 
 
-def zipcache_saliency(data: dict, meta: dict) -> None:
+def zipcache_saliency(data: Reader, meta: Reader) -> None:
     """Scores and the low-precision segment, by the functions and by the stage."""
     (q,), (k,), rows = data["q"], data["k"], data["probe_ids"]
-    n, share = k.shape[1], float(meta["unimportant_ratio"])
+    n, share = k.shape[1], meta.number("unimportant_ratio")
     assert len(rows) == n - int(0.95 * n) + int(0.05 * n)
     stats = col_stats(q, k, rows)  # a row that was drawn twice counts twice
     score = saliency(stats["sum"], n - torch.arange(n).expand(len(k), -1))
@@ -234,7 +259,7 @@ def zipcache_saliency(data: dict, meta: dict) -> None:
 # --- attention over segments ---------------------------------------------------------------------
 
 
-def decode(data: dict, meta: dict) -> None:
+def decode(data: Reader, meta: Reader) -> None:
     """Output and log-sum-exp; the same with arbitrary values in free slots."""
     q = data["q"].float()[:, :, None]
     for poison in (False, True):
@@ -251,7 +276,7 @@ def decode(data: dict, meta: dict) -> None:
         close(lse[:, :, 0], data["lse"], terms=terms)
 
 
-def stored_segment(data: dict, bits: int, poison: bool) -> Segment:
+def stored_segment(data: Reader, bits: int, poison: bool) -> Segment:
     k, v = data[f"k{bits}"], data[f"v{bits}"]
     lengths = data[f"len{bits}"].long()
     step, minimum = data[f"v{bits}_step"], data[f"v{bits}_min"]

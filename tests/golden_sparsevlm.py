@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from closeness import close
+from golden_case import Reader
 from golden_decoder import image_layout
 from vlmfast.compressors.prefill.sparsevlm import PUBLISHED, SparseVLM, clusters, raters
 from vlmfast.compressors.select import top
@@ -13,7 +14,7 @@ from vlmfast.core.contexts import PrefillContext
 START, TEXT = 35, 20
 
 
-def choice(data: dict, meta: dict) -> None:
+def choice(data: Reader, meta: Reader) -> None:
     attention, hidden = data["attn_text_rows"][0], data["hidden_states_layer_input"][0]
     total = attention.shape[-1]
     n = total - START - TEXT
@@ -29,13 +30,14 @@ def choice(data: dict, meta: dict) -> None:
     ours = attention[:, rate].mean((0, 1))
     stored = data["visual_score"][0]
     close(ours[START : START + n], stored, terms=len(attention) + TEXT, scale=stored)
-    number = (2, 6, 15).index(int(data["layer"]))
-    kept = PUBLISHED[str(int(data["retain"]))][number]
+    number = (2, 6, 15).index(data.count("layer"))
+    retain = str(data.count("retain"))
+    kept = data.choice("retain", PUBLISHED)[number]
     mask = data["keep_mask"][0].bool()
     assert torch.equal(top(ours, layout.visual, min(kept, n - 1))[START : START + n], mask)
 
     # The stage, without recycling: these very tokens.
-    (_, drop) = SparseVLM(published=str(int(data["retain"])), recycle=False).expand()
+    (_, drop) = SparseVLM(published=retain, recycle=False).expand()
     layer = drop.layers(32)[number]
     notes = {"sparsevlm": {"raters": rate, "all": 576}}
     context = PrefillContext(depth=32, layout=layout, stats={layer - 1: attention}, notes=notes)
@@ -45,6 +47,6 @@ def choice(data: dict, meta: dict) -> None:
     )
 
 
-def cluster(data: dict, meta: dict) -> None:
-    means, _, _ = clusters(data["x"][0], int(data["cluster_num"]))
+def cluster(data: Reader, meta: Reader) -> None:
+    means, _, _ = clusters(data["x"][0], data.count("cluster_num"))
     close(means, data["out"][0], terms=data["x"].shape[1])

@@ -8,7 +8,6 @@ guess by guess is another way to draw a node's token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
@@ -22,6 +21,7 @@ from transformers.generation.logits_process import (
 
 from batched import joined_caches
 from closeness import close
+from golden_case import Reader, done
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._static import ROOT, filled, guesses, shape_of
 from vlmfast.drafters.draft_ngram import copied, matches
@@ -145,12 +145,31 @@ def in_order_of(rows: Tensor, nodes: int) -> list[list[int]]:
     return children
 
 
-def same_path(data: dict, path: list[int]) -> None:
+def same_path(data: Reader, path: list[int]) -> None:
     """The accepted nodes are a prefix of the row that the reference chose."""
     accepted = int(data["accept_length"])
     assert len(path) - 1 == accepted
-    row = data["retrieve_indices"][int(data["best_candidate"])]
-    assert row[: accepted + 1].tolist() == path
+    rows = data["retrieve_indices"][:, : accepted + 1].tolist()
+    assert rows.index(path) == int(data["best_candidate"])  # the first that begins so
+
+
+def same_candidates(tree: Tree, data: Reader) -> None:
+    """The tokens of each row of the table of paths, padded with -1."""
+    for row, tokens in zip(
+        data["retrieve_indices"].tolist(), data["candidates"].tolist(), strict=True
+    ):
+        path = [node for node in row if node >= 0]
+        assert [tree.tokens[node] for node in path] == tokens[: len(path)]
+        assert set(tokens[len(path) :]) <= {-1}
+
+
+def warped_greedy(meta: Reader) -> Warp:
+    """A walk that draws nothing: temperature 0, and processors that change no maximum."""
+    assert meta.number("temperature") == 0
+    top_p, top_k = meta.number("top_p"), meta.count("top_k")
+    assert 0 <= top_p <= 1
+    assert top_k >= 0
+    return greedy
 
 
 def counting(uniforms: Tensor, used: list[float]) -> Callable[[int], float]:
@@ -169,22 +188,22 @@ def counting(uniforms: Tensor, used: list[float]) -> Callable[[int], float]:
 
 def same_shape(tree: Tree, mask: Tensor, depths: Tensor, rows: Tensor) -> None:
     """Mask, depths and paths; the order of the paths and their padding may differ."""
-    assert torch.equal(tree.mask(), mask.bool())
+    assert torch.equal(tree.mask().to(mask.dtype), mask)
     assert list(tree.depths) == depths.tolist()
     mine = [[node for node in row if node >= 0] for row in tree.paths().tolist()]
     theirs = [[node for node in row if node >= 0] for row in rows.tolist()]
     assert sorted(mine) == sorted(theirs)
 
 
-def choices_of(meta: dict) -> Tree:
+def choices_of(meta: Reader) -> Tree:
     """The shape of a list of rank paths, level by level."""
-    choices = json.loads(meta["choices"])
+    choices = meta.literal("choices")
     return Tree.of_paths(ROOT, sorted(choices, key=lambda path: (len(path), path)))
 
 
-def medusa_buffers(data: dict, meta: dict) -> None:
+def medusa_buffers(data: Reader, meta: Reader) -> None:
     """Heads of Medusa guess by depth alone."""
-    shape, top = choices_of(meta), int(meta["TOPK"])
+    shape, top = choices_of(meta), meta.count("TOPK")
     mask, depths = data["medusa_attn_mask"][0, 0], data["medusa_position_ids"]
     same_shape(shape, mask, depths, data["retrieve_indices"])
     at = [
@@ -203,19 +222,19 @@ def blocks(shape: Tree, top: int) -> list[int]:
     ]
 
 
-def eagle_buffers(data: dict, meta: dict) -> None:
+def eagle_buffers(data: Reader, meta: Reader) -> None:
     shape = choices_of(meta)
     mask, depths = data["tree_attn_mask"][0, 0], data["tree_position_ids"]
     same_shape(shape, mask, depths, data["retrieve_indices"])
-    assert blocks(shape, int(meta["TOPK"])) == data["tree_indices"].tolist()
+    assert blocks(shape, meta.count("TOPK")) == data["tree_indices"].tolist()
 
 
-def recycling(data: dict, meta: dict) -> None:
+def recycling(data: Reader, meta: Reader) -> None:
     """The template, and its tree for a matrix of successors."""
-    choices = json.loads(meta["template"])
+    choices = meta.literal("template")
     assert Tree.of_paths(ROOT, choices) == TEMPLATE
     ends = [sum(d < depth for d in TEMPLATE.depths) for depth in range(1, TEMPLATE.depth + 2)]
-    assert ends == json.loads(meta["deep_split"])
+    assert ends == meta.literal("deep_split")
     assert TEMPLATE.tokens == tuple(data["candi_index"].tolist())
     assert TEMPLATE.parents == tuple(data["father_index"].tolist())
     same_shape(
@@ -246,31 +265,35 @@ def recycling(data: dict, meta: dict) -> None:
 # --- verification --------------------------------------------------------------------------------
 
 
-def posterior_greedy(data: dict, meta: dict) -> None:
+def posterior_greedy(data: Reader, meta: Reader) -> None:
     rows, logits = data["retrieve_indices"], data["tree_logits"]
     tree = tree_of(data["draft_tokens"][0].tolist(), rows)
     same_shape(tree, tree.mask(), torch.tensor(tree.depths), rows)
-    path, emitted = walk(tree, logits, greedy)
+    path, emitted = walk(tree, logits, warped_greedy(meta))
     same_path(data, path)
+    same_candidates(tree, data)
+    assert not int(data["uniforms_consumed"])  # nothing is drawn
+    assert len(data["uniforms"])
     best = data["candidates"][int(data["best_candidate"])]
     assert [tree.tokens[0], *emitted[:-1]] == best[: len(path)].tolist()
     assert torch.equal(logits[path[-1]], data["sample_p"])
     assert emitted[-1] == int(data["sample_p"].argmax())
 
 
-def posterior_sample(data: dict, meta: dict) -> None:
+def posterior_sample(data: Reader, meta: Reader) -> None:
     """EAGLE-2: fixed guesses, one number for each that is tried."""
     rows, used = data["retrieve_indices"], []
     tree = tree_of(data["draft_tokens"][0].tolist(), rows)
-    warp = warper(float(meta["temperature"]), float(meta["top_p"]), int(meta["top_k"]))
+    warp = warper(meta.number("temperature"), meta.number("top_p"), meta.count("top_k"))
     verifier = Rejection(tree, in_order_of(rows, len(tree)), warp, counting(data["uniforms"], used))
     path, _ = walk(tree, data["tree_logits"], verifier)
     same_path(data, path)
+    same_candidates(tree, data)
     assert len(used) == int(data["uniforms_consumed"])
     verifier.same_law(data["sample_p"])
 
 
-def posterior_vispec(data: dict, meta: dict) -> None:
+def posterior_vispec(data: Reader, meta: Reader) -> None:
     """ViSpec: as EAGLE-2, with a number for each position of its table of paths."""
     rows = data["retrieve_indices"]
     tree = tree_of(data["draft_tokens"][0].tolist(), rows)
@@ -281,17 +304,18 @@ def posterior_vispec(data: dict, meta: dict) -> None:
     verifier = Rejection(
         tree,
         in_order_of(rows, len(tree)),
-        warper(float(meta["temperature"])),
+        warper(meta.number("temperature"), meta.number("top_p", 0.0), meta.count("top_k", 0)),
         lambda node: float(data["uniform_matrix"][where[node]]),
     )
     path, _ = walk(tree, data["tree_logits"], verifier)
     same_path(data, path)
+    same_candidates(tree, data)
     verifier.same_law(data["sample_p"])
 
 
-def multiround(data: dict, meta: dict) -> None:
+def multiround(data: Reader, meta: Reader) -> None:
     """EAGLE-1: children that were sampled, through its static tree."""
-    shape = Tree.of_paths(ROOT, json.loads(meta["tree_choices"]))
+    shape = Tree.of_paths(ROOT, meta.literal("tree_choices"))
     guessed = torch.cat([data["sample_token"][0], data["ss_token"].flatten()])
     at = blocks(shape, data["ss_token"].shape[1])
     assert at == data["tree_indices"].tolist()
@@ -299,11 +323,9 @@ def multiround(data: dict, meta: dict) -> None:
     assert list(tree.tokens) == data["tree_candidates"][0].tolist()
     rows = data["retrieve_indices"]
     same_shape(tree, data["tree_attn_mask"][0, 0], data["tree_position_ids"], rows)
-    for row, tokens in zip(rows.tolist(), data["candidates"].tolist(), strict=True):
-        path = [node for node in row if node >= 0]
-        assert [tree.tokens[node] for node in path] == tokens[: len(path)]
+    same_candidates(tree, data)
 
-    warp, used = warper(float(meta["temperature"])), []
+    warp, used = warper(meta.number("temperature")), []
     asked = [node for node, below in enumerate(tree.children) if below]
 
     def q(node: int) -> Tensor:
@@ -314,16 +336,54 @@ def multiround(data: dict, meta: dict) -> None:
         close(drafted, stored, terms=len(stored), scale=float(logits.abs().max()) * stored)
         return drafted
 
-    verifier = Rejection(
-        tree, in_order_of(rows, len(tree)), warp, counting(data["uniforms"], used), q
-    )
+    children = in_order_of(rows, len(tree))
+    same_siblings(tree, asked, children, data, meta)
+    same_guesses(tree, asked, q, data)
+    verifier = Rejection(tree, children, warp, counting(data["uniforms"], used), q)
     path, _ = walk(tree, data["tree_logits"], verifier)
     same_path(data, path)
     assert len(used) == int(data["uniforms_consumed"])
     verifier.same_law(data["sample_p"])
 
 
-def chain_rejection(data: dict, meta: dict) -> None:
+def same_siblings(
+    tree: Tree, asked: list[int], children: list[list[int]], data: Reader, meta: Reader
+) -> None:
+    """Of each entry of the table of paths: the row of its parent's level, and earlier siblings."""
+    levels = {
+        node: [other for other in asked if tree.depths[other] == tree.depths[node]].index(node)
+        for node in asked
+    }
+    parents, before = meta.literal("p_indices"), meta.literal("b_indices")
+    for j, row in enumerate(data["retrieve_indices"].tolist()):
+        for i, (above, node) in enumerate(pairwise(row), start=1):
+            if node >= 0:
+                assert parents[j][i] == levels[above]
+                siblings = children[above]
+                assert before[j][i] == siblings[: siblings.index(node)]
+
+
+def same_guesses(tree: Tree, asked: list[int], q: Callable[[int], Tensor], data: Reader) -> None:
+    """Probability of each guess, among the tokens that were not drawn before it."""
+    for node, tokens, stored in zip(asked, data["ss_token"], data["ss_prob"], strict=True):
+        drawn = q(node)[tokens]
+        left = 1 - (drawn.cumsum(0) - drawn)
+        # A sum over the vocabulary, and the difference of sums of as many as were drawn.
+        terms = len(q(node)) + len(tokens)
+        close(drawn / left, stored, terms=terms, scale=stored.double() / left.double())
+    # In the table of paths; the root is certain.
+    ranks = {0: 1.0}
+    for node, stored in zip(asked, data["ss_prob"].tolist(), strict=True):
+        below = [child for child in range(len(tree)) if tree.parents[child] == node]
+        ranks |= {child: stored[rank] for rank, child in enumerate(below)}
+    for row, stored in zip(
+        data["retrieve_indices"].tolist(), data["cart_candidates_prob"].double(), strict=True
+    ):
+        path = [node for node in row if node >= 0]
+        assert stored[: len(path)].tolist() == [ranks[node] for node in path]
+
+
+def chain_rejection(data: Reader, meta: Reader) -> None:
     """Hugging Face's chain, whose drafts were sampled too."""
     logits, q = data["new_logits"][0], data["candidate_logits"][0].softmax(-1)
     ids = data["candidate_input_ids"][0].tolist()
@@ -340,25 +400,32 @@ def chain_rejection(data: dict, meta: dict) -> None:
     assert [*emitted[:-1], int(verifier.left.argmax())] == valid
 
 
-def medusa_greedy(data: dict, meta: dict) -> None:
-    assert meta["mode"] == "greedy"
+def medusa_greedy(data: Reader, meta: Reader) -> None:
+    meta.choice("mode", {"greedy": True})
+    assert meta.number("temperature") == 0
+    meta.without_effect("posterior_threshold", "posterior_alpha")  # of typical acceptance
+    shape = meta.choice("choices", {"mc_sim_7b_63": MC_SIM_63})
     root = int(data["logits"][0, -1].argmax())
     best = data["medusa_logits"][:, 0, -1].topk(10).indices
     tokens = [root]
-    for rank, depth in zip(MC_SIM_63.tokens[1:], MC_SIM_63.depths[1:], strict=True):
+    for rank, depth in zip(shape.tokens[1:], shape.depths[1:], strict=True):
         tokens.append(int(best[depth - 1, rank]))
     assert tokens == data["tree_candidates"][0].tolist()
-    tree = Tree(tuple(tokens), MC_SIM_63.parents)
+    tree = Tree(tuple(tokens), shape.parents)
     path, _ = walk(tree, data["tree_logits"], greedy)
     assert len(path) - 1 == int(data["accept_length"])
     row = data["candidates"][int(data["best_candidate"])]
     assert row[: len(path)].tolist() == [tree.tokens[node] for node in path]
+    every = [[tree.tokens[node] for node in row if node >= 0] for row in tree.paths().tolist()]
+    width = data["candidates"].shape[1]
+    every = sorted(row + [0] * (width - len(row)) for row in every)
+    assert sorted(data["candidates"].tolist()) == every
 
 
 # --- a batch -------------------------------------------------------------------------------------
 
 
-def ragged_batch(data: dict, meta: dict) -> None:
+def ragged_batch(data: Reader, meta: Reader) -> None:
     """Each row's contents when its drafts are accepted; it is not moved to the right for that."""
     pads, contents = (
         data[f"{name}s"].tolist() for name in ("old_padding_length", "original_content_length")
@@ -376,7 +443,7 @@ def ragged_batch(data: dict, meta: dict) -> None:
     for at, layer in zip(layers, cache.layers, strict=True):
         layer.update(*(data[f"{kind}_in_{at}"][:, :, -written:] for kind in "kv"))
     cache.accept(torch.arange(written).expand(len(rows), -1), counts)
-    ids = data["new_generated_ids"]
+    ids, padding = data["new_generated_ids"], meta.count("pad_token_id")
     for row, (pad, content) in enumerate(zip(pads, contents, strict=True)):
         there = int(data["new_padding_lengths"][row])
         held = cache.lengths(row)
@@ -385,6 +452,8 @@ def ragged_batch(data: dict, meta: dict) -> None:
             for name, kind in (("keys", "k"), ("values", "v")):
                 mine = getattr(layer, name)[row, :, : held[at]]
                 assert torch.equal(mine, data[f"{kind}_out_{at}"][row, :, there:])
+        assert ids[row, :there].eq(padding).all()
+        assert data["generated_ids"][row, :pad].eq(padding).all()
         emitted = data[f"accepted_{row}"].tolist()
         assert len(emitted) == counts[row]
         assert ids[row, there:].tolist() == [*data["generated_ids"][row, pad:].tolist(), *emitted]
@@ -393,18 +462,23 @@ def ragged_batch(data: dict, meta: dict) -> None:
 # --- prompt lookup -------------------------------------------------------------------------------
 
 
-def prompt_lookup(data: dict, meta: dict) -> None:
+def prompt_lookup(data: Reader, meta: Reader) -> None:
     """Earliest match; Hugging Face ends a copy at the end of the text and before an end token."""
     assert data["cases"]
-    for case in data["cases"]:
+    data.without_effect("ref")
+    for values in data["cases"]:
+        case = Reader(values, "field")
         ids, wanted = case["input_ids"], case["candidates"]
         found = matches(ids, case["max_matching_ngram_size"], latest=False)
+        room, most = case["max_length"] - len(ids), case["num_output_tokens"]
         copy = []
         if found:
             start = found[0][1]
             end = [] if case["eos"] is None else [case["eos"]]
-            copy = copied(ids, start, case["num_output_tokens"], end)[: len(ids) - start]
-        assert copy == wanted
+            copy = copied(ids, start, most, end)[: len(ids) - start]
+        assert copy[: max(room, 0)] == wanted
+        case.without_effect("eos")  # read where a match was found
+        done(case)
 
 
 def other_prompts(data: dict) -> dict:
@@ -438,7 +512,7 @@ def accepted_by(p: Tensor, q: Tensor, guesses_left: int) -> tuple[Tensor, Tensor
     return accept, law
 
 
-def exact_law(data: dict, meta: dict) -> None:
+def exact_law(data: Reader, meta: Reader) -> None:
     """Closed forms of the demo model; the counts of its other tests must be close to them."""
     p0, p1, p2, q0, q1 = (data[name] for name in ("p0", "p1", "p2", "q0", "q1"))
     joint = p0[:, None, None] * p1[:, :, None] * p2

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import one_hot
 
 from closeness import close
+from golden_case import Reader
 from vlmfast.compressors.encoder.tome import bipartite, merge
 
 
-def case(data: dict, meta: dict) -> None:
-    r, cls = int(data["r"]), bool(int(data["class_token"]))
+def case(data: Reader, meta: Reader) -> None:
+    r, cls = data.count("r"), data.flag("class_token")
     x = data["x"]
     size = torch.ones(x.shape[:2])
     source = bipartite(data["metric"], r, cls)
@@ -28,12 +30,13 @@ def case(data: dict, meta: dict) -> None:
     assert torch.equal(total2, data["size2"][..., 0])
 
 
-def sized_case(data: dict, meta: dict) -> None:
+def sized_case(data: Reader, meta: Reader) -> None:
     """One merge of rows that represent several patches each."""
     size = data["size"][..., 0]
-    source = bipartite(data["metric"], int(meta["r"]), meta["class_token"] == "True")
+    source = bipartite(data["metric"], meta.count("r"), meta.flag("class_token"))
     # Without CLS, the authors leave the kept rows of A in no order.
     theirs = data["source"].argmax(1)
+    assert torch.equal(data["source"], one_hot(theirs).transpose(1, 2).to(data["source"].dtype))
     place = torch.zeros_like(total_of(theirs)).scatter(1, theirs, source)
     assert torch.equal(place.gather(1, theirs), source)
     out, total = merge(data["x"], size, source)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from closeness import close
+from golden_case import Reader
 from vlmfast.kernels.tree_verify import tree_verify
 
 
-def tree_case(data: dict, meta: dict) -> None:
+def tree_case(data: Reader, meta: Reader) -> None:
     """Output and log-sum-exp, for any contents of free slots."""
     keys, values, lengths = data["k_ctx"].float(), data["v_ctx"].float(), data["len_ctx"]
     gone = torch.arange(keys.shape[2]) >= lengths[..., None]
@@ -25,6 +26,7 @@ def tree_case(data: dict, meta: dict) -> None:
         close(out, data["out"], terms=terms)
         close(lse, data["lse"], terms=terms)
     for node, parent in enumerate(data["parents"].tolist()):  # the bits are those of the tree
+        assert -1 <= parent < node
         seen = int(data["ancestor_bits"][node])
         above = int(data["ancestor_bits"][parent]) if parent >= 0 else 0
         assert seen == above | 1 << node

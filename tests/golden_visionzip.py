@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from closeness import close, network
+from golden_case import Reader
 from golden_mustdrop import video_blocks
 from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.select import plus_mean
@@ -17,7 +18,7 @@ from vlmfast.core.layout import Kind, VisualTokens
 from vlmfast.core.statistics import StatRequest
 
 
-def zip_case(data: dict, meta: dict) -> None:
+def zip_case(data: Reader, meta: Reader) -> None:
     """Indices and features of every view, by the pure functions and by the stage."""
     hidden = data["hidden_states"]
     keys, terms = data["metric_mean_keys"][:, 1:], hidden.shape[1]
@@ -25,7 +26,7 @@ def zip_case(data: dict, meta: dict) -> None:
 
 
 @torch.no_grad()
-def clip_case(data: dict, meta: dict) -> None:
+def clip_case(data: Reader, meta: Reader) -> None:
     """A tower of transformers with the stored weights; statistics in the engine's form."""
     hidden = data["embeddings_after_pre_layrnorm"]
     blocks = video_blocks(data)
@@ -44,7 +45,7 @@ def clip_case(data: dict, meta: dict) -> None:
     views_case(data, attention, keys, hidden, network(blocks[0].self_attn, rows) + rows)
 
 
-def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, terms: int) -> None:
+def views_case(data: Reader, attention: Tensor, keys: Tensor, hidden: Tensor, terms: int) -> None:
     """
     Parameters
     ----------
@@ -55,7 +56,7 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
     terms : int
         Terms of a row of ``hidden`` and of the mean of as many rows as exist.
     """
-    dominant, contextual = int(data["dominant_arg"]), int(data["contextual_arg"])
+    dominant, contextual = data.count("dominant_arg"), data.count("contextual_arg")
     stored = data["all_indices"].sort(dim=1).values  # the output rows ascend
     views, n = keys.shape[:2]
     for view in range(views):
@@ -71,7 +72,7 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
         close(ours, data["out"][view], terms=terms)
 
     # The stage: the same rows, in the order of the prompt.
-    side, tiles = math.isqrt(n), {1: (0, 0), 2: (1, 1), 5: (2, 2)}[views]
+    side, tiles = math.isqrt(n), tiles_of(views)
     tokens, geometry = make_image(tiles, (side, side))
     layout = tokens.layout
     place = 1 + layout.grid[:, 1] * side + layout.grid[:, 2]
@@ -94,6 +95,12 @@ def views_case(data: dict, attention: Tensor, keys: Tensor, hidden: Tensor, term
         ours = torch.stack([mine.view, mine.grid[:, 1] * side + mine.grid[:, 2]], 1).long()
         is_theirs = (ours[:, None] == theirs[None]).all(2).any(1)
         assert torch.equal(ours[is_theirs], theirs)
+
+
+def tiles_of(views: int) -> tuple[int, int]:
+    """A raster of the crops beside the whole view: a square, where there is one."""
+    rows = math.isqrt(views - 1)
+    return (rows, rows) if rows**2 == views - 1 else (1, views - 1)
 
 
 def rows_of(features: Tensor) -> Tensor:

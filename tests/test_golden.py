@@ -2,7 +2,8 @@
 
 Files are searched below ``$VLMFAST_GOLDEN`` (default: ``golden`` next to this file). The nearest
 parent folder called reducers, kv or spec and the longest known prefix of a file's name select the
-runner that replays it. A file that is in no table below is a failure: none is skipped silently.
+runner that replays it. A file that is in no table below is a failure: none is skipped silently. So
+is a tensor or a parameter of a file that its runner does not read (`golden_case.Reader`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers.image_processing_utils import select_best_resolution
 from closeness import close
 from golden_budgets import adjust_case as cake_adjust
 from golden_budgets import cake_case, fastkv_case, vlcache_case
+from golden_case import Reader, done, parameters
 from golden_dart import choice as dart_choice
 from golden_divprune import choice as divprune_choice
 from golden_eagle import (
@@ -110,6 +112,13 @@ def load(path: Path) -> tuple[Data, Meta]:
     with safe_open(path, "pt") as file:
         meta = file.metadata() or {}
     return load_file(path), meta
+
+
+def replay(run: Check, data: Data, meta: Meta) -> None:
+    """Run a case; every tensor and every parameter must have been read."""
+    tensors, words = Reader(data), parameters(meta)
+    run(tensors, words)
+    done(words, tensors)
 
 
 # --- HiRED ---------------------------------------------------------------------------------------
@@ -303,80 +312,382 @@ def reordered(name: str, dim: int = 0) -> Callable[[Data], Data]:
 
 # --- tables --------------------------------------------------------------------------------------
 
-# Folder and prefix: the runner of the file, and a change of its content that must be detected.
-RUNNERS: dict[str, dict[str, tuple[Check, Callable[[Data], Data]]]] = {
+
+class Runner(NamedTuple):
+    """Replays the files of one kind.
+
+    Parameters
+    ----------
+    run : callable
+    spoil : callable
+        A small change of a file's inputs, which must be detected.
+    expected : str
+        Names of results; a wrong value in any of them must be detected.
+    """
+
+    run: Check
+    spoil: Callable[[Data], Data]
+    expected: str
+
+
+# By folder and prefix.
+RUNNERS: dict[str, dict[str, Runner]] = {
     "reducers": {
-        "hired-next": (hired_next, rolled("cls_attn_layer22")),
-        "hired-llava15": (hired_llava15, rolled("mask")),
-        "hired-merge": (hired_merge, reordered("image_features")),
-        "fastv-k": (fastv_choice, rolled("attn_last_row")),
-        "fastv-e2e": (fastv_end_to_end, rolled("inputs_embeds")),
-        "pyramiddrop-rank": (pyramiddrop_rank, rolled("k_proj")),
-        "pyramiddrop-e2e": (pyramiddrop_end_to_end, rolled("inputs_embeds")),
-        "mustdrop-spatialmerge": (mustdrop_merge, rolled("hidden_states")),
-        "mustdrop-clip-e2e": (mustdrop_clip, rolled("embeddings_after_pre_layrnorm")),
-        "mustdrop-dualattn": (mustdrop_filter, rolled("attn_text_rows")),
-        "mustdrop-llm-e2e": (mustdrop_llm, rolled("inputs_embeds")),
-        "dart-": (dart_choice, reordered("hidden_after_final_norm", 1)),
-        "divprune-": (divprune_choice, reordered("visual_tokens")),
-        "prumerge-": (prumerge_case, rolled("features_penultimate")),
-        "sparsevlm-cluster": (sparsevlm_cluster, rolled("out")),
-        "sparsevlm-topk": (sparsevlm_choice, rolled("attn_text_rows")),
-        "tome-": (tome_case, rolled("x")),
-        "visionzip-d": (visionzip_zip, reordered("metric_mean_keys", 1)),
-        "visionzip-clip-e2e": (visionzip_clip, rolled("embeddings_after_pre_layrnorm")),
+        "hired-next": Runner(
+            hired_next,
+            rolled("cls_attn_layer22"),
+            "kept_per_partition mask packed_token_id packed_token_id_all feature_lens "
+            "feature_lens_all",
+        ),
+        "hired-llava15": Runner(
+            hired_llava15,
+            rolled("mask"),
+            "cls_attn_layer22 kept_index mask",
+        ),
+        "hired-merge": Runner(
+            hired_merge,
+            reordered("image_features"),
+            "final_embedding final_attention_mask final_position_ids",
+        ),
+        "fastv-k": Runner(
+            fastv_choice,
+            rolled("attn_last_row"),
+            "image_scores keep_index position_ids_after cache_position_after",
+        ),
+        "fastv-e2e": Runner(
+            fastv_end_to_end,
+            rolled("inputs_embeds"),
+            "last_hidden keep_index",
+        ),
+        "pyramiddrop-rank": Runner(
+            pyramiddrop_rank,
+            rolled("k_proj"),
+            "scores kept_seq_index out_features out_position_ids out_labels "
+            "scores_sample0 kept_seq_index_sample0 out_attention_mask",
+        ),
+        "pyramiddrop-e2e": Runner(
+            pyramiddrop_end_to_end,
+            rolled("inputs_embeds"),
+            "prefill_hidden cache_lengths kept_image_index_stage0 "
+            "decode_position_per_layer decode_hidden",
+        ),
+        "mustdrop-spatialmerge": Runner(
+            mustdrop_merge,
+            rolled("hidden_states"),
+            "out size source r",
+        ),
+        "mustdrop-clip-e2e": Runner(
+            mustdrop_clip,
+            rolled("embeddings_after_pre_layrnorm"),
+            "num_tokens last_hidden features_select key_token_index",
+        ),
+        "mustdrop-dualattn": Runner(
+            mustdrop_filter,
+            rolled("attn_text_rows"),
+            "global_score individual_score important_indices",
+        ),
+        "mustdrop-llm-e2e": Runner(
+            mustdrop_llm,
+            rolled("inputs_embeds"),
+            "prefill_hidden kept_seq_index_stage0 filter_kept_stage0 cache_lengths "
+            "cache_key_layer0",
+        ),
+        "dart-": Runner(
+            dart_choice,
+            reordered("hidden_after_final_norm", 1),
+            "kept_sorted",
+        ),
+        "divprune-": Runner(
+            divprune_choice,
+            reordered("visual_tokens"),
+            "selected_in_order kept_sorted",
+        ),
+        "prumerge-": Runner(
+            prumerge_case,
+            rolled("features_penultimate"),
+            "cls_attn topk_index out",
+        ),
+        "sparsevlm-cluster": Runner(
+            sparsevlm_cluster,
+            rolled("out"),
+            "out",
+        ),
+        "sparsevlm-topk": Runner(
+            sparsevlm_choice,
+            rolled("attn_text_rows"),
+            "rater_score rater_index_in_text visual_score keep_mask",
+        ),
+        "tome-": Runner(
+            tome_case,
+            rolled("x"),
+            "source out size unmerged out2 size2",
+        ),
+        "visionzip-d": Runner(
+            visionzip_zip,
+            reordered("metric_mean_keys", 1),
+            "all_indices out",
+        ),
+        "visionzip-clip-e2e": Runner(
+            visionzip_clip,
+            rolled("embeddings_after_pre_layrnorm"),
+            "all_indices out",
+        ),
     },
     "kv": {
-        "cake-": (cake_case, rolled("q0")),
-        "cake-adjust_budgets": (cake_adjust, rolled("in0")),
-        "fastkv-": (fastkv_case, rolled("q")),
-        "h2o-gqa": (h2o_grouped, rolled("q")),
-        "h2o-localmask": (h2o_mask, rolled("logits")),
-        "h2o-realdrop": (h2o_answer, rolled("q")),
-        "kivi-": (kivi, rolled("k")),
-        "lookm-gqa": (lookm_gqa, rolled("k")),
-        "lookm-pivot": (lookm_merge("pivot"), rolled("k")),
-        "lookm-text": (lookm_text, rolled("image_mask")),
-        "lookm-weighted": (lookm_merge("weighted"), rolled("k")),
-        "mustdrop-decodecache": (mustdrop_cache, rolled("final_indices_0")),
-        "mustdrop-filter": (mustdrop_filter, rolled("attn")),
-        "mustdrop-merge": (mustdrop_merge, rolled("x")),
-        "oracle-colstats": (colstats_case, rolled("k")),
-        "oracle-decode-mixed": (decode_mixed, rolled("v4")),
-        "oracle-tau": (zipvl_tau, rolled("k")),
-        "oracle-textprior": (lookm_textprior, rolled("score")),
-        "oracle-tree": (tree_case, rolled("k_ctx")),
-        "pyramidkv-": (pyramidkv, rolled("q")),
-        "quickprefill-": (quickprefill, reordered("k", 2)),
-        "snapkv-gqa": (snapkv, rolled("q")),
-        "snapkv-mha": (snapkv, rolled("q")),
-        "streamingllm-": (streamingllm, reordered("k", 2)),
-        "tome-": (tome_sized, rolled("x")),
-        "vlcache-": (vlcache_case, rolled("q0")),
-        "zipcache-mixed": (zipcache_mixed, reordered("important", 1)),
-        "zipcache-quant": (zipcache_quant, rolled("v")),
-        "zipcache-saliency": (zipcache_saliency, rolled("k")),
+        "cake-": Runner(
+            cake_case,
+            rolled("q0"),
+            "hh_score0 disp0 var0 pref_scores layer_budget k_out0 v_out0",
+        ),
+        "cake-adjust_budgets": Runner(
+            cake_adjust,
+            rolled("in0"),
+            "out0 out2",
+        ),
+        "fastkv-": Runner(
+            fastkv_case,
+            rolled("q"),
+            "kept tsp_indices k_out v_out",
+        ),
+        "h2o-gqa": Runner(
+            h2o_grouped,
+            rolled("q"),
+            "kept k_out v_out",
+        ),
+        "h2o-localmask": Runner(
+            h2o_mask,
+            rolled("logits"),
+            "mask_bottom",
+        ),
+        "h2o-realdrop": Runner(
+            h2o_answer,
+            rolled("q"),
+            "k_after_prefill v_after_prefill score_after_prefill k_after_decode "
+            "v_after_decode score_after_decode",
+        ),
+        "kivi-": Runner(
+            kivi,
+            rolled("k"),
+            "k_code k_scale k_min k_dequant v_code v_scale v_min v_dequant",
+        ),
+        "lookm-gqa": Runner(
+            lookm_gqa,
+            rolled("k"),
+            "k_out v_out",
+        ),
+        "lookm-pivot": Runner(
+            lookm_merge("pivot"),
+            rolled("k"),
+            "col_sum k_out v_out",
+        ),
+        "lookm-text": Runner(
+            lookm_text,
+            rolled("image_mask"),
+            "k_evict v_evict k_pivot v_pivot k_weighted v_weighted",
+        ),
+        "lookm-weighted": Runner(
+            lookm_merge("weighted"),
+            rolled("k"),
+            "col_sum k_out v_out",
+        ),
+        "mustdrop-decodecache": Runner(
+            mustdrop_cache,
+            rolled("final_indices_0"),
+            "final_indices_1 layer_len_in layer_len_out kpos_l2",
+        ),
+        "mustdrop-filter": Runner(
+            mustdrop_filter,
+            rolled("attn"),
+            "keep",
+        ),
+        "mustdrop-merge": Runner(
+            mustdrop_merge,
+            rolled("x"),
+            "y size",
+        ),
+        "oracle-colstats": Runner(
+            colstats_case,
+            rolled("k"),
+            "lse rowmax_logit col_sum col_sumsq col_max entropy_sum nnz",
+        ),
+        "oracle-decode-mixed": Runner(
+            decode_mixed,
+            rolled("v4"),
+            "out lse",
+        ),
+        "oracle-tau": Runner(
+            zipvl_tau,
+            rolled("k"),
+            "mass nnz norm budget important",
+        ),
+        "oracle-textprior": Runner(
+            lookm_textprior,
+            rolled("score"),
+            "keep_capped keep_overrun",
+        ),
+        "oracle-tree": Runner(
+            tree_case,
+            rolled("k_ctx"),
+            "out lse parents depth",
+        ),
+        "pyramidkv-": Runner(
+            pyramidkv,
+            rolled("q"),
+            "layer_len kept_l0",
+        ),
+        "quickprefill-": Runner(
+            quickprefill,
+            reordered("k", 2),
+            "mask_key_norms_small mask_key_norms mask_vector_norms "
+            "mask_query_attention_weights mask_query_attention_weights_by_value_norm "
+            "mask_output_norms",
+        ),
+        "snapkv-gqa": Runner(
+            snapkv,
+            rolled("q"),
+            "kept k_out v_out",
+        ),
+        "snapkv-mha": Runner(
+            snapkv,
+            rolled("q"),
+            "kept k_out v_out",
+        ),
+        "streamingllm-": Runner(
+            streamingllm,
+            reordered("k", 2),
+            "k_call v_call k_space v_space k_range",
+        ),
+        "tome-": Runner(
+            tome_sized,
+            rolled("x"),
+            "y size_out source",
+        ),
+        "vlcache-": Runner(
+            vlcache_case,
+            rolled("q0"),
+            "sparsity budget sorted_idx k_out0 v_out0",
+        ),
+        "zipcache-mixed": Runner(
+            zipcache_mixed,
+            reordered("important", 1),
+            "k_deq k_imp_q k_imp_min k_imp_step k_un_q v_deq v_imp_q v_imp_min v_imp_step "
+            "v_un_q v_chanscale",
+        ),
+        "zipcache-quant": Runner(
+            zipcache_quant,
+            rolled("v"),
+            "chan2_q chan2_min chan2_step chan2_deq tok4_q tok4_deq cst8_q cst8_step "
+            "cst8_deq cst2_chanscale",
+        ),
+        "zipcache-saliency": Runner(
+            zipcache_saliency,
+            rolled("k"),
+            "saliency unimportant",
+        ),
     },
     "spec": {
-        "eagle12_": (eagle_case, rolled("w.fc.weight")),
-        "eagle1_multiround_": (multiround, rolled("tree_logits")),
-        "eagle2_tree_": (eagle_tree, rolled("logits_step0")),
-        "eagle3_tiny_": (eagle3_case, rolled("w.fc.weight")),
-        "eagle3_ttt_": (ttt_case, rolled("w.self_attn.q_proj.weight")),
-        "eagle_posterior_greedy_": (posterior_greedy, rolled("tree_logits")),
-        "eagle_posterior_sample_": (posterior_sample, rolled("tree_logits")),
-        "eagle_static_": (eagle_buffers, rolled("tree_indices")),
-        "ebay_": (ragged_batch, rolled("k_in_1")),
-        "exact_law_": (exact_law, rolled("q0")),
-        "hf_speculative_": (chain_rejection, rolled("new_logits")),
-        "losses": (losses_case, rolled("predicted_features")),
-        "medusa_buffers_": (medusa_buffers, rolled("tree_indices")),
-        "medusa_posterior_": (medusa_greedy, rolled("medusa_logits")),
-        "msd_": (msd_case, rolled("w.fc.weight")),
-        "prompt_lookup_": (prompt_lookup, other_prompts),
-        "token_recycling_": (recycling, rolled("adjacency")),
-        "vispec_posterior_": (posterior_vispec, rolled("tree_logits")),
-        "vispec_tiny_": (vispec_case, rolled("w.fc.weight")),
+        "eagle12_": Runner(
+            eagle_case,
+            rolled("w.fc.weight"),
+            "drafter_out draft_tokens tree_mask tree_position_ids retrieve_indices "
+            "r2_draft_tokens r2_tree_mask",
+        ),
+        "eagle1_multiround_": Runner(
+            multiround,
+            rolled("tree_logits"),
+            "accept_length best_candidate candidates cart_candidates_prob op_0 ss_prob "
+            "sample_p tree_attn_mask tree_candidates tree_indices tree_position_ids "
+            "uniforms_consumed",
+        ),
+        "eagle2_tree_": Runner(
+            eagle_tree,
+            rolled("logits_step0"),
+            "draft_tokens tree_mask tree_position_ids retrieve_indices "
+            "draft_call0_input_ids draft_call0_tree_mask draft_call0_position_ids",
+        ),
+        "eagle3_tiny_": Runner(
+            eagle3_case,
+            rolled("w.fc.weight"),
+            "drafter_out_prenorm draft_logits draft_tokens r2_draft_tokens w.t2d",
+        ),
+        "eagle3_ttt_": Runner(
+            ttt_case,
+            rolled("w.self_attn.q_proj.weight"),
+            "ttt0_hidden_out ttt3_hidden_out input_ids",
+        ),
+        "eagle_posterior_greedy_": Runner(
+            posterior_greedy,
+            rolled("tree_logits"),
+            "accept_length candidates sample_p uniforms_consumed",
+        ),
+        "eagle_posterior_sample_": Runner(
+            posterior_sample,
+            rolled("tree_logits"),
+            "accept_length candidates sample_p uniforms_consumed",
+        ),
+        "eagle_static_": Runner(
+            eagle_buffers,
+            rolled("tree_indices"),
+            "tree_attn_mask tree_indices tree_position_ids retrieve_indices",
+        ),
+        "ebay_": Runner(
+            ragged_batch,
+            rolled("k_in_1"),
+            "k_out_0 v_out_1 new_generated_ids new_padding_lengths matched_tokens_incl_bonus",
+        ),
+        "exact_law_": Runner(
+            exact_law,
+            rolled("q0"),
+            "joint_first3 chain_gamma2_level_accept topk2x2_tree_level_accept "
+            "multiround_root_accept_K1..4 multiround_root_law_K4",
+        ),
+        "hf_speculative_": Runner(
+            chain_rejection,
+            rolled("new_logits"),
+            "n_matches next_token_distribution valid_tokens_argmax",
+        ),
+        "losses": Runner(
+            losses_case,
+            rolled("predicted_features"),
+            "eagle_vloss eagle_ploss eagle_total vispec_stage2_loss vispec_stage1_vloss "
+            "vispec_stage1_ploss_with_rank",
+        ),
+        "medusa_buffers_": Runner(
+            medusa_buffers,
+            rolled("tree_indices"),
+            "medusa_attn_mask tree_indices medusa_position_ids retrieve_indices",
+        ),
+        "medusa_posterior_": Runner(
+            medusa_greedy,
+            rolled("medusa_logits"),
+            "accept_length tree_candidates candidates",
+        ),
+        "msd_": Runner(
+            msd_case,
+            rolled("w.fc.weight"),
+            "kv_k kv_v draft_tokens tree_mask",
+        ),
+        "prompt_lookup_": Runner(
+            prompt_lookup,
+            other_prompts,
+            "",
+        ),
+        "token_recycling_": Runner(
+            recycling,
+            rolled("adjacency"),
+            "attention_mask candi_index father_index position_ids search_path tree_input_ids",
+        ),
+        "vispec_posterior_": Runner(
+            posterior_vispec,
+            rolled("tree_logits"),
+            "accept_length candidates sample_p",
+        ),
+        "vispec_tiny_": Runner(
+            vispec_case,
+            rolled("w.fc.weight"),
+            "shifted_embeds drafter_out_scattered adaptor_out_for_rows_3_11_of_shifted "
+            "global_feature kv_k kv_v kv_next_position draft_tokens r2_draft_tokens",
+        ),
     },
 }
 
@@ -439,18 +750,77 @@ def test_golden_file(path: Path) -> None:
     for table in (NOT_BUILT, REPLACED):
         if prefix in table[folder]:
             pytest.skip(table[folder][prefix])
-    RUNNERS[folder][prefix][0](*load(path))
+    replay(RUNNERS[folder][prefix].run, *load(path))
 
 
-@pytest.mark.parametrize("path", RUNNABLE, ids=name)
-def test_golden_can_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runner detects a small change of the file that it replays."""
-    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # spoilt inputs must not be recorded
-    folder, prefix = classify(path)
-    run, spoil = RUNNERS[folder][prefix]
-    data, meta = load(path)
+# One file of each kind, for controls.
+FIRST = {found: path for path in reversed(RUNNABLE) if (found := classify(path))}
+
+
+def kind(found: tuple[str, str]) -> str:
+    return "/".join(found)
+
+
+@pytest.fixture
+def _unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons of spoilt cases are no measurements."""
+    monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)
+
+
+def wrong(value: Any) -> Any:
+    """A tensor with one entry changed."""
+    flat = value.flatten().clone()
+    if value.dtype == torch.bool:
+        flat[0] = ~flat[0]
+    elif value.is_floating_point():
+        at = flat.abs().nan_to_num(0.0, 0.0, 0.0).argmax()
+        flat[at] = flat[at] * 1.5 + (flat[at] == 0)
+    else:
+        flat[flat.argmin()] += 1
+    return flat.view_as(value)
+
+
+def passes(run: Check, data: Data, meta: Meta) -> bool:
+    try:
+        replay(run, data, meta)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("_unrecorded")
+@pytest.mark.parametrize("found", FIRST, ids=kind)
+def test_golden_detects_other_inputs(found: tuple[str, str]) -> None:
+    runner = RUNNERS[found[0]][found[1]]
+    data, meta = load(FIRST[found])
     with pytest.raises(AssertionError):
-        run(spoil(data), meta)
+        replay(runner.run, runner.spoil(data), meta)
+
+
+@pytest.mark.usefixtures("_unrecorded")
+@pytest.mark.parametrize(
+    "found",
+    [pytest.param(found, marks=[pytest.mark.slow] * ("e2e" in found[1])) for found in FIRST],
+    ids=kind,
+)
+def test_golden_detects_wrong_results(found: tuple[str, str]) -> None:
+    """Every result that a file of this kind has."""
+    runner = RUNNERS[found[0]][found[1]]
+    data, meta = load(FIRST[found])
+    names = [name for name in runner.expected.split() if name in data]
+    assert names or found == ("spec", "prompt_lookup_")  # whose results are within its cases
+    missed = [name for name in names if passes(runner.run, data | {name: wrong(data[name])}, meta)]
+    assert not missed
+
+
+@pytest.mark.usefixtures("_unrecorded")
+@pytest.mark.parametrize("found", FIRST, ids=kind)
+def test_golden_names_unknown_keys(found: tuple[str, str]) -> None:
+    """A parameter and a tensor that the runner does not know, each by its name."""
+    run = RUNNERS[found[0]][found[1]].run
+    data, meta = load(FIRST[found])
+    with pytest.raises(AssertionError, match=r"no_such_option.*no_such_tensor"):
+        replay(run, data | {"no_such_tensor": torch.zeros(1)}, meta | {"no_such_option": "1"})
 
 
 def test_golden_files_exist() -> None:

@@ -37,6 +37,14 @@ def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
     return F.max_pool1d(rows, kernel, 1, kernel // 2).view_as(scores)
 
 
+def per_kv_head(received: Tensor, agg: str) -> Tensor:
+    """Combine what the query heads of one KV head gave: (H, G, N) to (H, N).
+
+    ``agg`` is ``mean``, ``max`` or ``sum``.
+    """
+    return {"mean": received.mean, "max": received.amax, "sum": received.sum}[agg](1)
+
+
 def least_share(least: int, n: int) -> float:
     """The lowest share with ``int(share * n) >= least``, in as few digits as possible."""
     for digits in range(2, 17):

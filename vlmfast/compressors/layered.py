@@ -48,6 +48,13 @@ class Scored:
     average: int
     window: int
 
+    def reserve(self, window: int) -> None:
+        """Keep the last ``window`` slots of each head as well."""
+        lengths = (self.order != _BEYOND).sum(1, keepdim=True)
+        slots = torch.arange(self.n, device=self.order.device)
+        recent = (slots >= lengths - window) & (slots < lengths)
+        self.scores, self.window = self.scores.masked_fill(recent, torch.inf), window
+
     def best(self, kv: KV, count: int) -> KV:
         """The ``count`` best slots of each head of ``kv``, which has these tokens or a subset."""
         if count >= len(kv):

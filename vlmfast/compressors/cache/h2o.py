@@ -14,7 +14,8 @@ further token evicts one slot per KV head, so that a layer keeps its size while 
 Different from the authors' code, and why:
 
 - One KV head has one ``acc``, the mean over its query heads; the authors' code supports only models
-  without grouped queries. Sums run over one sequence, theirs over the whole batch.
+  without grouped queries. Ports that compress the prompt alone also take the maximum of the group
+  (``agg=max,decode=false``). Sums run over one sequence, theirs over the whole batch.
 - One fraction, and how much of it the last slots get, instead of a fraction for each: with
   ``keep=1`` everything is kept, during the answer as well.
 - ``acc`` is float32; in half precision the sums of a long prompt absorb later additions.
@@ -39,8 +40,9 @@ from vlmfast.core.params import param
 from vlmfast.core.protocols import DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
+from vlmfast.errors import RecipeError
 
-from ..evictor import Evictor
+from ..evictor import Evictor, per_kv_head
 from ..part import Part
 
 
@@ -78,6 +80,19 @@ class H2O(Evictor):
 
     recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     decode: bool = param(True, "evict one slot per head for each token of the answer")
+    agg: str = param(
+        "mean",
+        "how the attention of the query heads of one KV head is combined; max needs decode=false",
+        choices=("mean", "max", "sum"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.agg == "max" and self.decode:
+            raise RecipeError(
+                "h2o: agg=max ranks the prompt alone, as the answer adds to the mean of a group; "
+                "use agg=mean, or decode=false"
+            )
 
     def expand(self) -> tuple[Stage, ...]:
         return (self, Answer(self)) if self.decode else (self,)
@@ -89,7 +104,7 @@ class H2O(Evictor):
         return int(self.recent * capacity)
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
-        return stats.sum.mean(1)
+        return per_kv_head(stats.sum, self.agg)
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None

@@ -35,7 +35,7 @@ from vlmfast.core.params import param
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
 
-from ..evictor import Evictor, pooled
+from ..evictor import Evictor, per_kv_head, pooled
 
 ROWS = 32  # rows that vote if the window is a fraction
 
@@ -54,8 +54,7 @@ def votes(received: Tensor, ranked: Tensor, agg: str, kernel: int, pool: str) ->
     -------
     Tensor, float32, (H, N)
     """
-    grouped = {"mean": received.mean, "max": received.amax, "sum": received.sum}[agg](1)
-    return pooled(grouped * ranked, kernel, pool)
+    return pooled(per_kv_head(received, agg) * ranked, kernel, pool)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ it.
 Different from the authors' code, and why (it is not public; the numbers are checked against the
 port of EffiVLM-Bench):
 
-- The port also offers a window of ``recent beta[l] n``, on top of the whole budget, which then is
-  more than ``alpha``. Here window and scored slots together are the budget.
+- The port has two options that the paper does not. ``layer_windows`` gives each layer a window of
+  ``max(int(recent beta[l] n), 1)`` on top of ``int(beta[l] n)`` scored slots, so that about
+  ``(1 + recent) alpha`` of all slots are kept. ``layer_adaptive=false`` gives every layer the same
+  budget.
 - Grouped-query heads sum their attention, and each KV head selects separately. With
   ``head_adaptive=false`` all heads sum and keep the same tokens.
 - Where reducers left layers prompts of different lengths, a budget is a fraction of each layer's
@@ -96,6 +98,14 @@ class VLCache(Layered):
     head_adaptive: bool = param(
         True, "each KV head selects its own tokens, instead of one set for all"
     )
+    layer_adaptive: bool = param(
+        True, "layers share the budget by their density, instead of equally"
+    )
+    layer_windows: bool = param(
+        False,
+        "each layer's window is a fraction of its own budget and kept beyond it, instead of one "
+        "window for all within the budget",
+    )
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
         return dict.fromkeys(
@@ -103,7 +113,7 @@ class VLCache(Layered):
         )
 
     def last(self, capacity: int) -> int:
-        return max(int(self.recent * capacity), 1)
+        return 0 if self.layer_windows else max(int(self.recent * capacity), 1)
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         received = stats.sum.sum(1)
@@ -117,10 +127,14 @@ class VLCache(Layered):
         return received.sum(0, keepdim=True).expand_as(received)
 
     def claim(self, stats: ColumnStats, ranked: Tensor) -> Tensor:
-        return density(stats.count, stats.nnz)
+        return density(stats.count, stats.nnz) if self.layer_adaptive else stats.sum.new_ones(())
 
     def counts(self, layers: list[Scored]) -> list[int]:
-        betas = budgets([layer.claim for layer in layers], self.keep, self.recent)
+        inside = 0.0 if self.layer_windows else self.recent
+        betas = budgets([layer.claim for layer in layers], self.keep, inside)
+        if self.layer_windows:
+            for beta, layer in zip(betas, layers, strict=True):
+                layer.reserve(max(int(self.recent * beta * layer.n), 1))
         return [
             min(max(int(beta * layer.n), 1) + layer.window, layer.n)
             for beta, layer in zip(betas, layers, strict=True)

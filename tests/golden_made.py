@@ -1,0 +1,290 @@
+"""Cases in the format of golden files for options that no stored file has.
+
+Each maker is a second implementation, written from the equations in loops over heads and rows and
+in double precision. Where a reference ranks in the precision of its inputs, the last sums are
+rounded to ``dtype``. Inputs are seeded, with a few heavy columns, so that choices are well apart.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Case = tuple[dict[str, Tensor], dict[str, str]]
+
+
+def words(**values: Any) -> dict[str, str]:
+    """Parameters as files store them."""
+    return {name: str(value) for name, value in values.items()}
+
+
+def qkv(
+    seed: int, heads: int, groups: int, n: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (heads * groups, n, dim), keys and values (heads, n, dim) of ``dtype``."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(h: int) -> Tensor:
+        return torch.randn(h, n, dim, generator=random)
+
+    q, k, v = normal(heads * groups), normal(heads), normal(heads)
+    heavy = torch.randperm(n, generator=random)[: n // 4]
+    k[:, heavy] += 1.5 * q.mean((0, 1)) + torch.randn(n // 4, 1, generator=random)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def attention(q: Tensor, k: Tensor, rows: int | None = None) -> Tensor:
+    """Causal probabilities of the last ``rows`` of n rows, float64, (Hq, rows, n)."""
+    hq, n = len(q), k.shape[1]
+    rows = n if rows is None else rows
+    q = q[:, -rows:].double()
+    out = torch.zeros(hq, rows, n, dtype=torch.float64)
+    for h in range(hq):
+        keys = k[h // (hq // len(k))].double()
+        for i in range(rows):
+            seen = n - rows + i + 1
+            out[h, i, :seen] = (keys[:seen] @ q[h, i] / math.sqrt(k.shape[2])).softmax(0)
+    return out
+
+
+def grouped(score: Tensor, heads: int, agg: str) -> Tensor:
+    """Scores of query heads (Hq, n) to those of KV heads (H, n)."""
+    per_head = score.unflatten(0, (heads, -1))
+    return per_head.amax(1) if agg == "max" else getattr(per_head, agg)(1)
+
+
+def evicted(
+    kind: str, *, agg: str, pooling: str, dtype: torch.dtype, batch: int = 1, seed: int = 0
+) -> Case:
+    """SnapKV's (``kind="snapkv"``) or H2O's choice from a prompt, per sequence of the batch."""
+    n, window, capacity, kernel, heads = 72, 8, 26, 5, 2
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("q", "k", "v", "kept")}
+    for at in range(batch):
+        q, k, v = qkv(seed + at, heads, 3, n, 16, dtype)
+        p = attention(q, k, window if kind == "snapkv" else None).to(dtype)
+        score = grouped(p.sum(1)[:, : n - window], heads, agg)
+        if kind == "snapkv":
+            score = smoothed(score, kernel, pooling)
+        best = score.sort(dim=1, descending=True, stable=True).indices[:, : capacity - window]
+        last = torch.arange(n - window, n).expand(heads, -1)
+        for name, value in (("q", q), ("k", k), ("v", v), ("kept", torch.cat([best, last], 1))):
+            columns[name].append(value)
+    data = {name: torch.stack(values) for name, values in columns.items()}
+    index = data["kept"][..., None].expand(-1, -1, -1, 16)
+    data |= {f"{name}_out": data[name].gather(2, index) for name in "kv"}
+    meta = words(
+        window=window, capacity=capacity, kernel=kernel, pooling=pooling, gqa_score_agg=agg
+    )
+    return data, meta
+
+
+def smoothed(score: Tensor, kernel: int, pooling: str) -> Tensor:
+    """Average, or maximum, of each score (H, n) and its neighbours; zeros beyond both ends."""
+    reach, n = kernel // 2, score.shape[1]
+    out = torch.zeros_like(score)
+    for j in range(n):
+        near = score[:, max(j - reach, 0) : j + reach + 1]
+        out[:, j] = near.amax(1) if pooling == "maxpool" else near.sum(1) / kernel
+    return out
+
+
+def vlcache(
+    *, head_adaptive: bool, layer_adaptive: bool, layer_windows: bool, dtype: torch.dtype
+) -> Case:
+    """Budgets of three layers, and their slots."""
+    depth, n, rows, heads, alpha = 3, 90, 11, 2, 0.25
+    data: dict[str, Tensor] = {}
+    importance, densities = [], []
+    for layer in range(depth):
+        q, k, v = qkv(40 + layer, heads, 2, n, 16, dtype)
+        q = q * (0.5 + layer)  # sharper with the depth
+        data |= {f"q{layer}": q[None, :, -rows:], f"k{layer}": k[None], f"v{layer}": v[None]}
+        p = attention(q, k, rows)
+        counted = sum(
+            int((p[h, i] >= 0.01 * p[h, i].max()).sum()) for h in range(len(p)) for i in range(rows)
+        )
+        visible = sum(n - i for i in range(rows))
+        densities.append(counted / (visible * len(p)))
+        importance.append(grouped(p.sum(1), heads, "sum"))
+    part = 1.0 if layer_windows else 0.9  # of the budget; the rest is the window of all layers
+    budget = []
+    for own in densities:
+        beta = own / sum(densities) * alpha * part * depth
+        budget.append(min(max(beta, 0.01 * part), 1.0) if layer_adaptive else alpha * part)
+    order = []
+    for layer, score in enumerate(importance):
+        score = score if head_adaptive else score.sum(0, keepdim=True)
+        order.append(score.sort(dim=1, descending=True).indices)
+        window = max(1, int((budget[layer] if layer_windows else alpha) * n * 0.1))
+        count = max(1, int(budget[layer] * n))
+        for name in "kv":
+            kept = []
+            for head in range(heads):
+                ranked = order[-1][head if head_adaptive else 0].tolist()
+                best = [j for j in ranked if j < n - window][:count]
+                kept.append(data[f"{name}{layer}"][0, head, [*sorted(best), *range(n - window, n)]])
+            data[f"{name}_out{layer}"] = torch.stack(kept)[None]
+    data["sparsity"] = torch.tensor([1 - own for own in densities])
+    data["budget"] = torch.tensor(budget)
+    stacked = torch.stack(order)
+    data["sorted_idx"] = stacked[:, None] if head_adaptive else stacked[:, 0]
+    meta = words(
+        alpha=alpha,
+        tau=rows,
+        head_adaptive=head_adaptive,
+        layer_adaptive=layer_adaptive,
+        different_window_per_layer=layer_windows,
+    )
+    return data, meta
+
+
+def prumerge(*, adaptive: bool, plus: bool, views: int = 1, ratio: float = 0.125) -> Case:
+    """Outliers (or a fixed share) of CLS attention, the even grid, neighbours and the rest."""
+    side, width = 12, 32
+    n = side * side
+    random = torch.Generator().manual_seed(7)
+    q, k, x = (torch.randn(views, 1 + n, width, generator=random) for _ in range(3))
+    heavy = torch.randperm(n, generator=random)[:9] + 1
+    k[:, heavy] += 1.2 * q[:, :1]
+    a = torch.stack(
+        [(k[v].double() @ q[v, 0].double() / math.sqrt(width)).softmax(0)[1:] for v in range(views)]
+    )
+    if adaptive:
+        flat = a.flatten().sort().values
+        low, high = (quantile(flat, at) for at in (0.25, 0.75))
+        ratio = int((flat > high + 1.5 * (high - low)).sum()) / len(flat)
+    count, step = int(n * ratio), int(1 / ratio)
+    index, out = [], []
+    for view in range(views):
+        best = a[view].sort(descending=True, stable=True).indices[:count].tolist()
+        index.append(torch.tensor(best))
+        if plus:
+            even = range(0, n - 1, step // 3) if adaptive else range(step // 2, n - 1, step)
+            best += [j for j in even if not (adaptive and j in best)]
+        out.append(merged(a[view], k[view, 1:], x[view, 1:], best))
+    data = {
+        "q_layer23": q,
+        "k_layer23": k,
+        "features_penultimate": x,
+        "cls_attn": a.float(),
+        "topk_index": torch.stack(index),
+        "out": torch.stack(out).float(),
+        "adaptive": torch.tensor(int(adaptive)),
+        "plus": torch.tensor(int(plus)),
+    }
+    return data | ({} if adaptive else {"reduction_ratio": torch.tensor(ratio).double()}), {}
+
+
+def quantile(ascending: Tensor, at: float) -> float:
+    """Linear interpolation between the two entries nearest to a quantile."""
+    place = at * (len(ascending) - 1)
+    low = int(place)
+    return float(ascending[low] + (place - low) * (ascending[low + 1] - ascending[low]))
+
+
+def merged(a: Tensor, keys: Tensor, x: Tensor, kept: list[int]) -> Tensor:
+    """PruMerge's rows of one view: each kept patch and its 32 nearest, and one for the dropped."""
+    keys, x = keys.double(), x.double()
+    keys = keys / keys.norm(dim=1, keepdim=True)
+    n, out = len(a), []
+    gone = [j for j in range(n) if j not in kept]
+    # A patch that is chosen twice occurs twice among the rows, and as many dropped ones are lost.
+    rows = kept + gone[len(kept) - len(set(kept)) :]
+    for at, j in enumerate(kept):
+        alike = keys[rows] @ keys[j]
+        alike[at] = -math.inf
+        near = alike.sort(descending=True, stable=True).indices[:32].tolist()
+        out.append(x[j] + sum(a[rows[m]] * x[rows[m]] for m in near))
+    out.append(sum(a[j] * x[j] for j in rows[len(kept) :]))
+    return torch.stack(out)
+
+
+def visionzip(*, views: int, dominant: int, contextual: int) -> Case:
+    """Dominant patches of each crop, and the others merged into evenly spaced ones."""
+    side, heads, width = 8, 4, 16
+    n = side * side
+    random = torch.Generator().manual_seed(11)
+    p = (2 * torch.randn(views, heads, 1 + n, generator=random)).softmax(-1)
+    keys = torch.randn(views, 1 + n, 8, generator=random)
+    x = torch.randn(views, 1 + n, width, generator=random)
+    every, out = [], []
+    for view in range(views):
+        best = p[view, :, 1:].double().sum(0).sort(descending=True).indices[: dominant - 1] + 1
+        chosen = [0, *best.tolist()]
+        every.append(torch.tensor(chosen))
+        rest = [j for j in range(1 + n) if j not in chosen]
+        step = max(1, len(rest) // contextual)
+        targets = rest[::step][:contextual]
+        unit = keys[view].double() / keys[view].double().norm(dim=1, keepdim=True)
+        members: dict[int, list[int]] = {t: [] for t in targets}
+        for j in rest:
+            if j not in targets:
+                likeness = [float(unit[j] @ unit[t]) for t in targets]
+                members[targets[likeness.index(max(likeness))]].append(j)
+        hidden = x[view].double()
+        rows = [hidden[j] for j in sorted(chosen)]
+        rows += [hidden[t] + (hidden[of].mean(0) if of else 0.0) for t, of in members.items()]
+        out.append(torch.stack(rows))
+    data = {
+        "cls_attn": p,
+        "metric_mean_keys": keys,
+        "hidden_states": x,
+        "all_indices": torch.stack(every),
+        "out": torch.stack(out).float(),
+        "dominant_arg": torch.tensor(dominant),
+        "contextual_arg": torch.tensor(contextual),
+    }
+    return data, {}
+
+
+def fastv(*, k: int, share: float, dtype: torch.dtype) -> Case:
+    """The image tokens that the last row attends to most, mean over heads."""
+    start, n, after = 5, 60, 9
+    random = torch.Generator().manual_seed(3)
+    row = (2 * torch.randn(1, 4, start + n + after, generator=random)).softmax(-1).to(dtype)
+    score = row[0].mean(0)[start : start + n]
+    best = score.sort(descending=True, stable=True).indices[: round(n * (1 - share))] + start
+    text = [*range(start), *range(start + n, start + n + after)]
+    kept = torch.tensor(sorted([*text, *best.tolist()]))
+    data = {
+        "attn_last_row": row,
+        "image_scores": score,
+        "keep_index": kept,
+        "position_ids_after": kept[None],
+        "cache_position_after": torch.arange(len(kept)),
+        "fastv_k": torch.tensor(k),
+        "fastv_r": torch.tensor(share).double(),
+        "image_start": torch.tensor(start),
+        "image_len": torch.tensor(n),
+    }
+    return data, {}
+
+
+def kivi(*, bits: int, group: int, dtype: torch.dtype) -> Case:
+    """Codes, steps and minima: keys by groups of tokens, values by groups of channels."""
+    n, dim = 2 * group, 2 * group
+    _, k, v = qkv(5, 2, 1, n, dim, dtype)
+    data: dict[str, Tensor] = {}
+    for name, x, axis in (("k", k[None], 2), ("v", v[None], 3)):
+        runs = x.movedim(axis, -1).unflatten(-1, (-1, group))
+        low = runs.amin(-1, keepdim=True)
+        step = (runs.amax(-1, keepdim=True) - low) / (2**bits - 1)
+        codes = ((runs - low) / step).round().clamp(0, 2**bits - 1)
+        back = (codes * step + low).flatten(-2).movedim(-1, axis)
+        whole, many = codes.flatten(-2).long(), 32 // bits
+        packed = torch.zeros(*whole.shape[:-1], whole.shape[-1] // many, dtype=torch.int64)
+        for j in range(many):
+            packed |= whole[..., j::many] << (j * bits)
+        packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
+        shape = (1, 2, 2, 1, dim) if name == "k" else (1, 2, n, 2, 1)
+        data |= {
+            name: x,
+            f"{name}_code": packed.movedim(-1, axis),
+            f"{name}_scale": step[..., 0].movedim(-1, axis).reshape(shape),
+            f"{name}_min": low[..., 0].movedim(-1, axis).reshape(shape),
+            f"{name}_dequant": back,
+        }
+    return data, words(bits=bits, group_size=group)
