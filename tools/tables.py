@@ -140,15 +140,16 @@ def runs_where() -> str:
     families = [cell.strip("`") for cell in head[1:]]
     cells = {row[0].strip("`"): dict(zip(families, row[1:], strict=True)) for row in support}
     homes = stage_names()
-    rows = [["family", "saliency", *_KINDS]]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family in families:
         counts = []
         for kinds in _KINDS.values():
             names = [name for name in cells if homes[name].split(".")[-2] in kinds]
             run = sum(cells[name][family] != "–" for name in names)
             counts.append("all" if run == len(names) else f"{run} of {len(names)}")
-        rows.append([f"`{family}`", cells["hired"][family], *counts])
-    return _table(rows)
+        alike.setdefault((cells["hired"][family], *counts), []).append(f"`{family}`")
+    rows = [[", ".join(names), *cells] for cells, names in alike.items()]
+    return _table([["families", "saliency", *_KINDS], *rows])
 
 
 def _within(run: dict[str, Any], kind: str) -> str:
