@@ -652,13 +652,13 @@ def test_examples_writes_files_that_can_be_asked_about(
 ) -> None:
     folder = tmp_path / "new" / "examples"
     assert main(["examples", str(folder)]) == 0
-    picture, clip = folder / "picture.png", folder / "clip.mp4"
+    image, video = folder / "picture.png", folder / "clip.mp4"
     printed = capsys.readouterr().out
-    assert f"{picture}: " in printed and "What is in the bottom left?" in printed
-    assert f"{clip}: " in printed and "Which way does the cyan star move?" in printed
-    picture.write_bytes(b"mine")
-    written = clip.read_bytes()
+    assert f"{image}: " in printed and "What is in the bottom left?" in printed
+    assert f"{video}: " in printed and "Which way does the cyan star move?" in printed
+    image.write_bytes(b"mine")
+    written = video.read_bytes()
     assert main(["examples", str(folder)]) == 0
-    assert picture.read_bytes() == b"mine" and clip.read_bytes() == written
-    assert main(["examples", str(picture)]) == 2
-    assert str(picture) in capsys.readouterr().err
+    assert image.read_bytes() == b"mine" and video.read_bytes() == written
+    assert main(["examples", str(image)]) == 2
+    assert str(image) in capsys.readouterr().err

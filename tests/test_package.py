@@ -83,9 +83,9 @@ def test_errors_are_value_errors() -> None:
 def test_example_image_is_that_of_the_command() -> None:
     """``vlmfast examples`` writes it."""
     from vlmfast.media import load_image
-    from vlmfast.scenes.files import picture
+    from vlmfast.scenes.files import image
 
-    content, example = picture()
+    content, example = image()
     for source in (ROOT / "examples" / "picture.png", content):
         assert np.array_equal(np.asarray(load_image(source)), np.asarray(example.image))
 
@@ -94,14 +94,14 @@ def test_example_image_is_that_of_the_command() -> None:
 def test_example_video_is_that_of_the_command(decoder: str, tmp_path: Path) -> None:
     pytest.importorskip(decoder)
     from vlmfast.media import load_video
-    from vlmfast.scenes.files import clip
+    from vlmfast.scenes.files import video
 
-    content, example = clip()
+    content, example = video()
     (tmp_path / "clip.mp4").write_bytes(content)
     for folder in (ROOT / "examples", tmp_path):
-        video = load_video(folder / "clip.mp4", num_frames=4, decoder=decoder)
-        assert len(video) == len(example.frames) == 4
-        for got, frame in zip(video.frames, example.frames, strict=True):
+        loaded = load_video(folder / "clip.mp4", num_frames=4, decoder=decoder)
+        assert len(loaded) == len(example.frames) == 4
+        for got, frame in zip(loaded.frames, example.frames, strict=True):
             assert np.array_equal(np.asarray(got), np.asarray(frame))
 
 
@@ -121,8 +121,8 @@ def test_written_video_reads_back(tmp_path: Path) -> None:
 
 def test_example_questions_are_known_to_the_generator() -> None:
     """The generator knows the answers to the questions of `make ask`."""
-    from vlmfast.scenes.files import clip, picture
+    from vlmfast.scenes import files
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for example in (picture()[1], clip()[1]):
+    for example in (files.image()[1], files.video()[1]):
         assert any(f'"{qa.question}"' in makefile for qa in example.qa)

@@ -336,7 +336,7 @@ def _examples(args: argparse.Namespace) -> None:
     from vlmfast.scenes import files
 
     make_folder(args.folder)
-    for name, drawn in (("picture.png", files.picture), ("clip.mp4", files.clip)):
+    for name, drawn in (("picture.png", files.image), ("clip.mp4", files.video)):
         path, (content, example) = args.folder / name, drawn()
         if not path.exists():
             replace_bytes(path, [content])

@@ -16,14 +16,14 @@ IMAGE_SEED = EVAL_SEED_START + 9
 VIDEO_SEED = EVAL_SEED_START + 12
 
 
-def picture() -> tuple[bytes, ImageExample]:
+def image() -> tuple[bytes, ImageExample]:
     """A PNG, and its scene with questions and answers."""
     example, file = image_example(IMAGE_SEED), io.BytesIO()
     example.image.save(file, "PNG", optimize=True)
     return file.getvalue(), example
 
 
-def clip() -> tuple[bytes, VideoExample]:
+def video() -> tuple[bytes, VideoExample]:
     """An MP4, and its scene with questions and answers."""
     example = video_example(VIDEO_SEED)
     return lossless_video(example.frames), example
