@@ -1,5 +1,5 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``eval``, ``report``, ``serve``, ``demo``.
+``train``, ``tune``, ``eval``, ``report``, ``serve``, ``demo``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -582,6 +582,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         "write tables and plots of evaluation results",
         lambda parser: _module("eval.commands").add_report(parser),
         _report,
+    ),
+    "tune": (
+        "find the cheapest recipe that stays accurate on your data; interrupted runs resume",
+        lambda parser: _module("tune.commands").add_arguments(parser),
+        lambda args: _module("tune.commands").run(args, partial(_vlm, args)),
     ),
     "train": ("train the shipped model, a drafter or a method", _fill_train, _train),
     "serve": ("serve a model through OpenAI's API", _fill_serve, _serve),
