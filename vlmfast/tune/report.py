@@ -171,7 +171,10 @@ def plot(result: Result, settings: Settings, path: Path) -> None:
         ha="right",
         fontsize=8,
     )
+    # Without limits, a logarithmic axis needs a point.
+    least = min((row.cost for row in ran if row.cost), default=0.1)
     axes.set_xscale("log")
+    axes.set_xlim(100 * least / 1.3, 130)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} %"))
     axes.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: ""))
