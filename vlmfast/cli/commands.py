@@ -605,7 +605,8 @@ def _vlm(args: argparse.Namespace) -> VLM:
 
     # Before loading a checkpoint, which may take minutes.
     for recipe in getattr(args, "recipes", None) or [getattr(args, "recipe", None) or "none"]:
-        Recipe.parse(recipe)
+        if recipe != "auto":  # depends on the checkpoint
+            Recipe.parse(recipe)
     try:
         device = None if args.device is None else torch.device(args.device)
     except RuntimeError:
