@@ -277,7 +277,7 @@ def print_proof(found: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("record", "pack", "prove"))
     parser.add_argument("--blocks", type=Path, default=BLOCKS, metavar="DIR")
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument(
         "--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.what == "record":
         record(args.blocks, args.scenes)
     elif args.what == "pack":

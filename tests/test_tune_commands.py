@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import time
 import zlib
@@ -24,6 +25,7 @@ from PIL import Image
 import vlmfast
 from vlmfast.api.stored_recipe import home, recipe_path, store_recipe
 from vlmfast.api.vlm import VLM, Request
+from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.tune import commands, data
@@ -158,6 +160,25 @@ def test_all_methods_are_candidates_by_default(folder: Path) -> None:
     found = [row["recipe"] for row in tuned(folder)["candidates"]]
     assert len(found) > 100
     assert "pyramiddrop:budget=0.33" in found
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "tune.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the pages are not part of this distribution")
+def test_commands_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the data of this test, through the command line."""
+    (folder / "questions.jsonl").write_text((folder / "data.jsonl").read_text())
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(cli, "_vlm", lambda args: FakeVLM())
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("vlmfast tune ")]
+    shown = [line for line in lines if "--data" in line]
+    assert shown
+    for line in shown:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert {"recipe.yaml", "tune.json", "tune.png", "answers.jsonl"} == {
+        path.name for path in (folder / "runs" / "tune").iterdir()
+    }
 
 
 # --- interruptions -------------------------------------------------------------------------------

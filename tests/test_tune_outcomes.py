@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vlmfast.api.vlm import VLM
+from vlmfast.models.tiny.tokenizer import build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, EVAL_SEED_STOP
 from vlmfast.train.tiny.data import DataError, Spec, make_batch
 from vlmfast.train.tiny.lessons import lesson
@@ -27,7 +28,9 @@ def tiny() -> VLM:
     return VLM.from_pretrained("tiny", device="cpu")
 
 
-def test_seeds_are_of_no_other_use() -> None:
+def test_seeds_are_of_no_other_use(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    build_tokenizer().save(str(tokenizer))
     own = range(outcomes.OUTCOME_SEED_START, outcomes.OUTCOME_SEED_STOP)
     evaluation = range(EVAL_SEED_START, EVAL_SEED_STOP)
     assert own.start >= evaluation.stop
@@ -35,7 +38,7 @@ def test_seeds_are_of_no_other_use() -> None:
         with pytest.raises(DataError, match="reserved"):
             lesson("image", seed)
         with pytest.raises(DataError, match="reserved"):
-            make_batch(Spec("image", seed, 1), "")
+            make_batch(Spec("image", seed, 1, (("color", 1.0),)), tokenizer)
     last = outcomes.OUTCOME_SEED_START + outcomes.SCENES * outcomes.TRIES
     assert last <= own.stop
 

@@ -158,7 +158,7 @@ def tune(
 
     names = recipes or space.candidates(settings.objective)
     half = int((1 - settings.held_out) * len(questions))
-    progress = Progress(planned(len(names), half) + len(questions))
+    progress = Progress(planned(len(names) + space.STACKED**2, half) + len(questions))
     about = {
         "model": identity(vlm.adapter),
         "data": digest,

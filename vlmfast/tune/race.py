@@ -25,7 +25,7 @@ from .outcomes import FULL, CannotRun, Outcome, Source
 OBJECTIVES = ("ttft", "throughput", "memory")
 RUNGS, LEAST_RUNG = 4, 12  # rungs at most, and questions of the first
 LIKELY = 0.9  # confidence of a choice that is not certified
-KEPT, SAFEST = 6, 2  # candidates that stay at least, and those that stay for their small loss
+KEPT, SAFEST = 8, 3  # candidates that stay at least, and those that stay for their small loss
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,10 @@ def _cached(stage: Stage, shares: Sequence[float]) -> Iterator[Stage]:
         # Windows are meant for long prompts; a tenth of the kept slots fits all.
         window: dict[str, Any] = {"window": 0.1} if _has(stage, "window") else {}
         for share in shares:
-            yield replace(stage, keep=share, **window)
+            yield replace(stage, **{"keep": share, **window})
     elif _has(stage, "bits"):
         for bits in BITS:
-            yield replace(stage, bits=bits)
+            yield replace(stage, **{"bits": bits})
     else:
         yield stage
 
