@@ -77,16 +77,14 @@ def _reduced(stage: Stage, budgets: Sequence[float]) -> Iterator[Stage]:
 
 
 def _cached(stage: Stage, shares: Sequence[float]) -> Iterator[Stage]:
+    values: list[dict[str, Any]] = [{}]
     if _has(stage, "keep"):
         # Windows are meant for long prompts; a tenth of the kept slots fits all.
-        window: dict[str, Any] = {"window": 0.1} if _has(stage, "window") else {}
-        for share in shares:
-            yield replace(stage, **{"keep": share, **window})
+        window = {"window": 0.1} if _has(stage, "window") else {}
+        values = [{"keep": share, **window} for share in shares]
     elif _has(stage, "bits"):
-        for bits in BITS:
-            yield replace(stage, **{"bits": bits})
-    else:
-        yield stage
+        values = [{"bits": bits} for bits in BITS]
+    return (replace(stage, **own) for own in values)
 
 
 def _text(stages: Sequence[Stage]) -> str | None:
