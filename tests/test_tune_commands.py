@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ class FakeVLM:
     def recipe(self, recipe: Any) -> Recipe:
         return Recipe.of(recipe)
 
-    def ask_many(self, requests: list[Request], *, batch_size: int, errors: str) -> list[Any]:
+    def ask_many(self, requests: Iterable[Request], *, batch_size: int, errors: str) -> list[Any]:
         assert errors == "keep"
         return [self._answer(request) for request in requests]
 

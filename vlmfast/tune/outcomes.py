@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,11 +118,15 @@ class Store:
         """Whether there is any answer under a recipe."""
         return recipe in self._recipes
 
-    def add(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        self._found[row["recipe"], row["question"]] = row
-        self._recipes.add(row["recipe"])
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append answers with one write: an interruption loses all of them or none."""
+        try:
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.flush()
+        except OSError as error:
+            raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error
+        self._found |= {(row["recipe"], row["question"]): row for row in rows}
+        self._recipes |= {row["recipe"] for row in rows}
 
     def close(self) -> None:
         self._file.close()
@@ -173,21 +177,28 @@ class ModelSource:
         return next((row["error"] for row in rows if row and row.get("error")), None)
 
     def _answer(self, recipe: str, questions: Sequence[int]) -> None:
+        import torch
+
         from vlmfast.api.vlm import Request
 
         generation = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
-        requests = [
-            Request(
-                self.questions[index].question,
-                **self.questions[index].arguments(),
-                recipe=recipe,
-                generation=generation,
-            )
-            for index in questions
-        ]
-        answers = self.vlm.ask_many(requests, batch_size=self.batch_size, errors="keep")
+
+        def requests() -> Iterator[Request]:
+            for index in questions:
+                # For methods that draw at random while they prefill, which precedes the next
+                # request: the same numbers in an interrupted run.
+                torch.manual_seed(index)
+                asked = self.questions[index]
+                yield Request(
+                    asked.question, **asked.arguments(), recipe=recipe, generation=generation
+                )
+
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            answers = self.vlm.ask_many(requests(), batch_size=self.batch_size, errors="keep")
+        rows = []
         for index, answer in zip(questions, answers, strict=True):
-            row = {"recipe": recipe, "question": index}
+            row: dict[str, Any] = {"recipe": recipe, "question": index}
             if isinstance(answer, VLMFastError):
                 text = " ".join(str(answer).split())
                 row["error"] = f"line {self.questions[index].line}: {text}"
@@ -200,8 +211,9 @@ class ModelSource:
                     "equivalent_tokens": stats.equivalent_tokens,
                     "kv_bytes": stats.kv_bytes,
                 }
-            self.store.add(row)
+            rows.append(row)
             self.answered()
+        self.store.add(rows)
 
     def _outcome(self, recipe: str, index: int) -> Outcome:
         from vlmfast.eval.scores import normalise
