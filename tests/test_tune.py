@@ -166,8 +166,12 @@ def test_cheapest_recipe_within_the_bound_is_certified() -> None:
 
 
 def test_losers_stop_early() -> None:
-    source = Drawn()
-    found = run(source, CANDIDATES, 4000)
+    source, plans = Drawn(), []
+    settings = Settings(0.02)
+    found = race(source, CANDIDATES, range(4000), settings, plan=plans.append)
+    assert len(set(source.asked)) <= plans[0]
+    assert plans == sorted(plans, reverse=True)
+    assert len(plans) == len(rungs(2000))
     counts = {recipe: len({i for r, i in source.asked if r == recipe}) for recipe in CANDIDATES}
     status = {row.recipe: row.status for row in found.rows}
     assert status["0.1/20/1"] == status["0.3/15/1"] == "loses too much"

@@ -326,7 +326,8 @@ def test_loss_must_be_a_fraction(
 
 def test_lines_without_a_terminal_are_30_seconds_apart() -> None:
     now, out = [0.0], io.StringIO()
-    progress = Progress(400, out, lambda: now[0])
+    progress = Progress(out, lambda: now[0])
+    progress.plan(400)
     for _ in range(200):
         now[0] += 1
         progress.step()
@@ -334,6 +335,10 @@ def test_lines_without_a_terminal_are_30_seconds_apart() -> None:
     assert lines[0] == "30 answers; at most 6 min left"
     assert lines[-1] == "180 answers; at most 4 min left"
     assert len(lines) == 6
+    progress.plan(60)
+    now[0] += 30
+    progress.step()
+    assert out.getvalue().splitlines()[-1].endswith("at most 68 s left")
 
 
 def test_durations() -> None:

@@ -17,7 +17,7 @@ from vlmfast.errors import VLMFastError
 from . import data, report, space
 from .outcomes import CannotRun, ModelSource, Store
 from .progress import Progress
-from .race import OBJECTIVES, Result, Settings, planned, race
+from .race import OBJECTIVES, Result, Settings, race
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -157,8 +157,7 @@ def tune(
     from vlmfast.api.session_file import identity
 
     names = recipes or space.candidates(settings.objective)
-    half = int((1 - settings.held_out) * len(questions))
-    progress = Progress(planned(len(names) + space.STACKED**2, half) + len(questions))
+    progress = Progress()
     about = {
         "model": identity(vlm.adapter),
         "data": digest,
@@ -186,6 +185,7 @@ def tune(
             settings,
             stacks=(lambda best: []) if recipes else space.stacks,
             say=progress.say,
+            plan=progress.plan,
         )
     except CannotRun as error:
         raise VLMFastError(f"--data {args.data}, {error}") from error

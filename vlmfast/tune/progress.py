@@ -15,8 +15,6 @@ class Progress:
 
     Parameters
     ----------
-    total : int
-        Answers to compute at most. Early stops make the run shorter.
     stream : TextIO, optional
     clock : callable, optional
         Seconds.
@@ -24,11 +22,10 @@ class Progress:
 
     def __init__(
         self,
-        total: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.done = total, 0
+        self.total, self.done = 0, 0
         self._stream, self._clock = stream or sys.stderr, clock
         self._terminal = self._stream.isatty()
         self._start = self._shown = clock()
@@ -40,6 +37,10 @@ class Progress:
         if now - self._shown >= (0.2 if self._terminal else EVERY_S):
             self._shown = now
             self._write(f"{self._text(now)}\r" if self._terminal else f"{self._text(now)}\n")
+
+    def plan(self, answers: int) -> None:
+        """Expect at most this many more answers."""
+        self.total = self.done + answers
 
     def say(self, text: str) -> None:
         """Write a line."""

@@ -155,9 +155,24 @@ def rungs(n: int) -> list[int]:
     return [n >> (count - 1 - k) for k in range(count)]
 
 
-def planned(candidates: int, n: int) -> int:
-    """Answers of the first part at most."""
-    return sum(size * max(KEPT + SAFEST, candidates >> k) for k, size in enumerate(rungs(n)))
+def planned(candidates: int, sizes: Sequence[int], done: int, held_out: int) -> int:
+    """Answers that are left at most.
+
+    Parameters
+    ----------
+    candidates : int
+    sizes : sequence of int
+        Questions of the rungs that are left.
+    done : int
+        Questions of the last rung.
+    held_out : int
+        Questions of the verdict.
+    """
+    total, count = 0, candidates
+    for size in sizes:
+        total += (size - done) * (count + 1)  # and the full model
+        done, count = size, min(count, max(KEPT, count // 2) + SAFEST)
+    return total + held_out * (count + 1)
 
 
 def race(
@@ -168,6 +183,7 @@ def race(
     *,
     stacks: Callable[[list[str]], list[str]] = lambda recipes: [],
     say: Callable[[str], Any] = lambda text: None,
+    plan: Callable[[int], Any] = lambda answers: None,
 ) -> Result:
     """Choose a recipe.
 
@@ -184,6 +200,8 @@ def race(
         first.
     say : callable
         Called with a line about each step.
+    plan : callable
+        Called with the greatest number of answers that are left, before each rung.
 
     Returns
     -------
@@ -196,6 +214,8 @@ def race(
     rows = [Row(recipe) for recipe in dict.fromkeys(candidates)]
     running, sizes = list(rows), rungs(len(parts.race))
     for number, size in enumerate(sizes):
+        done = sizes[number - 1] if number else 0
+        plan(planned(len(running), sizes[number:], done, len(parts.held_out)))
         questions = parts.race[:size]
         run.ask_full(questions)
         running = _measured(run, running, questions)
