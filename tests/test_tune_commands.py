@@ -149,6 +149,11 @@ def test_strict_run_that_certifies_nothing_fails(
     assert commands.run(args, FakeVLM) == 1
     out = capsys.readouterr()
     assert tuned(folder)["chosen"] == "none"
+    commands.run(arguments(folder, "--max-loss", "1%"), FakeVLM)
+    chosen = tuned(folder)["chosen"]
+    assert chosen != "none"
+    assert f"* {chosen} " in capsys.readouterr().out.partition("wrote")[0]
+    commands.run(args, FakeVLM)
     assert "30 held-out questions can certify a loss of at most 11.1 % at best" in out.out
     assert "30 held-out questions can certify" in out.err, "also before the run"
 

@@ -145,7 +145,7 @@ def test_committed_matrix() -> None:
     found = outcomes.Matrix.load(outcomes.MATRIX)
     assert found.recipes == (outcomes.FULL, *outcomes.RECIPES)
     assert found.score.shape == found.tokens.shape == found.bytes.shape
-    assert found.score.shape[1] >= 1000
+    assert found.score.shape[1] > outcomes.DRAWN
     assert found.losses()[0] == 0 and 0.9 < found.score[0].mean() < 1
     assert (found.costs("ttft")[1:] <= 1).all() and (found.costs("memory")[1:] < 1).all()
     with np.load(outcomes.MATRIX) as file:

@@ -67,8 +67,12 @@ class Row:
         ``frontier``, ``certified`` or ``not certified``.
     cost : float, optional
         Fraction of the full model's cost; see `cost_of`.
-    loss, verdict, estimate : Loss, optional
-        On the first part, on the held-out part, and on both if it is not certified.
+    loss : Loss, optional
+        On the first part, or on all questions if no recipe is certified.
+    verdict : Loss, optional
+        On the held-out part.
+    estimate : Loss, optional
+        On all questions, if no recipe is certified.
     note : str
         Why it cannot run.
     """
@@ -228,9 +232,7 @@ def race(
         if number + 1 < len(sizes):
             running = _better_half(running)
         say(f"{size} questions: {len(running)} of {len(rows)} candidates remain")
-    safe = frontier(running)
-    for row in running:
-        row.status = "frontier" if row in safe else "dominated"
+    safe = _mark(running)
     run.ask_full(parts.held_out)
     chosen, certified = _verdict(run, parts, running, safe, say)
     outcomes = run.full.values()
@@ -291,6 +293,15 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def _mark(rows: Sequence[Row]) -> list[Row]:
+    """Set the status of candidates that remain; those of the frontier."""
+    found = frontier(rows)
+    for row in rows:
+        if row.verdict is None:
+            row.status = "frontier" if row in found else "dominated"
+    return found
+
+
 def _verdict(
     run: _Race, parts: Split, running: list[Row], safe: list[Row], say: Callable[[str], Any]
 ) -> tuple[str, bool]:
@@ -326,9 +337,10 @@ def _likely(run: _Race, parts: Split, rows: list[Row]) -> str:
     """
     limit, bounds = run.settings.max_loss, {}
     for row in rows:
-        row.estimate = run.measure(row, (*parts.race, *parts.held_out))
+        row.loss = row.estimate = run.measure(row, (*parts.race, *parts.held_out))
         if row.estimate.mean <= limit:
             bounds[row.recipe] = (row.estimate.upper(LIKELY), _cost(row))
+    _mark(rows)
     likely = [recipe for recipe, (bound, _) in bounds.items() if bound <= limit]
     if likely:
         return min(likely, key=lambda recipe: bounds[recipe][1])

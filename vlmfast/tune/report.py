@@ -20,14 +20,15 @@ _INTERVAL = 0.975  # one-sided, so that both bounds are a 95 % interval
 
 
 def table(result: Result) -> list[dict[str, str]]:
-    """Rows of the frontier: the candidates that no other one beats in cost and loss."""
-    rows = [row for row in result.rows if row.status in _ON_FRONTIER]
-    return [
-        _line(row, result) for row in (result.full, *sorted(rows, key=lambda r: -(r.cost or 0)))
-    ]
+    """Rows of the full model, of the frontier, and of the choice."""
+    rows = sorted(_best(result), key=lambda row: -(row.cost or 0))
+    return [_line(row, result) for row in (result.full, *rows)]
 
 
-_ON_FRONTIER = ("frontier", "certified", "not certified")
+def _best(result: Result) -> list[Row]:
+    """Candidates that no other one beats in cost and loss, and the choice."""
+    shown = ("frontier", "certified", "not certified")
+    return [row for row in result.rows if row.status in shown or row is result.row]
 
 
 def _line(row: Row, result: Result) -> dict[str, str]:
@@ -142,15 +143,17 @@ def plot(result: Result, settings: Settings, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     ran = [row for row in result.rows if row.loss is not None and row.status != "not cheaper"]
-    near = [row for row in ran if row.status in _ON_FRONTIER]
+    near = _best(result)
     others = [row for row in ran if row not in near]
-    axes.scatter(*_points(others), s=12, color="#9a9a9a", label="dropped in the race")
-    for number, row in enumerate(near):
+    axes.scatter(*_points(others), s=12, color="#9a9a9a", label="other candidates")
+    labels = {"chosen": False, "frontier": False}  # whether each is in the legend
+    for row in near:
         assert row.cost is not None and row.loss is not None
         shown = row.verdict or row.estimate or row.loss
         low, high = shown.mean - shown.lower(_INTERVAL), shown.upper(_INTERVAL) - shown.mean
         own = row.recipe == result.chosen
-        label = "chosen" if own else "frontier" if number == 0 or near[0] is result.row else None
+        name = "chosen" if own else "frontier"
+        label, labels[name] = None if labels[name] else name, True
         axes.errorbar(
             [100 * row.cost],
             [100 * shown.mean],
