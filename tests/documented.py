@@ -251,6 +251,12 @@ def whole(words: list[str]) -> bool:
     return True
 
 
+def parse_recipe(text: str) -> None:
+    """Raise for a recipe that does not exist; ``auto`` depends on the checkpoint."""
+    if text != "auto":
+        Recipe.parse(text)
+
+
 def check_vlmfast(words: list[str], partial: bool) -> None:
     args = parsed(cli._parser().parse_args, words, partial)
     if args is None or args.command is None:
@@ -264,7 +270,7 @@ def check_vlmfast(words: list[str], partial: bool) -> None:
         recipes = [getattr(args, key, None) or () for key in ("recipe", "recipes", "drafters")]
         for recipe in recipes:
             for text in [recipe] if isinstance(recipe, str) else recipe:
-                Recipe.parse(text)
+                parse_recipe(text)
     except VLMFastError as error:
         raise Wrong(str(error)) from None
 
@@ -611,7 +617,7 @@ def check_python(block: Block, given: set[str], vlm: Any) -> set[str]:
         if isinstance(node, ast.keyword) and node.arg in ("recipe", "recipes"):
             for text in texts(node.value):
                 try:
-                    Recipe.parse(text)
+                    parse_recipe(text)
                 except VLMFastError as error:
                     raise Wrong(f"{block}: {error}") from None
     return bound

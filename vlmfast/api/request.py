@@ -34,6 +34,7 @@ from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
 from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
+from .stored_recipe import AUTO, stored_recipe
 
 # Parameters of the public methods, suggested for misspelt arguments.
 ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
@@ -68,7 +69,9 @@ class Rendered:
 
 
 def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
-    """Parse a recipe for a model; presets depend on its vision tower."""
+    """Parse a recipe for a model; presets depend on its vision tower, ``auto`` on its weights."""
+    if isinstance(recipe, str) and recipe.strip() == AUTO:
+        return stored_recipe(adapter)
     return Recipe.of(recipe, adapter.sources()[0])
 
 

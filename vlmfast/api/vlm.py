@@ -185,11 +185,13 @@ class VLM:
         Parameters
         ----------
         recipe : str, Stage, Recipe or None
+            ``"auto"`` is the recipe that `vlmfast tune` chose for this model.
 
         Raises
         ------
         RecipeError
-            For an unknown method or parameter, a value out of range or stages in the wrong order.
+            For an unknown method or parameter, a value out of range or stages in the wrong order,
+            and for ``"auto"`` if no choice is stored.
         """
         from .request import recipe_of
 

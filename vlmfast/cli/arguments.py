@@ -169,6 +169,11 @@ def evaluation(parser: argparse.ArgumentParser) -> None:
     module("eval.commands").add_eval(parser)
 
 
+def tune(parser: argparse.ArgumentParser) -> None:
+    module("tune.commands").add_arguments(parser)
+    add_model(parser)
+
+
 def report(parser: argparse.ArgumentParser) -> None:
     module("eval.commands").add_report(parser)
 

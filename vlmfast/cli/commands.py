@@ -1,5 +1,5 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``eval``, ``report``, ``serve``, ``demo``, ``examples``, ``completion``.
+``train``, ``tune``, ``eval``, ``report``, ``serve``, ``demo``, ``examples``, ``completion``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -298,6 +298,10 @@ def _eval(args: argparse.Namespace) -> int:
     return module("eval.commands").run_eval(args)
 
 
+def _tune(args: argparse.Namespace) -> int | None:
+    return module("tune.commands").run(args, partial(_vlm, args))
+
+
 def _report(args: argparse.Namespace) -> int:
     return module("eval.commands").run_report(args)
 
@@ -363,6 +367,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         arguments.evaluation,
         _eval,
     ),
+    "tune": (
+        "find the cheapest recipe that stays accurate on your data; interrupted runs resume",
+        arguments.tune,
+        _tune,
+    ),
     "report": ("write tables and plots of evaluation results", arguments.report, _report),
     "train": ("train the shipped model, a drafter or a method", arguments.train, _train),
     "serve": ("serve a model through OpenAI's API", arguments.serve, _serve),
@@ -395,7 +404,8 @@ def _vlm(args: argparse.Namespace) -> VLM:
 
     # Before loading a checkpoint, which may take minutes.
     for recipe in getattr(args, "recipes", None) or [getattr(args, "recipe", None) or "none"]:
-        Recipe.parse(recipe)
+        if recipe != "auto":  # depends on the checkpoint
+            Recipe.parse(recipe)
     try:
         device = None if args.device is None else torch.device(args.device)
     except RuntimeError:

@@ -1,0 +1,304 @@
+"""Record which questions each recipe answers correctly, and evaluate `vlmfast tune` on the record.
+
+==========  ====================================================================================
+``record``  answers one question about each of 4,000 generated scenes with the full model and under
+            24 recipes, in blocks that an interrupted run continues with
+``pack``    writes the blocks that exist as one matrix: `benchmarks/results/outcomes-tiny.npz`
+``prove``   runs the race of `vlmfast tune` on 20 draws of 400 scenes of the matrix, and measures
+            the recipes that it chooses on all other scenes: `benchmarks/results/tune-tiny.json`
+==========  ====================================================================================
+
+``python benchmarks/outcomes.py record`` takes about two hours of one processor core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vlmfast.core.files import make_folder, replace_text, replacing
+from vlmfast.eval.scores import normalise
+from vlmfast.scenes.examples import (
+    EVAL_SEED_STOP,
+    IMAGE_TYPES,
+    QA,
+    VIDEO_TYPES,
+    image_example,
+    video_example,
+)
+from vlmfast.tune.outcomes import Outcome
+from vlmfast.tune.race import Settings, race
+
+OUTCOME_SEED_START = EVAL_SEED_STOP
+OUTCOME_SEED_STOP = OUTCOME_SEED_START + 2**20
+"""Scenes of the matrix alone: neither training nor the evaluation draws these seeds."""
+MATRIX = Path(__file__).parent / "results" / "outcomes-tiny.npz"
+BLOCKS = Path("runs") / "outcomes"
+TYPES = tuple([("image", name) for name in IMAGE_TYPES] + [("video", name) for name in VIDEO_TYPES])
+SCENES, BLOCK = 4000, 40
+# Seeds of one question: the first scene among them that has a question of its type is taken.
+TRIES = (OUTCOME_SEED_STOP - OUTCOME_SEED_START) // (2 * SCENES)
+FULL = "none"
+RECIPES = (
+    "faithful",
+    "balanced",
+    "fast",
+    "hired:positions=keep,budget=0.05",
+    "hired:0.2",
+    "divprune:positions=keep,budget=0.33",
+    "divprune:positions=keep,budget=0.22",
+    "divprune:positions=keep,budget=0.11",
+    "divprune:positions=keep,budget=0.05",
+    "divprune:budget=0.22",
+    "elastic:budget=0.33",
+    "elastic:budget=0.22",
+    "elastic:budget=0.11",
+    "elastic:budget=0.05",
+    "flashvid:positions=keep,budget=0.11",
+    "atp:budget=0.33",
+    "pyramiddrop:positions=keep,budget=0.5",
+    "random:positions=keep,budget=0.22",
+    "downsample:positions=keep,budget=0.22",
+    "elastic:budget=0.22+atp:budget=0.5",
+    "elastic:budget=0.22+snapkv:0.5,window=8",
+    "hired:positions=keep,budget=0.22+kivi:4",
+    "lookm:0.2",
+    "zipcache",
+)
+CORRECT, AGREES = 1, 2  # bits of an outcome
+# Draws of the proof. Others were used while the race was written: 1000 and above.
+DRAWS, DRAWN, MAX_LOSS, OBJECTIVES = range(20), 400, 0.02, ("ttft", "memory")
+
+
+def scene(number: int) -> tuple[str, QA, dict[str, Any], int]:
+    """Question ``number``: its modality, text and answer, its media, and the seed of its scene.
+
+    The types of questions take turns. A function of the number alone.
+    """
+    modality, type_ = TYPES[number % len(TYPES)]
+    draw = image_example if modality == "image" else video_example
+    start = OUTCOME_SEED_START + number * TRIES
+    for seed in range(start, start + TRIES):
+        example = draw(seed)
+        for qa in example.qa:
+            if qa.type == type_:
+                single = modality == "image"
+                media = {"images": example.image} if single else {"video": example.frames}
+                return modality, qa, media if single else {**media, "num_frames": 4}, seed
+    raise ValueError(f"no scene from {start} to {start + TRIES} has a question of type {type_}")
+
+
+def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Outcomes and costs of some questions.
+
+    Returns
+    -------
+    dict
+        ``outcome`` uint8, ``equivalent_tokens`` float32 and ``kv_bytes`` int32, all of shape
+        (recipes + 1, questions) with the full model first, and ``seed`` int64, (questions,).
+    """
+    import torch
+
+    from vlmfast import Request
+
+    shape = (len(recipes) + 1, len(numbers))
+    found = {
+        "outcome": np.zeros(shape, np.uint8),
+        "equivalent_tokens": np.zeros(shape, np.float32),
+        "kv_bytes": np.zeros(shape, np.int32),
+        "seed": np.zeros(shape[1], np.int64),
+    }
+    asked: list[QA] = []
+
+    def requests() -> Iterator[Request]:
+        for column, number in enumerate(numbers):
+            _, qa, media, found["seed"][column] = scene(number)
+            asked.append(qa)
+            for recipe in (FULL, *recipes):
+                torch.manual_seed(number)
+                generation = {"do_sample": False, "max_new_tokens": 16}
+                yield Request(qa.question, **media, recipe=recipe, generation=generation)
+
+    # The vision tower encodes a scene once for all recipes that do not act inside it.
+    answers = vlm.ask_many(requests(), batch_size=shape[0])
+    vlm.prefix_cache.clear()
+    for at, answer in enumerate(answers):
+        column, row = divmod(at, shape[0])
+        text, full = normalise(answer.text), normalise(answers[column * shape[0]].text)
+        correct = text == normalise(asked[column].answer)
+        found["outcome"][row, column] = CORRECT * correct + AGREES * (text == full)
+        found["equivalent_tokens"][row, column] = answer.stats.equivalent_tokens
+        found["kv_bytes"][row, column] = answer.stats.kv_bytes
+    return found
+
+
+def record(folder: Path, scenes: int) -> None:
+    """Record the blocks that do not exist, in order."""
+    import torch
+
+    import vlmfast
+
+    torch.set_num_threads(1)
+    make_folder(folder)
+    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
+    for start in range(0, scenes, BLOCK):
+        path = folder / f"{start:05}.npz"
+        if not path.exists():
+            block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
+            with replacing(path) as file:
+                np.savez_compressed(file, recipes=np.array((FULL, *RECIPES)), **block)
+            print(f"{start + BLOCK} of {scenes} scenes", flush=True)
+
+
+def pack(folder: Path, path: Path) -> None:
+    """Join the blocks from the first to the first that is missing."""
+    from vlmfast.core.env import environment
+
+    blocks = []
+    for start in range(0, SCENES, BLOCK):
+        if not (folder / f"{start:05}.npz").exists():
+            break
+        with np.load(folder / f"{start:05}.npz") as block:
+            if tuple(block["recipes"]) != (FULL, *RECIPES):
+                raise SystemExit(f"{folder} was recorded with other recipes")
+            blocks.append({key: block[key] for key in block.files if key != "recipes"})
+    if not blocks:
+        raise SystemExit(f"{folder} has no blocks; run `python benchmarks/outcomes.py record`")
+    joined = {key: np.concatenate([block[key] for block in blocks], -1) for key in blocks[0]}
+    about = {
+        "model": "tiny",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python benchmarks/outcomes.py record",
+        "recipes": [FULL, *RECIPES],
+        "types": [f"{modality}-{name}" for modality, name in TYPES],
+        "environment": environment(),
+    }
+    with replacing(path) as file:
+        np.savez_compressed(file, about=np.array(json.dumps(about)), **joined)
+    print(f"{path}: {joined['outcome'].shape[1]} scenes, {path.stat().st_size} bytes")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The recorded outcomes: arrays of shape (recipes, scenes), the full model first."""
+
+    recipes: tuple[str, ...]
+    score: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+
+    @classmethod
+    def load(cls, path: Path) -> Matrix:
+        with np.load(path) as file:
+            about = json.loads(str(file["about"]))
+            score = file["outcome"] & CORRECT
+            return cls(tuple(about["recipes"]), score, file["equivalent_tokens"], file["kv_bytes"])
+
+    def only(self, scenes: np.ndarray) -> Matrix:
+        """Some of the scenes."""
+        arrays = (self.score[:, scenes], self.tokens[:, scenes], self.bytes[:, scenes])
+        return Matrix(self.recipes, *arrays)
+
+    def outcomes(self, recipe: str, questions: Sequence[int]) -> list[Outcome]:
+        """As `vlmfast.tune.outcomes.Source`."""
+        row, at = self.recipes.index(recipe), list(questions)
+        arrays = (self.score[row, at], self.tokens[row, at], self.bytes[row, at])
+        return [Outcome(*values) for values in zip(*(a.tolist() for a in arrays), strict=True)]
+
+    def losses(self) -> np.ndarray:
+        """Loss of each recipe, shape (recipes,)."""
+        accuracy = self.score.mean(1)
+        return accuracy[0] - accuracy
+
+    def costs(self, objective: str) -> np.ndarray:
+        """Cost of each recipe as a fraction of the full model's, shape (recipes,)."""
+        sums = (self.tokens if objective == "ttft" else self.bytes).sum(1, dtype=np.float64)
+        return sums / sums[0]
+
+
+def draw(matrix: Matrix, seed: int, objective: str) -> dict[str, Any]:
+    """Choose a recipe by `DRAWN` scenes, and measure it on all others."""
+    scenes = matrix.score.shape[1]
+    drawn = np.random.default_rng(seed).choice(scenes, DRAWN, replace=False)
+    rest = matrix.only(np.setdiff1d(np.arange(scenes), drawn))
+    settings = Settings(MAX_LOSS, objective, seed=seed)
+    found = race(matrix.only(drawn), matrix.recipes[1:], range(DRAWN), settings)
+    row, losses, costs = matrix.recipes.index(found.chosen), rest.losses(), rest.costs(objective)
+    cheapest = float(costs[losses <= MAX_LOSS].min())
+    return {
+        "seed": seed,
+        "objective": objective,
+        "chosen": found.chosen,
+        "certified": found.certified,
+        "loss_on_rest": float(losses[row]),
+        "cost": float(costs[row]),
+        "cost_over_cheapest": float(costs[row]) / cheapest,
+    }
+
+
+def prove(matrix: Matrix, seeds: Sequence[int]) -> dict[str, Any]:
+    """How often the chosen recipes stay within the bound on unused scenes, and at which cost."""
+    found: dict[str, Any] = {"scenes": matrix.score.shape[1], "max_loss": MAX_LOSS}
+    for objective in OBJECTIVES:
+        draws = [draw(matrix, seed, objective) for seed in seeds]
+        found[objective] = {
+            "draws": len(draws),
+            "within_bound": sum(d["loss_on_rest"] <= MAX_LOSS for d in draws),
+            "certified": sum(d["certified"] for d in draws),
+            "median_cost_over_cheapest": statistics.median(d["cost_over_cheapest"] for d in draws),
+            "each": draws,
+        }
+    return found
+
+
+def print_proof(found: dict[str, Any]) -> None:
+    print(f"{found['scenes']} scenes, {DRAWN} of them drawn; bound {MAX_LOSS:.0%}")
+    for objective in OBJECTIVES:
+        about = found[objective]
+        print(f"\n{objective}")
+        for one in about["each"]:
+            print(
+                f"  draw {one['seed']:>4}  loss {100 * one['loss_on_rest']:+5.2f}  cost "
+                f"{one['cost']:6.1%}  ({one['cost_over_cheapest']:.2f} x the cheapest)  "
+                f"{'certified' if one['certified'] else 'estimated'}  {one['chosen']}"
+            )
+        print(
+            f"  within the bound: {about['within_bound']} of {about['draws']}; certified: "
+            f"{about['certified']}; median cost over the cheapest that holds: "
+            f"{about['median_cost_over_cheapest']:.2f}"
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("record", "pack", "prove"))
+    parser.add_argument("--blocks", type=Path, default=BLOCKS, metavar="DIR")
+    parser.add_argument("--scenes", type=int, default=SCENES, metavar="N")
+    parser.add_argument("--matrix", type=Path, default=MATRIX, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where prove writes its result")
+    parser.add_argument(
+        "--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws"
+    )
+    args = parser.parse_args(argv)
+    if args.what == "record":
+        record(args.blocks, args.scenes)
+    elif args.what == "pack":
+        pack(args.blocks, args.matrix)
+    else:
+        seeds = range(args.first_seed, args.first_seed + len(DRAWS))
+        found = prove(Matrix.load(args.matrix), seeds)
+        print_proof(found)
+        if args.json is not None:
+            replace_text(args.json, json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What each recipe answers to each question, computed once and stored in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.errors import VLMFastError
+
+from .data import Question
+
+if TYPE_CHECKING:
+    from vlmfast.api.vlm import VLM
+
+FULL = "none"
+AT_ONCE = 32  # answers that an interruption can lose
+
+
+class CannotRun(Exception):
+    """A recipe cannot answer a question; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer.
+
+    Parameters
+    ----------
+    score : int
+        1 if it is correct, else 0.
+    tokens : float
+        Visual tokens, averaged over the layers of the language model.
+    bytes : int
+        Size of the KV cache.
+    """
+
+    score: int
+    tokens: float
+    bytes: int
+
+
+class Source(Protocol):
+    """Outcomes of recipes; ``none`` is the full model."""
+
+    def outcomes(self, recipe: str, questions: Sequence[int]) -> list[Outcome]:
+        """Outcomes of a recipe on questions, in their order.
+
+        Raises
+        ------
+        CannotRun
+            For a recipe that the model does not support.
+        """
+
+
+class Store:
+    """The answers of a run in a JSONL file, so that an interrupted run continues.
+
+    Parameters
+    ----------
+    path : Path
+        An incomplete last line, left by an interruption, is removed.
+    about : dict
+        Identifies the run. It is the first line.
+
+    Raises
+    ------
+    VLMFastError
+        If the file is of another run, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self._found: dict[tuple[str, int], dict[str, Any]] = {}
+        make_folder(path.parent)
+        if path.exists():
+            self._read(json.loads(json.dumps(about)))
+        else:
+            replace_text(path, json.dumps(about) + "\n")
+        self._recipes = {recipe for recipe, _ in self._found}
+        self._file = self._open()
+
+    def _open(self) -> Any:
+        try:
+            return open(self.path, "a", encoding="utf-8")
+        except OSError as error:
+            raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _read(self, about: dict[str, Any]) -> None:
+        try:
+            content = self.path.read_bytes()
+            complete = content[: content.rfind(b"\n") + 1]
+            if len(complete) < len(content):
+                os.truncate(self.path, len(complete))
+            lines = [json.loads(line) for line in complete.decode().splitlines()]
+            head, rows = lines[0], lines[1:]
+            self._found = {(row["recipe"], row["question"]): row for row in rows}
+        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise VLMFastError(f"{self.path} cannot be read: {error}") from error
+        other = sorted(key for key in {*head, *about} if head.get(key) != about.get(key))
+        if other:
+            raise VLMFastError(
+                f"--out {self.path.parent} has answers of another run: its {', '.join(other)} "
+                "differ; choose another folder"
+            )
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, recipe: str, question: int) -> dict[str, Any] | None:
+        return self._found.get((recipe, question))
+
+    def has(self, recipe: str) -> bool:
+        """Whether there is any answer under a recipe."""
+        return recipe in self._recipes
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append answers with one write: an interruption loses all of them or none."""
+        try:
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.flush()
+        except OSError as error:
+            raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error
+        self._found |= {(row["recipe"], row["question"]): row for row in rows}
+        self._recipes |= {row["recipe"] for row in rows}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ModelSource:
+    """Outcomes from a model's answers.
+
+    Parameters
+    ----------
+    vlm : VLM
+    questions : list of Question
+    store : Store
+    batch_size, max_new_tokens : int
+    answered : callable, optional
+        Called after each answer that is not from the store.
+    """
+
+    def __init__(
+        self,
+        vlm: VLM,
+        questions: list[Question],
+        store: Store,
+        *,
+        batch_size: int = 8,
+        max_new_tokens: int = 32,
+        answered: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.vlm, self.questions, self.store = vlm, questions, store
+        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.answered = answered
+
+    def outcomes(self, recipe: str, questions: Sequence[int]) -> list[Outcome]:
+        if error := self._error(recipe, questions):
+            raise CannotRun(error)
+        left = [index for index in questions if self.store.get(recipe, index) is None]
+        while left:
+            # One first: most recipes that cannot run fail on any question.
+            size = AT_ONCE if self.store.has(recipe) else 1
+            part, left = left[:size], left[size:]
+            self._answer(recipe, part)
+            if error := self._error(recipe, part):
+                raise CannotRun(error)
+        return [self._outcome(recipe, index) for index in questions]
+
+    def _error(self, recipe: str, questions: Sequence[int]) -> str | None:
+        rows = [self.store.get(recipe, index) for index in questions]
+        return next((row["error"] for row in rows if row and row.get("error")), None)
+
+    def _answer(self, recipe: str, questions: Sequence[int]) -> None:
+        import torch
+
+        from vlmfast.api.vlm import Request
+
+        generation = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+
+        def requests() -> Iterator[Request]:
+            for index in questions:
+                # For methods that draw at random while they prefill, which precedes the next
+                # request: the same numbers in an interrupted run.
+                torch.manual_seed(index)
+                asked = self.questions[index]
+                yield Request(
+                    asked.question, **asked.arguments(), recipe=recipe, generation=generation
+                )
+
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            answers = self.vlm.ask_many(requests(), batch_size=self.batch_size, errors="keep")
+        rows = []
+        for index, answer in zip(questions, answers, strict=True):
+            row: dict[str, Any] = {"recipe": recipe, "question": index}
+            if isinstance(answer, VLMFastError):
+                text = " ".join(str(answer).split())
+                row["error"] = f"line {self.questions[index].line}: {text}"
+            elif isinstance(answer, Exception):
+                raise answer
+            else:
+                stats = answer.stats
+                row |= {
+                    "answer": answer.text,
+                    "equivalent_tokens": stats.equivalent_tokens,
+                    "kv_bytes": stats.kv_bytes,
+                }
+            rows.append(row)
+            self.answered()
+        self.store.add(rows)
+
+    def _outcome(self, recipe: str, index: int) -> Outcome:
+        from vlmfast.eval.scores import normalise
+
+        row, targets = self.store.get(recipe, index), self.questions[index].answers
+        assert row is not None
+        if not targets:
+            if recipe != FULL:
+                self.outcomes(FULL, [index])
+            full = self.store.get(FULL, index)
+            assert full is not None
+            targets = (full["answer"],)
+        score = normalise(row["answer"]) in map(normalise, targets)
+        return Outcome(int(score), row["equivalent_tokens"], row["kv_bytes"])
