@@ -25,6 +25,7 @@ from PIL import Image
 import vlmfast
 from vlmfast.api.stored_recipe import home, recipe_path, store_recipe
 from vlmfast.api.vlm import VLM, Request
+from vlmfast.cli import arguments as cli_arguments
 from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
@@ -93,7 +94,7 @@ def write(folder: Path, *, answers: bool, count: int = QUESTIONS) -> None:
 
 def arguments(folder: Path, *more: str, out: str = "out") -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    commands.add_arguments(parser)
+    cli_arguments.tune(parser)
     words = ["--data", str(folder / "data.jsonl"), "--out", str(folder / out), "--max-loss", "20%"]
     for recipe in RECIPES:
         words += ["--recipe", recipe]
@@ -133,7 +134,7 @@ def test_run_writes_the_choice_and_how_to_repeat_it(
     # The command reproduces the run.
     words = found["command"].split()[2:]
     parser = argparse.ArgumentParser()
-    commands.add_arguments(parser)
+    cli_arguments.tune(parser)
     assert vars(parser.parse_args(words)) == vars(arguments(folder))
 
 
