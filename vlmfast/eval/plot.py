@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.files import replacing
-from vlmfast.core.protocols import InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
+from .chart import BEFORE, COLORS, STACKS, TRAINED, WITHIN, group_of, short_names
 from .summary import BASELINES, Row, reduces, rereads, shrinks
 
-# Okabe and Ito's colour-blind safe colours, without yellow, which is too pale for a line.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vPX*<>"
 _GREYS = dict(zip(BASELINES, ("#222222", "#6b6b6b", "#9a9a9a"), strict=True))
 _GREYS["streamingllm"] = "#8a8a8a"
@@ -77,8 +75,6 @@ _LABELS = {
 }
 _ROUND = {"kept": (1, 2, 3, 5, 10, 20, 30, 50, 100), "held": (1, 2, 5, 10, 20, 30, 50, 80)}
 _MANY = 12  # maximum number of distinguishable curves in one panel
-_BEFORE, _WITHIN = "before the language model", "inside encoder or language model"
-_TRAINED, _STACKS = "trained", "several stages"
 
 
 def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
@@ -103,7 +99,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         ) from error
 
     drawn = [row for row in rows if reduces(row) or shrinks(row)]
-    names = _names([row.run.meta["method"] for row in drawn])
+    names = short_names([row.run.meta["method"] for row in drawn])
     groups = _groups(drawn) if axis == "kept" and len(names) > _MANY else {"": drawn}
     # Panels without results, of a modality or of sessions, are left out.
     panels = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
@@ -156,29 +152,14 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         figure.savefig(target, format=file.suffix.removeprefix("."))
 
 
-def _names(methods: list[str]) -> dict[str, str]:
-    """Labels of the legend; they include positions only if a method was run with both."""
-    short = {method: method.replace(":positions=keep", "") for method in dict.fromkeys(methods)}
-    twice = [name for name in short.values() if list(short.values()).count(name) > 1]
-    return {method: method if name in twice else name for method, name in short.items()}
-
-
 def _groups(rows: list[Row]) -> dict[str, list[Row]]:
     """Group methods by the part of the model that they act on; baselines are in each group."""
     found: dict[str, list[Row]] = {}
     common = [row for row in rows if row.run.meta["method"].partition(":")[0] in BASELINES]
     for row in rows:
-        recipe = Recipe.parse(row.run.meta["recipe"])
-        if len(recipe) > 1:
-            title = _STACKS
-        elif any(stage.trained for stage in recipe):
-            title = _TRAINED
-        else:
-            within = recipe.acting(InEncoderStage) or recipe.acting(PrefillStage)
-            title = _WITHIN if within else _BEFORE
         if row not in common:
-            found.setdefault(title, []).append(row)
-    order = (_BEFORE, _WITHIN, _TRAINED, _STACKS)
+            found.setdefault(group_of(Recipe.parse(row.run.meta["recipe"])), []).append(row)
+    order = (BEFORE, WITHIN, TRAINED, STACKS)
     return {title: found[title] + common for title in order if title in found}
 
 
@@ -219,10 +200,10 @@ def _line(
             [h - m for m, h in zip(mean, high, strict=True)],
         ],
         label=name,
-        color=grey or _COLORS[number % len(_COLORS)],
+        color=grey or COLORS[number % len(COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
         markerfacecolor="white" if "+" in method else None,  # hollow for several stages
-        linestyle="--" if grey else ("-", (0, (5, 1, 1, 1)))[number // len(_COLORS) % 2],
+        linestyle="--" if grey else ("-", (0, (5, 1, 1, 1)))[number // len(COLORS) % 2],
         markersize=5,
         linewidth=1.6,
         capsize=2.5,

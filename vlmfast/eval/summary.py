@@ -271,7 +271,11 @@ def full_model(runs: list[Results]) -> Results | None:
 
 def rereads(run: Results) -> bool:
     """Whether a session prefills the images for each question, because the recipe uses it."""
-    recipe = Recipe.parse(run.meta["recipe"])
+    return depends_on_question(Recipe.parse(run.meta["recipe"]))
+
+
+def depends_on_question(recipe: Recipe) -> bool:
+    """Whether any part of a recipe uses the question."""
     return any(part.query_dependent for stage in recipe for part in (stage, *stage.expand()))
 
 

@@ -1,0 +1,437 @@
+"""Interactive chart of accuracy against the kept fraction of visual tokens or of the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import log10
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmfast.core.protocols import InEncoderStage, PrefillStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
+
+from .axes import method_of, shrinks_cache
+from .summary import BASELINES, CACHE_BASELINES, depends_on_question
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+TRAINED, BEFORE = "trained", "before the language model"
+WITHIN = "inside encoder or language model"
+STACKS, CACHE, BASELINE = "several stages", "KV cache", "baselines"
+FULL = "full model"
+GROUPS = (TRAINED, BEFORE, CACHE, BASELINE, WITHIN, STACKS)
+_HIDDEN = (WITHIN, STACKS)  # until they are chosen
+
+# Okabe and Ito's colour-blind safe colours that are visible on white and on black.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon", "hexagram")
+_DASHES = ("solid", "dashdot", "longdash")
+_GREYS = {"random": "dash", "grid": "dot", "downsample": "dashdot", "streamingllm": "dot"}
+# Greys and text that have the same contrast to a white and to a dark page.
+_GREY, _INK, _LINE = "#8a8a8a", "#7f7f7f", "rgba(127, 127, 127, 0.25)"
+_TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
+# Below the plot, where it also fits on a phone; long ones scroll.
+_LEGEND = {
+    "orientation": "h",
+    "yref": "container",
+    "y": 0,
+    "yanchor": "bottom",
+    "maxheight": 230,
+    "groupclick": "toggleitem",
+    "tracegroupgap": 4,
+    "font": {"size": 12},
+}
+_COST = {
+    "kept": "visual tokens kept, mean of layers (%)",
+    "held": "size of the KV cache (%)",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """What the y axis shows: accuracy on some of the questions.
+
+    Parameters
+    ----------
+    title : str
+    key : str
+        ``accuracy``, ``caption`` or ``accuracy_later``.
+    modality : {"image", "video"}
+    session : bool
+        Use the results of sessions that prefill an image once.
+    """
+
+    title: str
+    key: str
+    modality: str
+    session: bool = False
+
+
+_VIEWS = {
+    "kept": (
+        View("Images", "accuracy", "image"),
+        View("Videos", "accuracy", "video"),
+        View("Captions of images", "caption", "image"),
+        View("Captions of videos", "caption", "video"),
+    ),
+    "held": (
+        View("Captions of images", "caption", "image"),
+        View("Captions of videos", "caption", "video"),
+        View("Images, single questions", "accuracy", "image"),
+        View("Videos, single questions", "accuracy", "video"),
+        View("Images, later questions of a session", "accuracy_later", "image", True),
+        View("Videos, later questions of a session", "accuracy_later", "video", True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One recipe of a report.
+
+    Parameters
+    ----------
+    recipe : str
+        As it was run.
+    method : str
+        The recipe without its budgets, which the points of a line have in common.
+    group : str
+        One of `GROUPS`, or `FULL`.
+    axis : {"kept", "held"}
+        What the recipe reduces: visual tokens, or bytes of the cache.
+    numbers : dict
+        Its entry in ``report.json``, see `vlmfast.eval.summary.summarise`.
+    session : dict, optional
+        The entry of its sessions.
+    """
+
+    recipe: str
+    method: str
+    group: str
+    axis: str
+    numbers: dict[str, Any]
+    session: dict[str, Any] | None = None
+
+    def point(self, view: View) -> tuple[float, float, float, float] | None:
+        """Cost, accuracy and its 95 % interval in percent; None if not measured."""
+        numbers = self.session if view.session else self.numbers
+        key = f"{view.key}_{view.modality}"
+        if numbers is None or numbers.get(key) is None:
+            return None
+        cost = numbers[f"{self.axis}_{view.modality}"]
+        return tuple(100 * value for value in (cost, numbers[key], *numbers[f"{key}_ci"]))
+
+
+def rows(
+    report: Path | dict[str, Any], task: str | None = None, axis: str = "kept"
+) -> list[Measured]:
+    """The recipes of a report that belong into one chart.
+
+    Parameters
+    ----------
+    report : Path or dict
+        ``report.json`` as ``vlmfast report`` writes it, or its content.
+    task : str, optional
+        The first task of the report by default.
+    axis : {"kept", "held"}
+        Recipes that drop visual tokens, or recipes that compress the KV cache.
+
+    Raises
+    ------
+    VLMFastError
+        If the file cannot be read, is no report, or has no such task.
+    """
+    recipes = _recipes(report, task)
+    found = []
+    for name, numbers in recipes.items():
+        if "@" in name or numbers["control"]:
+            continue
+        recipe = Recipe.parse(numbers["recipe"])
+        session = None if depends_on_question(recipe) else recipes.get(f"{name}@session")
+        method, group = method_of(recipe)[0], group_of(recipe)
+        reduced = 0 < (numbers[axis] or 0) < 0.999
+        caches = shrinks_cache(recipe) or group == BASELINE
+        if not recipe or (reduced and (caches if axis == "held" else not shrinks_cache(recipe))):
+            found.append(Measured(name, method, group, axis, numbers, session))
+    return found
+
+
+def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[str, Any]]:
+    data = report
+    if not isinstance(report, dict):
+        try:
+            data = json.loads(Path(report).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise VLMFastError(f"cannot read the report {report}: {error}") from error
+    try:
+        tasks = data["tasks"]
+        return tasks[task if task is not None else next(iter(tasks))]["recipes"]
+    except (KeyError, TypeError, StopIteration) as error:
+        known = ", ".join(data.get("tasks", ())) if isinstance(data, dict) else ""
+        raise VLMFastError(
+            f"no task {task or 'at all'} in the report; it has: {known or 'none'}"
+        ) from error
+
+
+def group_of(recipe: Recipe) -> str:
+    """The group of a recipe: one of `GROUPS`, or `FULL` for ``none``."""
+    if len(recipe) != 1:
+        return STACKS if recipe else FULL
+    (stage,) = recipe
+    if stage.name in BASELINES + CACHE_BASELINES:
+        return BASELINE
+    if shrinks_cache(recipe):
+        return CACHE
+    if stage.trained:
+        return TRAINED
+    return WITHIN if recipe.acting(InEncoderStage) or recipe.acting(PrefillStage) else BEFORE
+
+
+def short_names(methods: Iterable[str]) -> dict[str, str]:
+    """Labels of methods; they include positions only if a method was run with both."""
+    short = {method: method.replace(":positions=keep", "") for method in dict.fromkeys(methods)}
+    twice = [name for name in short.values() if list(short.values()).count(name) > 1]
+    return {method: method if name in twice else name for method, name in short.items()}
+
+
+# --- the figure ----------------------------------------------------------------------------------
+
+
+def figure(
+    rows: Sequence[Measured],
+    *,
+    current: str | None = None,
+    kept: float | None = None,
+    modality: str = "image",
+) -> Figure:
+    """One line per method with 95 % intervals, and the full model as a horizontal line.
+
+    One menu switches between images, videos and captions, another one selects a group of methods.
+    A click on the legend hides or shows one method. Text and lines are readable on light and on
+    dark pages, and the background is transparent.
+
+    Parameters
+    ----------
+    rows : sequence of Measured
+        See `rows`.
+    current : str, optional
+        A recipe or preset to mark.
+    kept : float, optional
+        The fraction that ``current`` keeps, in (0, 1]: drawn as a vertical line if ``current`` was
+        not measured.
+    modality : {"image", "video"}
+        What the chart shows first.
+
+    Raises
+    ------
+    VLMFastError
+        If plotly is not installed, or no row has an accuracy.
+    """
+    try:
+        from plotly.graph_objects import Figure
+    except ImportError as error:
+        raise VLMFastError(
+            "the chart needs plotly, which is not installed: pip install 'vlmfast[eval]'"
+        ) from error
+
+    axis = rows[0].axis if rows else "kept"
+    views = [view for view in _VIEWS[axis] if any(row.point(view) for row in rows)]
+    if not views:
+        raise VLMFastError("the chart has nothing to show: no recipe of the report has an accuracy")
+    views.sort(key=lambda view: view.modality != modality)  # stable
+    marked = _marked(rows, current)
+    line = None if marked or current is None or not kept else 100 * kept
+    drawn = [_traces(rows, view, current, marked, line) for view in views]
+    shown = Figure(drawn[0])
+    costs = [p[0] for row in rows if row.group != FULL for view in views if (p := row.point(view))]
+    low, high = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    grid = {"gridcolor": _LINE, "linecolor": _LINE, "zeroline": False}
+    text = [str(tick) for tick in ticks]
+    titles = [{"text": title, "font": {"size": 14}} for title in (_COST[axis], "accuracy (%)")]
+    shown.update_xaxes(title=titles[0], title_standoff=8, type="log", minor_ticks="", **grid)
+    shown.update_xaxes(range=[log10(low), log10(high)], tickvals=ticks, ticktext=text)
+    shown.update_yaxes(title=titles[1], range=_range(rows, views[0]), **grid)
+    shown.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0, 0, 0, 0)",
+        plot_bgcolor="rgba(0, 0, 0, 0)",
+        font={"color": _INK, "size": 13, "family": "system-ui, sans-serif"},
+        height=760,
+        margin={"l": 56, "r": 12, "t": 88, "b": _LEGEND["maxheight"] + 52},
+        hoverlabel={"align": "left"},
+        legend=_LEGEND,
+    )
+    groups = _group_menu(shown.data, {marked.group} if marked else set())
+    shown.update_layout(updatemenus=[_view_menu(rows, views, drawn), groups])
+    return shown
+
+
+def _marked(rows: Sequence[Measured], current: str | None) -> Measured | None:
+    """The row of the recipe ``current``."""
+    if current is None:
+        return None
+    recipe = Recipe.parse(current)
+    return next((row for row in rows if Recipe.parse(row.numbers["recipe"]) == recipe), None)
+
+
+def _traces(
+    rows: Sequence[Measured],
+    view: View,
+    current: str | None,
+    marked: Measured | None,
+    line: float | None,
+) -> list[Any]:
+    """All traces of a view; views have the same traces in the same order."""
+    from plotly.graph_objects import Scatter
+
+    traces: list[Any] = []
+    full = next((row for row in rows if row.group == FULL), None)
+    if full is not None:
+        _, mean, low, high = full.point(view) or (None,) * 4
+        about = f"<b>none</b><br>{_score(mean, low, high)}<extra></extra>"
+        ends, own = (0.1, 200), {"legendgroup": FULL, "hovertemplate": about}
+        traces.append(
+            Scatter(
+                x=[*ends, *ends[::-1]], y=[low, low, high, high], fill="toself", mode="none"
+            ).update(fillcolor="rgba(127, 127, 127, 0.18)", showlegend=False, hoverinfo="skip")
+        )
+        traces.append(
+            Scatter(x=ends, y=[mean, mean], mode="lines", name="full model", **own).update(
+                line={"color": _INK, "width": 2}
+            )
+        )
+    names = short_names(row.method for row in rows)
+    number = 0  # of lines in colour, which differ across groups
+    for group in GROUPS:
+        own = [row for row in rows if row.group == group]
+        lines: dict[str, list[Measured]] = {}
+        for row in own:
+            lines.setdefault(STACKS if group == STACKS else names[row.method], []).append(row)
+        for place, (name, points) in enumerate(lines.items()):
+            trace = _line(points, view, name, place if group == BASELINE else number, group)
+            trace.legendgrouptitle = None if group == STACKS else {"text": f"<b>{group}</b>"}
+            number += group != BASELINE
+            traces.append(trace)
+    if line is not None:
+        name = f"{current}: {line:.3g} % kept, not measured"
+        style = {"color": COLORS[1], "width": 2, "dash": "dot"}
+        traces.append(Scatter(x=[line, line], y=[0, 100], mode="lines", name=name, line=style))
+        traces[-1].hovertemplate = f"<b>{current}</b><br>{line:.3g} % kept<extra></extra>"
+    if marked is not None and marked.group != FULL:
+        point = marked.point(view)
+        ring = {"size": 20, "symbol": "circle-open", "color": COLORS[1], "line": {"width": 3}}
+        traces.append(
+            Scatter(x=[point and point[0]], y=[point and point[1]], mode="markers", marker=ring)
+        )
+        traces[-1].update(name=f"current: {current}", hoverinfo="skip")
+    return traces
+
+
+def _line(points: list[Measured], view: View, name: str, number: int, group: str) -> Any:
+    """One method, by increasing cost."""
+    from plotly.graph_objects import Scatter
+
+    found = [(p, row) for row in points if (p := row.point(view))]
+    found.sort(key=lambda pair: pair[0])
+    x, y, low, high = ([p[i] for p, _ in found] for i in range(4))
+    color = _GREY if group == BASELINE else COLORS[number % len(COLORS)]
+    dash = _DASHES[number // len(COLORS) % len(_DASHES)]
+    if group == BASELINE:
+        dash = _GREYS.get(name.partition(":")[0], "dash")
+    about = [[row.recipe, _score(*p[1:])] for p, row in found]
+    return Scatter(
+        x=x,
+        y=y,
+        name=name,
+        mode="markers" if group == STACKS else "lines+markers",
+        line={"color": color, "width": 2, "dash": dash},
+        marker={"symbol": _SYMBOLS[number % len(_SYMBOLS)], "size": 8, "color": color},
+        error_y={
+            "array": [h - m for m, h in zip(y, high, strict=True)],
+            "arrayminus": [m - l for m, l in zip(y, low, strict=True)],
+            "color": _transparent(color),
+            "thickness": 1.5,
+            "width": 0,
+        },
+        customdata=about,
+        hovertemplate=(
+            "<b>%{customdata[0]}</b><br>%{x:.1f} % kept<br>%{customdata[1]}<extra></extra>"
+        ),
+        legendgroup=group,
+    )
+
+
+def _score(mean: float | None, low: float | None, high: float | None) -> str:
+    return "not measured" if mean is None else f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def _range(rows: Sequence[Measured], view: View) -> list[float]:
+    """From the ten below the lowest interval of the visible rows to 100 %."""
+    lows = [p[2] for row in rows if row.group not in _HIDDEN and (p := row.point(view))]
+    return [max(0, 10 * ((min(lows, default=0) - 1) // 10)), 101]
+
+
+def _view_menu(
+    rows: Sequence[Measured], views: list[View], drawn: list[list[Any]]
+) -> dict[str, Any]:
+    """A menu of views, which replaces the data and keeps what is hidden."""
+    keys = ("x", "y", "customdata", "hovertemplate", "error_y.array", "error_y.arrayminus")
+    choices = {
+        view.title: (
+            {key: [_value(trace, key) for trace in traces] for key in keys},
+            {"yaxis.range": _range(rows, view)},
+        )
+        for view, traces in zip(views, drawn, strict=True)
+    }
+    return _menu(choices, above=44)
+
+
+def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
+    """A menu of groups; the baselines and the full model are always visible."""
+    present = [group for group in GROUPS if any(t.legendgroup == group for t in traces)]
+    methods = [group for group in present if group != BASELINE]
+    shown = {"Methods: selection": {*methods} - {*_HIDDEN} | more}
+    if len(methods) > 1:
+        shown |= {"All methods": {*methods}}
+        shown |= {f"Methods: {group}": {group} for group in methods}
+    choices = {
+        label: (
+            {
+                "visible": [
+                    "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
+                ]
+            },
+        )
+        for label, groups in shown.items()
+    }
+    for trace, visible in zip(traces, choices["Methods: selection"][0]["visible"], strict=True):
+        trace.visible = visible
+    return _menu(choices, above=4)
+
+
+def _menu(choices: dict[str, tuple], above: int) -> dict[str, Any]:
+    """A menu that is ``above`` pixels over the plot; each choice updates data and layout."""
+    buttons = [
+        {"label": label, "method": "update", "args": list(args)} for label, args in choices.items()
+    ]
+    place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": above}}
+    style = {"bgcolor": "rgba(127, 127, 127, 0.15)", "bordercolor": _LINE, "font": {"size": 12}}
+    return {"buttons": buttons, "showactive": True, "active": 0, **place, **style}
+
+
+def _value(trace: Any, key: str) -> Any:
+    """A value of a trace as JSON: tuples are lists."""
+    value = trace.to_plotly_json()
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _transparent(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, 0.4)"
