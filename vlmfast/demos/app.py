@@ -29,6 +29,7 @@ from .comparison import FRAMES, RUNNING, Panel, comparison, message_of, user_of,
 from .drawn import thumbnails, write_examples
 from .endpoints import endpoints
 from .files import Files, exit_on_sigterm, temporary
+from .measured import measured
 from .recipe_controls import RecipeControls, offer, presets, recipe_controls
 from .remote import RemoteVLM
 from .talk import Desk, Media, Opening
@@ -136,9 +137,9 @@ def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
             for kind in examples:
                 with gr.Tab(kind.capitalize(), elem_id=f"{kind}-tab") as tab:
                     tabs[kind] = tab, comparison(desk, kind, examples[kind], small[kind])
-            with gr.Tab("Measured"):
-                _measured()
+            chart = gr.Tab("Measured", elem_id="measured-tab")
         controls = recipe_controls(desk)
+        measured(desk, controls, chart)
         for kind, (tab, panel) in tabs.items():
             wire(desk, files, panel, examples[kind], controls, page, tab)
         if choose_model:
@@ -164,16 +165,6 @@ def _frames(kind: str) -> int:
 
 def _about(desk: Desk) -> str:
     return panels.about(desk.name, desk.vlm.url if isinstance(desk.vlm, RemoteVLM) else "")
-
-
-def _measured() -> None:
-    gr.Markdown(
-        "Accuracy of `tiny` on held-out generated scenes, against the fraction kept. "
-        "Use it to compare methods; the numbers do not transfer to other models."
-    )
-    for path, caption in panels.plots():
-        gr.Markdown(f"### {caption[0].upper()}{caption[1:]}")
-        gr.Image(path, show_label=False, interactive=False, alt_text=caption, elem_classes="plot")
 
 
 def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:

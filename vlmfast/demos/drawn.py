@@ -35,11 +35,12 @@ def thumbnails(rows: dict[str, list[list[str]]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for kind, examples in rows.items():
         for path, _ in examples:
-            loaded = (
-                load_image(path) if kind == "image" else load_video(path, num_frames=3).frames[1]
-            )
+            if kind == "image":
+                image = load_image(path)
+            else:
+                *_, image = load_video(path, num_frames=2).frames
             small = Path(path).with_suffix(".thumbnail.png")
-            loaded.resize((_THUMBNAIL, _THUMBNAIL)).save(small)
+            image.resize((_THUMBNAIL, _THUMBNAIL)).save(small)
             found.setdefault(kind, []).append(str(small))
     return found
 

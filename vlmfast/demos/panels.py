@@ -151,18 +151,6 @@ def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
     return path
 
 
-def plots() -> list[tuple[str, str]]:
-    """Plots of the measured accuracy: path and caption."""
-    folder = Path(__file__).parent / "results"
-    if not folder.is_dir():  # a clone
-        folder = Path(__file__).parents[2] / "docs" / "results"
-    found = {
-        folder / "shapes.png": "accuracy against the fraction of visual tokens",
-        folder / "cache" / "shapes-cache.png": "accuracy against the bytes of the KV cache",
-    }
-    return [(str(path), caption) for path, caption in found.items() if path.is_file()]
-
-
 # --- counters ------------------------------------------------------------------------------------
 
 
