@@ -93,7 +93,7 @@ class Page:
             target: event["id"]
             for event in config["dependencies"]
             for target, trigger in event["targets"]
-            if trigger == "click"
+            if trigger in ("click", "upload") and event["backend_fn"]
         }
         self.wiring = {event["id"]: event for event in config["dependencies"]}
         # Closing this stream tells the server that the page was closed.
@@ -103,8 +103,10 @@ class Page:
         self.alive.__enter__()
         with IMAGE.open("rb") as file:
             (path,) = self.http.post("gradio_api/upload", files={"files": file}).json()
-        about = {"path": path, "orig_name": IMAGE.name, "meta": {"_type": "gradio.FileData"}}
-        self.values[self.ids["image-media"]] = about
+        file = {"path": path, "orig_name": IMAGE.name, "meta": {"_type": "gradio.FileData"}}
+        event = self.events[self.ids["image-media"]]
+        about = {"data": [file, 1], "fn_index": event, "session_hash": self.session}
+        self.http.post("gradio_api/run/predict", json=about).raise_for_status()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -156,13 +158,10 @@ class Page:
         return first, whole
 
 
-def said(chat: Any) -> str:
-    """The last message of a chat if it is an answer, else an empty text."""
-    if not isinstance(chat, list) or not chat or chat[-1]["role"] != "assistant":
-        return ""
-    content = chat[-1]["content"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    return text.strip("… ")
+def said(card: Any) -> str:
+    """The last answer in the HTML of a side, else an empty text."""
+    found = re.findall(r'<p class="answer">(.*?)</p>', card) if isinstance(card, str) else []
+    return found[-1].strip("… ") if found else ""
 
 
 def visit(address: str, questions: int) -> list[tuple[float, float]]:
