@@ -93,7 +93,7 @@ class Page:
             target: event["id"]
             for event in config["dependencies"]
             for target, trigger in event["targets"]
-            if trigger in ("click", "upload") and event["backend_fn"]
+            if trigger in ("click", "upload")
         }
         self.wiring = {event["id"]: event for event in config["dependencies"]}
         # Closing this stream tells the server that the page was closed.
@@ -123,7 +123,8 @@ class Page:
         return self._run("image-again", QUESTIONS[question])
 
     def _run(self, button: str, expected: str) -> tuple[float, float]:
-        event = self.wiring[self.events[self.ids[button]]]
+        shown_at_once = self.events[self.ids[button]]  # in the browser, then the server is asked
+        (event,) = (e for e in self.wiring.values() if e["trigger_after"] == shown_at_once)
         data = [self.values[part] for part in event["inputs"]]
         chats = [event["outputs"].index(self.ids[f"image-{side}"]) for side in ("full", "recipe")]
         about = {"data": data, "fn_index": event["id"], "session_hash": self.session}

@@ -242,7 +242,7 @@ def test_toggle_and_dimmer(page: Page) -> None:
 def test_progress_appears_before_the_server_answers(page: Page) -> None:
     answered(page)
     held = []
-    page.route("**/queue/join*", held.append)
+    page.route("**/queue/join*", lambda route: held.append(route))
     for start in (
         page.locator("#image-ask").click,
         page.locator("#image-again").click,
@@ -263,8 +263,8 @@ def test_examples_answer_on_click(page: Page) -> None:
         answered(page, kind)
         buttons = page.locator(f"#{kind}-examples button")
         expect(buttons).to_have_count(4 if kind == "image" else 3)
-        for picture in buttons.locator("img").all():
-            expect(picture).to_have_js_property("naturalWidth", 96)
+        for thumbnail in buttons.locator("img").all():
+            expect(thumbnail).to_have_js_property("naturalWidth", 96)
         buttons.nth(2).click()
         question = buttons.nth(2).inner_text().strip()
         answered(page, kind, f"“{question}” Answered")

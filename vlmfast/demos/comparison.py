@@ -247,16 +247,21 @@ def wire(
     inputs = [panel.path, panel.frames, panel.question, controls.text]
     inputs += [controls.tokens, controls.history]
     at_once = f"() => {json.dumps(panels.progress('Asking …'))}"
+
+    def begun(trigger: Any) -> Any:
+        """Show progress in the browser first, before the server answers."""
+        return trigger(None, None, panel.status, js=at_once, **_QUICK)
+
     starts = [
-        panel.ask.click(asked, inputs, answers, **RUNNING),
-        panel.question.submit(asked, inputs, answers, **RUNNING),
-        panel.again.click(asked_again, [controls.tokens], answers, **RUNNING),
+        begun(panel.ask.click).then(asked, inputs, answers, **RUNNING),
+        begun(panel.question.submit).then(asked, inputs, answers, **RUNNING),
+        begun(panel.again.click).then(asked_again, [controls.tokens], answers, **RUNNING),
         tab.select(opened, None, answers, **RUNNING)
         if kind == "video"
         else page.load(opened, None, answers, **RUNNING),
     ]
     for button, (path, question) in zip(panel.examples, examples, strict=True):
-        chosen = button.click(
+        chosen = begun(button.click).then(
             lambda path=path, question=question: [path, question],
             None,
             [panel.path, panel.question],
@@ -265,11 +270,6 @@ def wire(
         starts.append(chosen.then(asked, inputs, answers, **RUNNING))
     for start in starts:
         start.then(drawn, None, panel.drawings, **_QUICK)
-    # In the browser, before the server answers.
-    for trigger in (panel.ask.click, panel.question.submit, panel.again.click):
-        trigger(None, None, panel.status, js=at_once, **_QUICK)
-    for button in panel.examples:
-        button.click(None, None, panel.status, js=at_once, **_QUICK)
     panel.media.upload(
         uploaded,
         [panel.media, panel.frames],
