@@ -103,7 +103,7 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 def about(name: str, url: str) -> str:
     """The line at the top of the page."""
     where = f" at {html.escape(url)}" if url else ""
-    return f'<p class="about"><b>vlmfast</b> {html.escape(name)}{where}</p>'
+    return f'<h1 class="about"><b>vlmfast</b> {html.escape(name)}{where}</h1>'
 
 
 def message(text: str, *, error: bool = False) -> str:
