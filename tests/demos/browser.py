@@ -301,6 +301,7 @@ def test_second_question_and_full_detail(asked: Page) -> None:
     answered(asked, words="Answered with none")
     expect(asked.locator("#image-recipe")).to_contain_text("Looked again at full detail: purple")
     assert counter(asked, "Visual tokens", "recipe") == "336"
+    unfold(asked)
     with asked.expect_download() as download:
         asked.locator("#image-trace").click()
     trace = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
@@ -660,7 +661,7 @@ radio KV cache
 def controls(part: Locator) -> Counter:
     """Roles and accessible names of the visible controls, as a screen reader reads them out."""
     roles = "button|textbox|combobox|listbox|slider|spinbutton|checkbox|radio|tab|link|switch"
-    lines = re.findall(rf"^\s*- '?({roles})(?: \"(.*?)\")?['\[: ]*", part.aria_snapshot(), re.M)
+    lines = re.findall(rf"^\s*- '?({roles})\b(?: \"(.*?)\")?['\[: ]*", part.aria_snapshot(), re.M)
     return Counter(f"{role} {name}".strip() for role, name in lines)
 
 
@@ -786,10 +787,14 @@ def test_api_reports_errors(client: Client, question: str, recipe: str, words: s
         client.predict(handle_file(IMAGE), question, recipe, api_name="/ask")
 
 
-def test_api_reads_no_file_of_the_server(client: Client) -> None:
-    about = {"path": str(IMAGE), "meta": {"_type": "gradio.FileData"}}
-    with pytest.raises(AppError):
-        client.predict(about, QUESTION, api_name="/ask")
+def test_api_reads_no_file_of_the_server(address: str) -> None:
+    file = {"path": str(IMAGE), "meta": {"_type": "gradio.FileData"}}
+    for name in ("ask", "compare"):
+        url = f"{address}/gradio_api/call/{name}"
+        asked = httpx.post(url, json={"data": [file, QUESTION, "fast", 4, 1]})
+        found = httpx.get(f"{url}/{asked.json()['event_id']}", timeout=WAIT_MS / 1000).text
+        assert "event: error" in found
+        assert SAID not in found
 
 
 def test_host_header_is_checked(address: str) -> None:
@@ -817,6 +822,7 @@ def test_files_go_with_the_page_and_with_the_process(
         upload(page, IMAGE)
         ask(page)
         answered(page)
+        unfold(page)
         expect(page.locator("#image-trace")).to_be_enabled()
         traces = [*folder.rglob("trace.json")]
         (uploaded,) = folder.rglob(IMAGE.name)

@@ -189,12 +189,16 @@ def wire(
     kind, opening = panel.kind, panel.opening
     answers = panel.answers
 
+    built = desk.opened(opening)  # the page contains it from the start
+
     def opened(request: gr.Request) -> Iterator[list]:
-        talk = desk.talk(user_of(request, kind))
-        if talk is not None:  # the user has asked already
-            yield _state(talk, _status_of(talk), _view_of(talk))
+        user = user_of(request, kind)
+        if built is not None and desk.opened(opening) is built:
             return
-        yield from _shown(desk, desk.open(opening))
+        for state in _shown(desk, desk.open(opening)):
+            if desk.talk(user) is not None or files.has(user):  # the user did something meanwhile
+                return
+            yield state
 
     def asked(
         path: str | None,
@@ -320,12 +324,6 @@ def _blank(images: list) -> list:
     """The components of `Panel.answers` for a new input, without the status."""
     _, *rest = _state(None, "", views.plain_html(images) if images else "")
     return rest
-
-
-def _status_of(talk: Conversation) -> str:
-    if talk.current is not None:
-        return panels.progress("Answering …")
-    return panels.result(talk.turns[-1]) if talk.turns else ""
 
 
 def _view_of(talk: Conversation) -> str:

@@ -76,7 +76,8 @@ def _turn(
         media = Media(kind, path, int(frames) if kind == "video" else 1)
         return desk.answer(media, question, recipe, int(tokens), sides)
     except Exception as error:
-        raise gr.Error(message_of(error).replace(path or "\0", "the file")) from error
+        text = message_of(error).replace(path or "\0", "the file")
+        raise gr.Error(text, print_exception=False) from error
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class Files:
         """Folder of the trace of a user."""
         return self._traces / user
 
+    def has(self, user: str) -> bool:
+        """Whether a user has uploaded a file."""
+        with self._lock:
+            return any(user in users for users in self._users.values())
+
     def claim(self, user: str, path: str | None) -> None:
         """Record that a user uploaded a file. Equal files of several users are stored once."""
         if path is None or not Path(path).is_relative_to(self.uploads):

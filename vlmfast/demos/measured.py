@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from vlmfast.core.recipe import Recipe
+from vlmfast.errors import VLMFastError
 from vlmfast.eval.chart import figure, rows
 
 from .comparison import user_of
@@ -30,24 +31,34 @@ def measured(desk: Desk, controls: RecipeControls, tab: gr.Tab) -> None:
         )
         plot = gr.Plot(show_label=False, elem_id="measured-plot")
 
+    opened = gr.State(False)
+
     def drawn(axis: str, recipe: str, request: gr.Request) -> Any:
         talk = desk.talk(user_of(request, "image"))
-        return chart(axis, recipe, talk and talk.recipe, talk and talk.kept)
+        try:
+            marked = desk.recipe(recipe)
+        except VLMFastError:  # while it is being written
+            return gr.skip()
+        return chart(axis, marked, talk and talk.recipe, talk and talk.kept)
 
-    inputs, options = [axis, controls.good], {"queue": False, "api_visibility": "private"}
-    tab.select(drawn, inputs, plot, **options)
+    def changed(opened: bool, axis: str, recipe: str, request: gr.Request) -> Any:
+        return drawn(axis, recipe, request) if opened else gr.skip()
+
+    inputs = [axis, controls.text]
+    options = {"queue": False, "api_visibility": "private", "trigger_mode": "always_last"}
+    tab.select(drawn, inputs, plot, **options).then(lambda: True, None, opened, **options)
     axis.input(drawn, inputs, plot, **options)
-    controls.good.change(drawn, inputs, plot, **options)
+    controls.text.change(changed, [opened, *inputs], plot, **options)
 
 
-def chart(axis: str, recipe: str, asked: Recipe | None, kept: float | None) -> Any:
+def chart(axis: str, recipe: Recipe, asked: Recipe | None, kept: float | None) -> Any:
     """The chart of a report.
 
     Parameters
     ----------
     axis : str
         One of the choices of the tab.
-    recipe : str
+    recipe : Recipe
         The recipe to mark.
     asked : Recipe, optional
         The recipe of the last answer, which kept the fraction ``kept`` of the visual tokens.
@@ -55,8 +66,8 @@ def chart(axis: str, recipe: str, asked: Recipe | None, kept: float | None) -> A
     """
     file, reduced = _AXES[axis]
     found = rows(results() / file, axis=reduced)
-    same = reduced == "kept" and asked == Recipe.parse(recipe)
-    return figure(found, current=recipe if recipe else None, kept=kept if same else None)
+    same = reduced == "kept" and asked == recipe
+    return figure(found, current=str(recipe), kept=kept if same else None)
 
 
 def results() -> Path:
