@@ -286,12 +286,27 @@ def test_files_of_a_closed_page_are_removed(tmp_path: Path) -> None:
     outside.write_bytes(b"x")
     for user, path in (("a", shared), ("b", shared), ("a", own), ("a", outside), ("a", None)):
         files.claim(user, path and str(path))
-    files.traces("a").mkdir(parents=True)
+    trace = files.new_trace("a")
+    served = files.uploads / "3" / trace.name  # Gradio's copy
+    served.parent.mkdir()
+    for path in (trace, served):
+        path.write_text("{}")
     files.release("a")
     assert [path.exists() for path in (shared, own, outside)] == [True, False, True]
-    assert not files.traces("a").exists()
+    assert not trace.exists() and not served.exists()
     files.release("b")
     assert not shared.exists()
+
+
+def test_names_of_users_are_no_paths(tmp_path: Path) -> None:
+    """A browser sends them."""
+    files = Files(tmp_path / "demo")
+    outside = tmp_path / "other-image"
+    outside.mkdir()
+    for user in ("../../other-image", str(outside), "x" * 5000, "a/../../b\0"):
+        assert files.new_trace(user).resolve().is_relative_to(tmp_path / "demo")
+        files.release(user)
+    assert outside.is_dir()
 
 
 def test_file_that_was_uploaded_again_stays(tmp_path: Path) -> None:

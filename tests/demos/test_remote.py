@@ -213,7 +213,8 @@ def test_frames_that_the_recipe_chooses_are_blank(examples) -> None:
 def test_the_trace_file_has_no_ids(far: RemoteVLM, tiny, image: Media, tmp_path: Path) -> None:
     for vlm, has_ids in ((far, False), (tiny, True)):
         talk = ask(vlm, image)
-        path = panels.write_trace(talk, talk.turns[-1], tmp_path)
+        path = tmp_path / "trace.json"
+        panels.write_trace(talk, talk.turns[-1], path)
         (answer, _) = json.loads(path.read_text(encoding="utf-8"))["answers"].values()
         assert ("token_ids" in answer) is has_ids
         assert len(answer["trace"]["tokens"]) == 336

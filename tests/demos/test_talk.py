@@ -214,7 +214,8 @@ def test_counters_equal_the_answers_statistics(desk: Desk, image: Media) -> None
 
 def test_the_trace_is_json(desk: Desk, image: Media, tmp_path: Path) -> None:
     talk = ask(desk, image)
-    path = panels.write_trace(talk, talk.turns[-1], tmp_path / "traces")
+    path = tmp_path / "trace.json"
+    panels.write_trace(talk, talk.turns[-1], path)
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["question"] == QUESTION
     assert found["recipe"] == BALANCED

@@ -194,6 +194,7 @@ def wire(
     def opened(request: gr.Request) -> Iterator[list]:
         user = user_of(request, kind)
         if built is not None and desk.opened(opening) is built:
+            yield [gr.skip()] * len(answers)
             return
         for state in _shown(desk, desk.open(opening)):
             if desk.talk(user) is not None or files.has(user):  # the user did something meanwhile
@@ -235,7 +236,8 @@ def wire(
         if talk is None or not talk.turns:
             return ["", gr.DownloadButton(value=None, interactive=False)]
         turn = talk.turns[-1]
-        file = panels.write_trace(talk, turn, files.traces(user))
+        file = files.new_trace(user)
+        panels.write_trace(talk, turn, file)
         return [
             views.depths_html(turn.shown),
             gr.DownloadButton(value=str(file), interactive=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -35,9 +36,17 @@ class Files:
         self._lock = threading.Lock()
         self.uploads.mkdir(parents=True)
 
-    def traces(self, user: str) -> Path:
-        """Folder of the trace of a user."""
-        return self._traces / user
+    def new_trace(self, user: str) -> Path:
+        """Where to write the trace of a user; earlier ones are removed."""
+        path = self._trace(user)
+        for old in (path, *self.uploads.glob(f"*/{path.name}")):  # Gradio serves copies
+            old.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        return path
+
+    def _trace(self, user: str) -> Path:
+        # Names of users come from the browser.
+        return self._traces / f"trace-{hashlib.sha256(user.encode()).hexdigest()[:16]}.json"
 
     def has(self, user: str) -> bool:
         """Whether a user has uploaded a file."""
@@ -54,7 +63,7 @@ class Files:
 
     def release(self, user: str) -> None:
         """Remove the files of a user who left the page, except those that others use."""
-        shutil.rmtree(self._traces / user, ignore_errors=True)
+        self.new_trace(user)
         with self._lock:
             for path, users in list(self._users.items()):
                 users.discard(user)

@@ -128,7 +128,7 @@ def result(turn: Turn) -> str:
     )
 
 
-def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
+def write_trace(talk: Conversation, turn: Turn, path: Path) -> None:
     """Write recipes, answers, statistics and traces of a turn to a JSON file.
 
     Answers of a server have no ids of tokens.
@@ -145,10 +145,7 @@ def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
     }
     name = Path(talk.media.path or "").name
     about = {"file": name, "question": turn.question, "recipe": str(talk.recipe)}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "trace.json"
     path.write_text(json.dumps({**about, "answers": answers}, indent=1), encoding="utf-8")
-    return path
 
 
 # --- counters ------------------------------------------------------------------------------------
