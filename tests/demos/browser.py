@@ -426,6 +426,23 @@ def test_unavailable_models_are_reported(page: Page, tmp_path: Path) -> None:
     answered(page)
 
 
+def test_upload_while_the_first_example_is_answered(browser: Browser, address: str, page) -> None:
+    """After a model was loaded, the first page answers the example again."""
+    for _ in range(2):
+        page.locator("#model-area > button").click()
+        page.locator("#model-load").click()
+        expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
+        page.locator("#model-area > button").click()
+        users = opened(browser, address)
+        other = next(users)
+        upload(other, IMAGE)
+        expect(other.locator("#image-view .mask")).to_have_count(0)
+        ask(other)
+        answered(other)
+        assert text_of(other, "full") == SAID
+        assert next(users, None) is None
+
+
 def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
     users = opened(browser, address)
     other = next(users)

@@ -298,6 +298,15 @@ def test_files_of_a_closed_page_are_removed(tmp_path: Path) -> None:
     assert not shared.exists()
 
 
+def test_latest_upload(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    paths = [str(files.uploads / name / "image.png") for name in "12"]
+    assert files.latest("a") is None
+    for user, path in (("a", paths[0]), ("a", paths[1]), ("b", paths[1]), ("a", paths[0])):
+        files.claim(user, path)
+    assert [files.latest(user) for user in "abc"] == [paths[0], paths[1], None]
+
+
 def test_names_of_users_are_no_paths(tmp_path: Path) -> None:
     """A browser sends them."""
     files = Files(tmp_path / "demo")

@@ -197,7 +197,10 @@ def wire(
             yield [gr.skip()] * len(answers)
             return
         for state in _shown(desk, desk.open(opening)):
-            if desk.talk(user) is not None or files.has(user):  # the user did something meanwhile
+            if desk.talk(user) is not None:  # the user asked meanwhile
+                return
+            if (path := files.latest(user)) is not None:
+                yield _ready(kind, path, FRAMES)
                 return
             yield state
 
@@ -221,14 +224,8 @@ def wire(
         yield from _shown(desk, talks)
 
     def uploaded(path: str | None, frames: int, request: gr.Request) -> list:
-        user = user_of(request, kind)
-        files.claim(user, path)
-        try:
-            images = Media(kind, path, int(frames) if kind == "video" else 1).images()
-        except Exception as error:
-            return [None, path, panels.message(message_of(error), error=True), *_blank([])]
-        ready = panels.message("Ready: write a question and press Ask.")
-        return [None, path, ready, *_blank(images)]
+        files.claim(user_of(request, kind), path)
+        return [None, path, *_ready(kind, path, int(frames))]
 
     def drawn(request: gr.Request) -> list:
         user = user_of(request, kind)
@@ -322,10 +319,17 @@ def _state(talk: Conversation | None, status: str, view: str) -> list:
     ]
 
 
-def _blank(images: list) -> list:
-    """The components of `Panel.answers` for a new input, without the status."""
-    _, *rest = _state(None, "", views.plain_html(images) if images else "")
-    return rest
+def _ready(kind: str, path: str | None, frames: int) -> list:
+    """The components of `Panel.answers` for an input without a question."""
+    try:
+        images = Media(kind, path, frames if kind == "video" else 1).images()
+        view, status = (
+            views.plain_html(images),
+            panels.message("Ready: write a question, then Ask."),
+        )
+    except Exception as error:
+        view, status = "", panels.message(message_of(error), error=True)
+    return _state(None, status, view)
 
 
 def _view_of(talk: Conversation) -> str:

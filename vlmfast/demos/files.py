@@ -48,17 +48,19 @@ class Files:
         # Names of users come from the browser.
         return self._traces / f"trace-{hashlib.sha256(user.encode()).hexdigest()[:16]}.json"
 
-    def has(self, user: str) -> bool:
-        """Whether a user has uploaded a file."""
+    def latest(self, user: str) -> str | None:
+        """The last file that a user uploaded."""
         with self._lock:
-            return any(user in users for users in self._users.values())
+            paths = [path for path, users in self._users.items() if user in users]
+        return str(paths[-1]) if paths else None
 
     def claim(self, user: str, path: str | None) -> None:
         """Record that a user uploaded a file. Equal files of several users are stored once."""
         if path is None or not Path(path).is_relative_to(self.uploads):
             return
         with self._lock:
-            self._users.setdefault(Path(path), set()).add(user)
+            users = self._users.pop(Path(path), set())  # the last one is at the end
+            self._users[Path(path)] = users | {user}
             self._written[Path(path)] = _time_of(Path(path))
 
     def release(self, user: str) -> None:
