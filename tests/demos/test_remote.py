@@ -22,7 +22,7 @@ from PIL import Image
 import vlmfast
 from vlmfast import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.cli import commands as cli
-from vlmfast.demos import drawn, panels, remote
+from vlmfast.demos import drawn, panels, remote, views
 from vlmfast.demos.remote import RemoteVLM
 from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
 from vlmfast.serve.app import Server, create_app
@@ -91,10 +91,6 @@ def ask_at(desk: Desk, media: Media, question: str = QUESTION, **changed) -> Con
     return talk
 
 
-def pixels(images: tuple) -> list[np.ndarray]:
-    return [np.asarray(image) for image in images]
-
-
 # --- answers -------------------------------------------------------------------------------------
 
 
@@ -125,12 +121,13 @@ def test_answers_counters_and_drawings_equal_those_of_a_model_in_the_process(
     rows = [{what: cells for what, *cells in panels.counters(turn)} for turn in (here, there)]
     for what in ("Visual tokens", "Visual tokens, mean over layers", "KV cache"):
         assert rows[0][what] == rows[1][what]
-    mine = pixels(panels.slider(here.answers[FULL], here.shown))
-    theirs = pixels(panels.slider(there.answers[FULL], there.shown))
-    assert all(map(np.array_equal, mine, theirs))
-    assert not np.array_equal(*theirs)  # a recipe that drops nothing would look like the input
-    shown = [[caption for _, caption in panels.depths(turn.shown)] for turn in (here, there)]
-    assert shown[0] == shown[1]
+    mine, theirs = (views.views(turn.shown) for turn in (here, there))
+    for own, other in zip(mine, theirs, strict=True):
+        assert np.array_equal(np.asarray(own.image), np.asarray(other.image))
+        assert np.array_equal(own.dropped, other.dropped)
+        assert other.dropped.any()  # a recipe that drops nothing would look like the input
+        assert own.caption == other.caption
+    assert views.depths_html(here.shown) == views.depths_html(there.shown)
 
 
 def _agreement_without_end(tiny, turn) -> float:
@@ -197,10 +194,11 @@ def test_video_is_read_by_the_server(far: RemoteVLM, tiny, examples) -> None:
     path, question = examples["video"][0]
     here, there = (ask(vlm, Media("video", path, 4), question).turns[-1] for vlm in (tiny, far))
     assert there.texts == here.texts == {FULL: "up", RECIPE: "up"}
-    strips = [panels.frame_strip(turn.shown) for turn in (here, there)]
-    assert [caption for _, caption in strips[0]] == [caption for _, caption in strips[1]]
-    for (mine, _), (theirs, _) in zip(*strips, strict=True):
-        assert np.array_equal(np.asarray(mine), np.asarray(theirs))
+    strips = [views.views(turn.shown) for turn in (here, there)]
+    for mine, theirs in zip(*strips, strict=True):
+        assert mine.caption == theirs.caption
+        assert np.array_equal(mine.dropped, theirs.dropped)
+        assert np.array_equal(np.asarray(mine.image), np.asarray(theirs.image))
     fewer = ask(far, Media("video", path, 2), question).turns[-1]
     assert len(fewer.shown.trace.images) == 2
 
@@ -216,7 +214,8 @@ def test_frames_that_the_recipe_chooses_are_blank(examples) -> None:
 def test_the_trace_file_has_no_ids(far: RemoteVLM, tiny, image: Media, tmp_path: Path) -> None:
     for vlm, has_ids in ((far, False), (tiny, True)):
         talk = ask(vlm, image)
-        path = panels.write_trace(talk, talk.turns[-1], tmp_path)
+        path = tmp_path / "trace.json"
+        panels.write_trace(talk, talk.turns[-1], path)
         (answer, _) = json.loads(path.read_text(encoding="utf-8"))["answers"].values()
         assert ("token_ids" in answer) is has_ids
         assert len(answer["trace"]["tokens"]) == 336

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.help import RECIPES, examples
+from vlmfast.core.help import RECIPES, examples, names
 
 from .methods import PLACES
 from .parser import Command, count
@@ -222,6 +222,13 @@ def demo(parser: argparse.ArgumentParser) -> None:
         "--host",
         default="127.0.0.1",
         help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    add(
+        "--allowed-hosts",
+        type=names,
+        default=(),
+        metavar="NAME,NAME",
+        help="accepted Host headers (default: this machine's, where it listens for it only)",
     )
     add("--port", type=count, default=7860, metavar="N", help="port")
 

@@ -313,7 +313,15 @@ def _demo(args: argparse.Namespace) -> None:
         print(f"{name} is served at {address} (stop with Ctrl+C)", flush=True)
 
     vlm, name = _demo_model(args)
-    app.launch(vlm, name, recipe=args.recipe, host=args.host, port=args.port, ready=ready)
+    app.launch(
+        vlm,
+        name,
+        recipe=args.recipe,
+        host=args.host,
+        port=args.port,
+        allowed_hosts=args.allowed_hosts,
+        ready=ready,
+    )
 
 
 def _demo_model(args: argparse.Namespace) -> tuple[Any, str]:

@@ -1,6 +1,8 @@
-"""Texts that the help of several commands shares; imports nothing heavy."""
+"""What the arguments of several commands share; imports nothing heavy."""
 
 from __future__ import annotations
+
+from argparse import ArgumentTypeError
 
 # For `argparse`, hence the doubled signs. tests/test_cli.py compares it with the presets.
 RECIPES = (
@@ -12,3 +14,11 @@ RECIPES = (
 def examples(*commands: str) -> str:
     """The epilog of a parser with one example a line; a line may end in a comment."""
     return "\n".join(["examples:", *(f"  {command}" for command in commands)])
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The type of an argument ``NAME,NAME``."""
+    found = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    if not found:
+        raise ArgumentTypeError("at least one name is needed")
+    return found

@@ -6,8 +6,8 @@ settings without a control.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 from vlmfast.core.params import recipe_name
@@ -79,10 +79,21 @@ class Controls:
     beyond: str
 
 
-@cache
-def methods_of(place: str) -> list[str]:
-    """``"none"`` and the methods of a pipeline step."""
-    return [NONE, *(n for n in sorted(stage_names()) if stage_class(n).protocol == place)]
+def methods_of(place: str, offered: Container[str] | None = None) -> list[str]:
+    """``"none"`` and the methods of a pipeline step, all or those that are ``offered``."""
+    names = (n for n in sorted(stage_names()) if stage_class(n).protocol == place)
+    return [NONE, *(n for n in names if offered is None or n in offered)]
+
+
+def presets(source: str) -> list[tuple[str, str]]:
+    """Labels and names of the presets of a model with the saliency ``source``."""
+    found = []
+    for name in PRESETS:
+        recipe = Recipe.parse(name, source)
+        dials = [(stage.name, dial_of(stage)) for stage in recipe]
+        parts = [f"{n} {d.value:g}" if d and d.value else n for n, d in dials]
+        found.append((f"{name}: {' + '.join(parts) or 'full model'}", name))
+    return found
 
 
 def read(text: str, source: str = "cls") -> Controls:

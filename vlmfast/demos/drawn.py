@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vlmfast.media import load_image, load_video
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 
@@ -11,6 +12,7 @@ from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_exampl
 _IMAGES = ((9, 2), (4, CAPTION_QUESTION), (2, 1), (1, 1))
 _VIDEOS = ((12, 0), (3, 1), (3, VIDEO_QUESTION))
 _FPS = 2
+_THUMBNAIL = 96  # pixels
 
 
 def write_examples(folder: Path) -> dict[str, list[list[str]]]:
@@ -26,6 +28,21 @@ def write_examples(folder: Path) -> dict[str, list[list[str]]]:
         _write_video(path, example.frames)
         rows["video"].append([str(path), _question(example, question)])
     return rows
+
+
+def thumbnails(rows: dict[str, list[list[str]]]) -> dict[str, list[str]]:
+    """Write a small image beside each example and return their paths, by kind."""
+    found: dict[str, list[str]] = {}
+    for kind, examples in rows.items():
+        for path, _ in examples:
+            if kind == "image":
+                image = load_image(path)
+            else:
+                *_, image = load_video(path, num_frames=2).frames
+            small = Path(path).with_suffix(".thumbnail.png")
+            image.resize((_THUMBNAIL, _THUMBNAIL)).save(small)
+            found.setdefault(kind, []).append(str(small))
+    return found
 
 
 def _question(example, question: int | str) -> str:

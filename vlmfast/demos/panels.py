@@ -1,52 +1,88 @@
-"""Format answers for the page: chats, counters, drawings and the trace file."""
+"""Format answers for the page: texts, counters and the trace file."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from PIL import Image
-from torch import Tensor
-
-from vlmfast.api.overlays import overlay
-from vlmfast.api.vlm import Answer
-from vlmfast.engine.stats import Stats, Trace
+from vlmfast.engine.stats import Stats
 
 from .remote import RemoteAnswer
 from .talk import FULL, RECIPE, RESTORED, Conversation, Turn
 
 AGAIN = "Looked again at full detail: "
-_PAPER = (255, 255, 255)
+EMPTY = '<p class="answer none">–</p>'
+_NONE = "–"
 
 
-def chat(talk: Conversation | None, side: str) -> list[dict[str, str]]:
-    """One side of a conversation as chat messages."""
-    if talk is None:
-        return []
-    messages = []
-    new = [] if talk.current is None or talk.current in talk.turns else [talk.current]
-    for turn in [*talk.turns, *new]:
-        messages.append({"role": "user", "content": turn.question})
-        if side in turn.texts:
-            messages.append({"role": "assistant", "content": turn.texts[side] or "…"})
-        if side == RECIPE and RESTORED in turn.texts:
-            text = AGAIN + (turn.texts[RESTORED] or "…")
-            messages.append({"role": "assistant", "content": text})
-    return messages
+def answer_html(talk: Conversation | None, side: str, title: str) -> str:
+    """One side of a conversation: the last answer, and the earlier ones below it."""
+    turns = [] if talk is None else list(talk.turns)
+    if talk is not None and talk.current is not None and talk.current not in turns:
+        turns.append(talk.current)
+    last = _texts(turns[-1], side) if turns else []
+    shown = "".join(f'<p class="answer">{html.escape(text)}</p>' for text in last)
+    earlier = "".join(
+        f"<li><span>{html.escape(turn.question)}</span> "
+        f"<strong>{html.escape(' / '.join(_texts(turn, side)))}</strong></li>"
+        for turn in turns[-2::-1]
+    )
+    if earlier:
+        earlier = (
+            f"<details><summary>Earlier ({len(turns) - 1})</summary><ul>{earlier}</ul></details>"
+        )
+    return f"<h2>{html.escape(title)}</h2>{shown or EMPTY}{earlier}"
+
+
+def _texts(turn: Turn, side: str) -> list[str]:
+    texts = [turn.texts[side] or "…"] if side in turn.texts else []
+    if side == RECIPE and RESTORED in turn.texts:
+        texts.append(AGAIN + (turn.texts[RESTORED] or "…"))
+    return texts
 
 
 def counters(turn: Turn | None) -> list[tuple[str, str, str]]:
-    """Rows (counter, full model, recipe) with the cost of a turn."""
+    """Rows (counter, full model, recipe) with the cost of a turn, without those that are empty."""
     full = turn and turn.answers.get(FULL)
     shown = turn and turn.shown
     agree = turn and turn.agreement
     rows = [(what, text_of(full), text_of(shown)) for what, text_of in _COUNTED.items()]
-    return [*rows, ("Agreement with the full model", "–" if full is None else "100 %", _per(agree))]
+    rows.append(("Agreement with the full model", _NONE, _per(agree)))
+    return [row for row in rows if row[1:] != (_NONE, _NONE)]
+
+
+def headline(turn: Turn) -> str:
+    """What the recipe saved in a turn, from the rounded numbers of the table."""
+    full, shown = turn.answers[FULL].stats, turn.shown.stats
+    parts = [
+        _ratio(
+            round(full.equivalent_tokens, 1),
+            round(shown.equivalent_tokens, 1),
+            ("fewer visual tokens", "more visual tokens", "as many visual tokens"),
+        ),
+        _ratio(
+            round(full.ttft_s * 1e3, 1),
+            round(shown.ttft_s * 1e3, 1),
+            ("faster first token", "slower first token", "first token as fast"),
+        ),
+    ]
+    if shown.kv_bytes_full:
+        parts.append(f"{_per(shown.kv_bytes / shown.kv_bytes_full)} of the KV cache")
+    if shown.drafted and shown.rounds:
+        parts.append(_drafts(shown))
+    same = turn.agreement == 1
+    parts.append("same answer" if same else f"{_per(turn.agreement)} of the answer agrees")
+    return " · ".join(parts)
+
+
+def _ratio(full: float, shown: float, words: tuple[str, str, str]) -> str:
+    """``words``: for less, for more and for as much."""
+    less, more, equal = words
+    if min(full, shown) <= 0 or f"{max(full, shown) / min(full, shown):.1f}" == "1.0":
+        return equal
+    return f"{full / shown:.1f}× {less}" if full > shown else f"{shown / full:.1f}× {more}"
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
@@ -57,57 +93,42 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         for what, full, shown in rows
     )
     return (
-        '<table class="counters"><caption>Cost of the last answers</caption><thead><tr>'
+        '<table class="counters"><caption class="hidden">Cost of the last answers</caption>'
+        "<thead><tr>"
         '<th scope="col">Counter</th><th scope="col">Full model</th><th scope="col">Recipe</th>'
         f"</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
+def about(name: str, url: str) -> str:
+    """The line at the top of the page."""
+    where = f" at {html.escape(url)}" if url else ""
+    return f'<h1 class="about"><b>vlmfast</b> {html.escape(name)}{where}</h1>'
+
+
 def message(text: str, *, error: bool = False) -> str:
-    """A line above the answers that screen readers announce."""
+    """A line that screen readers announce."""
     role, kind = ("alert", "note error") if error else ("status", "note")
     return f'<div role="{role}" class="{kind}">{html.escape(text)}</div>'
 
 
-def slider(full: Answer, shown: Answer) -> tuple[Image.Image, Image.Image]:
-    """Input and kept tokens, drawn in the same way and at the same size."""
-    before, after = (_views(answer) for answer in (full, shown))
-    if len(before) == len(after):  # else the recipe chose other frames
-        pairs = (_alike(pair) for pair in zip(before, after, strict=True))
-        before, after = zip(*pairs, strict=True)
-    return tuple(_alike((_grid(before), _grid(after))))
+def progress(text: str) -> str:
+    """The status of an answer that is being generated."""
+    bar = '<div class="bar" aria-hidden="true"></div>'
+    line = f'<p class="headline">{html.escape(text)}</p>'
+    return f'<div role="status" class="status busy">{line}{bar}</div>'
 
 
-def depths(answer: Answer) -> list[tuple[Image.Image, str]]:
-    """Visual tokens in the language model, at the first layer and wherever their number changes."""
-    trace = answer.trace
-    if trace.layout is None:
-        return []
-    whole = _living(replace(trace, entered=trace.layout), torch.ones_like(trace.depth))
-    everything = _grid(_views(replace(answer, trace=whole)))
-    drawn = [(everything, f"from the vision tower: {len(trace.depth)} tokens")]
-    for layer in sorted({0, *(layer for _, layer in trace.stages)} & set(range(trace.layers))):
-        alive = trace.depth > layer
-        image = _grid(_views(replace(answer, trace=_living(trace, alive))))
-        drawn.append((image, f"layer {layer}: {int(alive.sum())} of {len(alive)} tokens"))
-    return drawn
+def result(turn: Turn) -> str:
+    """The status of a complete turn: its headline, and what was asked."""
+    asked = f"“{turn.question}” Answered with {turn.shown.recipe}; times of one run."
+    return (
+        f'<div role="status" class="status"><p class="headline">{html.escape(headline(turn))}</p>'
+        f"<p>{html.escape(asked)}</p></div>"
+    )
 
 
-def frame_strip(answer: Answer) -> list[tuple[Image.Image, str]]:
-    """Each frame with its tokens that are kept up to the last layer."""
-    trace = answer.trace
-    if trace.layout is None:
-        return []
-    item, stayed = trace.layout.item, trace.depth == trace.layers
-    strip = []
-    for index, image in enumerate(_views(answer)):
-        mine = item == index
-        kept, total = int(stayed[mine].sum()), int(mine.sum())
-        strip.append((image, f"frame {index + 1}: {kept} of {total} tokens"))
-    return strip
-
-
-def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
+def write_trace(talk: Conversation, turn: Turn, path: Path) -> None:
     """Write recipes, answers, statistics and traces of a turn to a JSON file.
 
     Answers of a server have no ids of tokens.
@@ -124,22 +145,7 @@ def write_trace(talk: Conversation, turn: Turn, folder: Path) -> Path:
     }
     name = Path(talk.media.path or "").name
     about = {"file": name, "question": turn.question, "recipe": str(talk.recipe)}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "trace.json"
     path.write_text(json.dumps({**about, "answers": answers}, indent=1), encoding="utf-8")
-    return path
-
-
-def plots() -> list[tuple[str, str]]:
-    """Plots of the measured accuracy: path and caption."""
-    folder = Path(__file__).parent / "results"
-    if not folder.is_dir():  # a clone
-        folder = Path(__file__).parents[2] / "docs" / "results"
-    found = {
-        folder / "shapes.png": "accuracy against the fraction of visual tokens",
-        folder / "cache" / "shapes-cache.png": "accuracy against the bytes of the KV cache",
-    }
-    return [(str(path), caption) for path, caption in found.items() if path.is_file()]
 
 
 # --- counters ------------------------------------------------------------------------------------
@@ -168,11 +174,11 @@ def _reused(stats: Stats) -> str:
 
 
 def _of(show: Any) -> Any:
-    return lambda answer: "–" if answer is None else show(answer.stats) or "–"
+    return lambda answer: _NONE if answer is None else show(answer.stats) or _NONE
 
 
 def _per(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{fraction:.0%}".replace("%", " %")
+    return _NONE if fraction is None else f"{fraction:.0%}".replace("%", " %")
 
 
 _COUNTED = {
@@ -182,56 +188,5 @@ _COUNTED = {
     "Tokens per second": _of(lambda s: f"{s.tokens_per_s:.0f}" if s.tokens_per_s else ""),
     "KV cache": _of(_kv),
     "Accepted drafts": _of(_drafts),
-    "Prompt tokens reused from the cache": _of(lambda s: _reused(s) if s.prompt_fed else ""),
+    "Prompt tokens reused from the cache": _of(lambda s: _reused(s) if s.prompt_reused else ""),
 }
-
-
-def _living(trace: Trace, alive: Tensor) -> Trace:
-    """The trace of a model that drops only the tokens that are not ``alive``."""
-    return replace(trace, depth=alive.long() * trace.layers)
-
-
-def _views(answer: Answer) -> list[Image.Image]:
-    """One drawing for each image or frame: its crops if the model encoded any."""
-    trace, drawn = answer.trace, []
-    if trace.layout is None:
-        return []
-    for index, image in enumerate(trace.images):
-        crops = (trace.layout.tile[trace.layout.item == index] > 0).any()
-        layout, entered = (
-            part.select((part.item == index) & ((part.tile > 0) | ~crops))
-            for part in (trace.layout, trace.entered)
-        )
-        rows = torch.isin(trace.layout.order, layout.order)
-        # Without the base view, the crops are laid out like any other image.
-        layout, entered = (
-            part.replace(item=torch.zeros_like(part.item), tile=torch.zeros_like(part.tile))
-            for part in (layout, entered)
-        )
-        part = replace(
-            trace, layout=layout, entered=entered, depth=trace.depth[rows], images=[image]
-        )
-        drawn += overlay(replace(answer, trace=part, recipe="kept"))  # short enough for a line
-    return drawn
-
-
-def _grid(images: Sequence[Image.Image]) -> Image.Image:
-    """One image, or several in two columns."""
-    columns = 1 if len(images) == 1 else 2
-    width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
-    lines = -(-len(images) // columns)
-    canvas = Image.new("RGB", (width * columns, height * lines), _PAPER)
-    for number, image in enumerate(images):
-        canvas.paste(image, (number % columns * width, number // columns * height))
-    return canvas
-
-
-def _alike(pair: tuple[Image.Image, Image.Image]) -> list[Image.Image]:
-    size = tuple(max(side) for side in zip(*(image.size for image in pair), strict=True))
-    return [_padded(image, size) for image in pair]
-
-
-def _padded(image: Image.Image, size: tuple[int, ...]) -> Image.Image:
-    canvas = Image.new("RGB", size, _PAPER)
-    canvas.paste(image, (0, 0))
-    return canvas

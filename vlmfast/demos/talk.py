@@ -10,21 +10,26 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlmfast.api.answer import Request
 from vlmfast.api.session import Session
+from vlmfast.api.support import support
 from vlmfast.api.vlm import VLM, Answer, agreement
 from vlmfast.core.protocols import MediaStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.errors import MediaError, RecipeError, VLMFastError
 from vlmfast.media import kind_of, load_image, load_video
 
 from .remote import RemoteSession, RemoteVLM
 
 FULL, RECIPE, RESTORED = "full", "recipe", "restored"
+_OPENING_TOKENS = 96
 _TABS = {"image": "Image", "video": "Video"}
 
 
@@ -63,6 +68,10 @@ class Media:
             text = str(error).replace(self.path, Path(self.path).name)
             advice = "" if "use the tab" in text else "; choose another file"
             raise MediaError(text + advice) from error
+
+    def images(self) -> list[Image.Image]:
+        """The image, or the frames of the video; raises as `load`."""
+        return _images_of(self.load())
 
 
 @dataclass
@@ -108,13 +117,16 @@ class Conversation:
         self._loaded = media.load()
         self._sessions: dict[str, Session | RemoteSession] = {}
 
-    def ask(self, question: str, **generation: Any) -> Iterator[Turn]:
+    def ask(
+        self, question: str, *, sides: tuple[str, ...] = (FULL, RECIPE), **generation: Any
+    ) -> Iterator[Turn]:
         """Yield the turn after each new piece of text; a complete turn is added to ``turns``.
 
         The full model and the recipe run one after the other, so that neither slows the other.
         """
         turn = self.current = Turn(question)
-        for side, recipe in ((FULL, Recipe()), (RECIPE, self.recipe)):
+        for side in sides:
+            recipe = Recipe() if side == FULL else self.recipe
             # A session cannot reuse frames that depend on the question.
             per_question = any(stage.query_dependent for stage in recipe.acting(MediaStage))
             if self.turns and (self.history or not per_question):
@@ -139,6 +151,23 @@ class Conversation:
         pieces = session.stream(turn.question, restore=True, **generation)
         yield from self._written(turn, RESTORED, pieces)
         self.current = None
+
+    @property
+    def kept(self) -> float | None:
+        """Fraction of visual tokens that the last answer kept, as a mean over the layers."""
+        shown = self.turns[-1].answers.get(RECIPE) if self.turns else None
+        if shown is None or not shown.stats.visual_tokens_in:
+            return None
+        return shown.stats.equivalent_tokens / shown.stats.visual_tokens_in
+
+    @property
+    def images(self) -> list[Image.Image]:
+        """The image, or the frames of the video."""
+        return _images_of(self._loaded)
+
+    def adopt(self, turn: Turn) -> None:
+        """Continue after a turn of another conversation about the same media and recipe."""
+        self.turns.append(Turn(turn.question, dict(turn.texts), dict(turn.answers)))
 
     def stop(self) -> None:
         """End the current answer at its next piece of text."""
@@ -213,6 +242,30 @@ class Conversation:
             raise
 
 
+def _check_question(question: str) -> None:
+    if not question.strip():
+        raise VLMFastError("the question is empty: write one, or choose an example")
+
+
+def _images_of(loaded: dict[str, Any]) -> list[Image.Image]:
+    return list(loaded["video"]) if "video" in loaded else [loaded["images"]]
+
+
+def _check_names_no_file(stage: Any, known: set[str]) -> None:
+    if stage.other_model and stage.name not in known:
+        raise RecipeError(
+            f"{stage.name} needs another model; start the demo with it, as in --recipe {stage.name}"
+        )
+    for f in fields(stage):
+        value = getattr(stage, f.name)
+        # A text without choices names a file, a folder or a checkpoint.
+        if isinstance(value, str) and not f.metadata.get("choices") and value != f.default:
+            raise RecipeError(
+                f"{stage.name}: {f.name} cannot be set on this page, only with --recipe when the "
+                "demo starts; leave it out"
+            )
+
+
 def _new() -> str:
     """A tenant that has found nothing in the prefix cache yet, for what is timed."""
     return secrets.token_hex()
@@ -237,6 +290,14 @@ class Limits:
     tokens: int = 512
 
 
+@dataclass(frozen=True)
+class Opening:
+    """The comparison that a tab of the page opens with."""
+
+    media: Media
+    question: str
+
+
 class Desk:
     """All conversations about one model.
 
@@ -246,12 +307,31 @@ class Desk:
     name : str
         Name of the model on the page.
     limits : Limits
+    recipe : str
+        The recipe that the page starts with. Other recipes cannot name files or models unless this
+        one does.
+
+    Raises
+    ------
+    RecipeError
+        If the recipe cannot be used.
     """
 
-    def __init__(self, vlm: VLM | RemoteVLM, name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        vlm: VLM | RemoteVLM,
+        name: str,
+        limits: Limits | None = None,
+        recipe: str = "none",
+    ) -> None:
         self.vlm, self.name, self.limits = vlm, name, limits or Limits()
+        self.first = vlm.recipe(recipe)
+        self._given = recipe
         self._talks: OrderedDict[str, Conversation] = OrderedDict()
+        self._opened: dict[Opening, Conversation] = {}
+        self._methods: frozenset[str] | None = None
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
 
     @property
     def is_demo_model(self) -> bool:
@@ -267,6 +347,72 @@ class Desk:
         """The model's source of saliency, which presets depend on."""
         return self.vlm.source if isinstance(self.vlm, RemoteVLM) else self.vlm.adapter.sources()[0]
 
+    def recipe(self, text: str) -> Recipe:
+        """Parse a recipe of a user.
+
+        Raises
+        ------
+        RecipeError
+            Also for a recipe that names files, folders or other models, which would be those of
+            this machine.
+        """
+        recipe = self.vlm.recipe(text)
+        for stage in recipe:
+            if stage not in self.first:
+                _check_names_no_file(stage, {known.name for known in self.first})
+        return recipe
+
+    @property
+    def tested(self) -> frozenset[str] | None:
+        """What `methods` has found, before its first call ``None``."""
+        return self._methods
+
+    def methods(self) -> frozenset[str]:
+        """Names of the methods that run on the model.
+
+        The first call tests each of them, which takes a while on a large model. For a server these
+        are all that need no other model; it checks the rest.
+        """
+        if self._methods is None:
+            if isinstance(self.vlm, RemoteVLM):
+                own = (name for name in stage_names() if not stage_class(name).other_model)
+                self._methods = frozenset(own)
+            else:
+                vlm = self.vlm
+                tried = (*support(vlm), *support(vlm, video=True))
+                found = frozenset(method.method for method in tried if method.runs)
+                if vlm is not self.vlm:  # another model was loaded meanwhile
+                    return found
+                self._methods = found
+        return self._methods
+
+    def opened(self, opening: Opening) -> Conversation | None:
+        """The conversation that the page opens with, once it is complete."""
+        return self._opened.get(opening)
+
+    def open(self, opening: Opening) -> Iterator[Conversation]:
+        """Answer the question that the page opens with; later calls return the same answers.
+
+        Both sides first generate one token each, so that the times do not contain what only the
+        first question of a process waits for.
+        """
+        with self._opening:
+            talk = self._opened.get(opening)
+            if talk is None:
+                talk = self._conversation(opening)
+                for _ in talk.ask(opening.question, **self._generation(1)):
+                    yield talk
+                talk = self._conversation(opening)
+                most = min(_OPENING_TOKENS, self.limits.tokens)
+                for _ in talk.ask(opening.question, **self._generation(most)):
+                    yield talk
+                if talk.vlm is self.vlm:
+                    self._opened[opening] = talk
+        yield talk
+
+    def _conversation(self, opening: Opening) -> Conversation:
+        return Conversation(self.vlm, opening.media, self.first, not self.is_demo_model)
+
     def ask(
         self, user: str, media: Media, question: str, recipe: str, tokens: int, history: bool
     ) -> Iterator[Conversation]:
@@ -279,25 +425,46 @@ class Desk:
         VLMFastError
             For user errors; the user can ask again.
         """
-        if not question.strip():
-            raise VLMFastError("the question is empty: write one, or choose an example")
-        chosen = self.vlm.recipe(recipe)
+        _check_question(question)
+        chosen = self.recipe(recipe)
         talk = self.talk(user)
         same = talk and (talk.media, talk.recipe, talk.history) == (media, chosen, history)
         if not same:
             talk = Conversation(self.vlm, media, chosen, history)
-            self.forget(user)
-            with self._lock:
-                self._talks[user] = talk
-            self._close_oldest()
+            self._enter(user, talk)
         with closing(talk.ask(question.strip(), **self._generation(tokens))) as turns:
             for _ in turns:
                 yield talk
         yield talk
 
-    def look_again(self, user: str, tokens: int) -> Iterator[Conversation]:
-        """Repeat the last question with all visual tokens."""
+    def answer(
+        self, media: Media, question: str, recipe: str, tokens: int, sides: tuple[str, ...]
+    ) -> Turn:
+        """Answer one question outside of the users' conversations.
+
+        Raises
+        ------
+        VLMFastError
+            For user errors.
+        """
+        _check_question(question)
+        talk = Conversation(self.vlm, media, self.recipe(recipe), False)
+        for _ in talk.ask(question.strip(), sides=sides, **self._generation(tokens)):
+            pass
+        return talk.turns[-1]
+
+    def look_again(
+        self, user: str, tokens: int, opening: Opening | None = None
+    ) -> Iterator[Conversation]:
+        """Repeat the last question with all visual tokens.
+
+        Without a question of the user, that of ``opening`` is repeated.
+        """
         talk = self.talk(user)
+        if talk is None and opening is not None and (shown := self.opened(opening)):
+            talk = self._conversation(opening)
+            talk.adopt(shown.turns[-1])
+            self._enter(user, talk)
         if talk is None:
             raise VLMFastError("no question to repeat: ask a question first")
         with closing(talk.look_again(**self._generation(tokens))) as turns:
@@ -309,6 +476,12 @@ class Desk:
             if user in self._talks:
                 self._talks.move_to_end(user)
             return self._talks.get(user)
+
+    def _enter(self, user: str, talk: Conversation) -> None:
+        self.forget(user)
+        with self._lock:
+            self._talks[user] = talk
+        self._close_oldest()
 
     def forget(self, user: str) -> None:
         """Close the conversation of a user who left the page."""
@@ -331,9 +504,11 @@ class Desk:
         if not name.strip():
             raise VLMFastError("the model is empty: enter tiny, a folder or a hub id")
         vlm = VLM.from_pretrained(name.strip(), **loading)
+        first = vlm.recipe(self._given)
         for user in list(self._talks):
             self.forget(user)
-        self.vlm, self.name = vlm, name.strip()
+        self.vlm, self.name, self.first = vlm, name.strip(), first
+        self._opened, self._methods = {}, None
 
     def _generation(self, tokens: int) -> dict[str, Any]:
         most = self.limits.tokens

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 from vlmfast.api.vlm import VLM
-from vlmfast.core.help import RECIPES, examples
+from vlmfast.core.help import RECIPES, examples, names
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--insecure", action="store_true", help="let other machines connect without a key")
     add(
         "--allowed-hosts",
-        type=_names,
+        type=names,
         default=(),
         metavar="NAME,NAME",
         help="accepted Host headers (default: this machine's, where it listens for it only)",
@@ -69,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--allowed-media-domains",
-        type=_names,
+        type=names,
         default=(),
         metavar="NAME,NAME",
         help="fetch http(s) URLs from these domains and their subdomains",
@@ -193,13 +193,6 @@ def _add_limit(group: object, name: str, default: float, about: str) -> None:
         metavar="N",
         help=f"{about} (default: {default:,})",
     )
-
-
-def _names(text: str) -> tuple[str, ...]:
-    found = tuple(name.strip().lower() for name in text.split(",") if name.strip())
-    if not found:
-        raise ArgumentTypeError("at least one name is needed")
-    return found
 
 
 def _keys(args: Namespace) -> tuple[str, ...]:
