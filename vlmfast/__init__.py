@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vlmfast.api.session import Session
     from vlmfast.api.vlm import VLM, methods
     from vlmfast.core.recipe import Recipe
+    from vlmfast.core.weights import StageWeights
     from vlmfast.engine.handle import Handle
     from vlmfast.errors import (
         DeadlineExceeded,
@@ -39,6 +40,7 @@ _HOMES = {
     "Session": "api.session",
     "overlay": "api.overlays",
     "Recipe": "core.recipe",
+    "StageWeights": "core.weights",
     "VLMFastError": "errors",
     "RecipeError": "errors",
     "MediaError": "errors",
@@ -69,6 +71,7 @@ __all__ = [
     "Request",
     "RequestCancelled",
     "Session",
+    "StageWeights",
     "VLMFastError",
     "__version__",
     "attach",

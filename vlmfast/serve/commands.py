@@ -122,7 +122,8 @@ def config_of(args: Namespace) -> ServerConfig:
             raise VLMFastError(f"--alias {text!r} must be NAME=RECIPE")
         aliases[name] = recipe
     for recipe in (args.recipe, *aliases.values()):
-        Recipe.parse(recipe)  # before a checkpoint is loaded
+        if recipe != "auto":  # depends on the checkpoint, which is loaded later
+            Recipe.parse(recipe)
     local = args.allowed_local_media_path
     if local is not None and not local.is_dir():
         raise VLMFastError(f"--allowed-local-media-path {local} is not a folder")

@@ -27,7 +27,7 @@ from .app import Server, create_app
 from .config import ServerConfig
 
 LOG = logging.getLogger("vlmfast.serve")
-_TRIM_S = 30.0  # between two returns of free memory
+_TRIM_S = 5.0  # between two returns of free memory
 
 
 class _Uvicorn(uvicorn.Server):
