@@ -124,7 +124,6 @@ def given(vlm: vlmfast.VLM) -> dict[str, Any]:
         "name": "llava-hf/llava-v1.6-mistral-7b-hf",
         "q": QUESTION,
         "p": IMAGE,
-        "work": [(QUESTION, IMAGE, recipe) for recipe in ("none", "grid")],
     }
 
 

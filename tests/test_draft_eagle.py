@@ -19,6 +19,7 @@ from torch import Tensor
 
 import golden_eagle
 from closeness import apart, close
+from golden_case import Reader, parameters
 from helpers_layout import make_image
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
@@ -69,11 +70,11 @@ def test_stored_vectors_match_and_can_fail(name: str, monkeypatch: pytest.Monkey
     with safe_open(file, "pt") as stored:
         meta = stored.metadata()
     data = load_file(file)
-    check(data, meta)
+    check(Reader(data), parameters(meta))
     monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)  # spoilt inputs must not be recorded
     data[spoiled] = data[spoiled].flip(-1)
     with pytest.raises(AssertionError):
-        check(data, meta)
+        check(Reader(data), parameters(meta))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_second_rounds_can_fail(name: str, check: Callable) -> None:
     data = load_file(file)
     data["r2_hidden_states"] = -data["r2_hidden_states"]
     with pytest.raises(AssertionError):
-        check(data, meta)
+        check(Reader(data), parameters(meta))
 
 
 # --- a small model --------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from closeness import apart, close
+from golden_case import Reader, parameters
 from golden_stats import colstats_case
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import col_stats as module
@@ -205,14 +207,16 @@ def test_is_deterministic(device: torch.device) -> None:
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("oracle-colstats-*")), ids=lambda p: p.stem)
 def test_golden_statistics(path: Path, device: torch.device) -> None:
     data = {name: of.to(device) for name, of in load_file(path).items()}
-    colstats_case(data, {})
+    with safe_open(path, "pt") as file:
+        meta = parameters(file.metadata() or {})
+    colstats_case(Reader(data), meta)
     for b, start in enumerate(data["start"].tolist()):
         lse, largest = row_lse(data["q"][b], data["k"][b], data["rows"].long(), start=start)
         terms = sum(data["k"].shape[-2:])
         close(seen(lse), seen(data["lse"][b]), terms=terms)
         close(seen(largest), seen(data["rowmax_logit"][b]), terms=terms)
     with pytest.raises(AssertionError):  # control
-        colstats_case(data | {"k": data["k"].roll(1, 2)}, {})
+        colstats_case(Reader(data | {"k": data["k"].roll(1, 2)}), meta)
 
 
 def test_golden_statistics_exist() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from closeness import apart, close
+from golden_case import Reader, parameters
 from golden_lookm import gqa_case, merge_case
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import merge as module
@@ -152,7 +153,7 @@ def test_golden_merges(path: Path, device: torch.device, monkeypatch: pytest.Mon
     with safe_open(path, "pt") as file:
         meta = file.metadata()
     mode = path.stem.split("-")[1]
-    (gqa_case if mode == "gqa" else merge_case(mode))(load_file(path), meta)
+    (gqa_case if mode == "gqa" else merge_case(mode))(Reader(load_file(path)), parameters(meta))
     assert bool(calls) == (meta.get("merge") != "False")
 
 

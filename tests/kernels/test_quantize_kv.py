@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from golden_case import Reader, parameters
 from golden_quant import kivi, zipcache_mixed, zipcache_quant
 from vlmfast import VLMFastError
 from vlmfast.kernels import quantize_kv
@@ -210,9 +211,9 @@ def test_golden(prefix, runner, changed):
         with safe_open(path, "pt") as file:
             meta = file.metadata() or {}
         data = load_file(path)
-        runner(data, meta)
+        runner(Reader(data), parameters(meta))
         with pytest.raises(AssertionError):  # control
-            runner(data | {changed: data[changed].roll(1, -1)}, meta)
+            runner(Reader(data | {changed: data[changed].roll(1, -1)}), parameters(meta))
 
 
 def test_environment_selects_implementation(device, monkeypatch):

@@ -533,7 +533,7 @@ def test_private_addresses_are_not_connected_to(host: str, dialed: list[str]) ->
         ("64:ff9b::808:808", True),
         ("64:ff9b::a00:1", False),
         ("64:ff9b:1::808:808", False),
-        ("2002:808:808::1", True),
+        ("2002:808:808::1", False),
         ("2002:a00:1::1", False),
         ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
         ("2001:0:7f00:1:0:ffff:80ff:fffe", False),

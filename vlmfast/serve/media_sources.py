@@ -72,7 +72,8 @@ _SPECIAL = tuple(
 def is_public(address: str) -> bool:
     """Whether an address is that of a host of the internet.
 
-    IPv4 addresses in IPv6 ones (mapped, 6to4, NAT64) are checked too.
+    IPv4 addresses in IPv6 ones (mapped, NAT64) are checked too. 6to4 is refused: some versions of
+    Python call its addresses global.
     """
     try:
         ip = ipaddress.ip_address(address)
@@ -83,7 +84,7 @@ def is_public(address: str) -> bool:
             return is_public(str(ip.ipv4_mapped))
         if ip in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        if ip not in _UNICAST6 or (ip.sixtofour is not None and not is_public(str(ip.sixtofour))):
+        if ip not in _UNICAST6 or ip.sixtofour is not None:
             return False
     special = any(ip in network for network in _SPECIAL)
     return ip.is_global and not ip.is_multicast and not special
