@@ -27,7 +27,7 @@ from .app import Server, create_app
 from .config import ServerConfig
 
 LOG = logging.getLogger("vlmfast.serve")
-_TRIM_S = 5.0  # between two returns of free memory
+TRIM_S = 5.0  # between two returns of free memory
 
 
 class _Uvicorn(uvicorn.Server):
@@ -181,7 +181,7 @@ async def _trim() -> None:
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
     while trim is not None:
-        await asyncio.sleep(_TRIM_S)
+        await asyncio.sleep(TRIM_S)
         await asyncio.to_thread(trim, 0)
 
 
