@@ -4,6 +4,7 @@
 ``record``  answers one question about each of 4,000 generated scenes with the full model and under
             24 recipes, in blocks that an interrupted run continues with
 ``pack``    writes the blocks that exist as one matrix: `benchmarks/results/outcomes-tiny.npz`
+``unpack``  writes the blocks that a matrix has, for ``record`` to continue with the others
 ``prove``   runs the race of `vlmfast tune` on 20 draws of 400 scenes of the matrix, and measures
             the recipes that it chooses on all other scenes: `benchmarks/results/tune-tiny.json`
 ==========  ====================================================================================
@@ -186,6 +187,20 @@ def pack(folder: Path, path: Path) -> None:
     print(f"{path}: {joined['outcome'].shape[1]} scenes, {path.stat().st_size} bytes")
 
 
+def unpack(path: Path, folder: Path) -> None:
+    """Write the full blocks of a matrix; the inverse of `pack`."""
+    make_folder(folder)
+    with np.load(path) as file:
+        recipes = json.loads(str(file["about"]))["recipes"]
+        joined = {key: file[key] for key in file.files if key != "about"}
+    scenes = joined["outcome"].shape[1]
+    for start in range(0, scenes - BLOCK + 1, BLOCK):
+        block = {key: values[..., start : start + BLOCK] for key, values in joined.items()}
+        with replacing(folder / f"{start:05}.npz") as out:
+            np.savez_compressed(out, recipes=np.array(recipes), **block)
+    print(f"{folder}: {scenes // BLOCK} blocks of {BLOCK} scenes")
+
+
 @dataclass(frozen=True)
 class Matrix:
     """The recorded outcomes: arrays of shape (recipes, scenes), the full model first."""
@@ -279,7 +294,7 @@ def print_proof(found: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("record", "pack", "prove"))
+    parser.add_argument("what", choices=("record", "pack", "unpack", "prove"))
     parser.add_argument("--blocks", type=Path, default=BLOCKS, metavar="DIR")
     parser.add_argument("--scenes", type=int, default=SCENES, metavar="N")
     parser.add_argument("--matrix", type=Path, default=MATRIX, metavar="FILE")
@@ -292,6 +307,8 @@ def main(argv: list[str] | None = None) -> None:
         record(args.blocks, args.scenes)
     elif args.what == "pack":
         pack(args.blocks, args.matrix)
+    elif args.what == "unpack":
+        unpack(args.matrix, args.blocks)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
         found = prove(Matrix.load(args.matrix), seeds)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from closeness import close
 from helpers_layout import REQUEST, image_arguments, make_image, prompt
+from tiny_models import make_image as tiny_image
+from vlmfast import VLM, Answer, Request
 from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
@@ -21,6 +23,7 @@ from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import cells
+from vlmfast.engine.features import with_digests
 from vlmfast.errors import RecipeError
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
@@ -127,6 +130,43 @@ def test_shuffled_is_pinned() -> None:
     """The draw is part of a recipe's meaning: changing it changes published numbers."""
     assert shuffled(8, 0, 0, 8).tolist() == [5, 6, 0, 7, 3, 1, 4, 2]
     assert sorted(shuffled(100, 3, 1, 100).tolist()) == list(range(100))
+
+
+def test_every_image_has_a_draw_of_its_own(random_vlm: VLM) -> None:
+    """The draw depends on the content, and neither on the cache, the batch nor the entry point."""
+
+    def kept(answer: Answer) -> list[int]:
+        return (answer.trace.depth > 0).nonzero().flatten().tolist()
+
+    ask = {"recipe": "random:0.3", "max_new_tokens": 1}
+    images = [tiny_image(seed=seed) for seed in range(3)]
+    drawn = [kept(random_vlm.ask("what ?", image, **ask)) for image in images]
+    assert len({len(rows) for rows in drawn}) == 1
+    assert len({tuple(rows) for rows in drawn}) == 3
+    with random_vlm.prefix_cache.bypassed():
+        assert [kept(random_vlm.ask("is it ?", image, **ask)) for image in images] == drawn
+    generation = {"max_new_tokens": 1}
+    requests = [Request("what ?", [i], recipe="random:0.3", generation=generation) for i in images]
+    assert [kept(answer) for answer in random_vlm.ask_many(requests, batch_size=3)] == drawn
+    other = kept(random_vlm.ask("what ?", images[0], recipe="random:0.3,seed=1", max_new_tokens=1))
+    assert other != drawn[0]
+
+
+def test_rounding_does_not_change_a_digest(random_vlm: VLM) -> None:
+    """Other arithmetic and bfloat16 leave it; another image changes it."""
+
+    def digest(pixels: torch.Tensor) -> int:
+        return with_digests(adapter, {**tensors, "pixel_values": pixels}, items)[0].digest
+
+    adapter, image = random_vlm.adapter, tiny_image(seed=1)
+    prompt = random_vlm.processor(images=[image], text="<image>", return_tensors="pt")
+    tensors = {key: value for key, value in prompt.items() if key != "input_ids"}
+    items = adapter.items(dict(prompt), [(image.height, image.width)], None)
+    pixels = tensors["pixel_values"]
+    noise = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0))
+    assert digest(pixels) == digest(pixels + 1e-6 * noise) != 0
+    assert digest(pixels.double()) == digest(pixels)
+    assert digest(pixels + 0.1) != digest(pixels)
 
 
 @given(st.integers(1, 200), st.data())

@@ -18,6 +18,7 @@ from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands
 from vlmfast.eval.axes import shrinks_cache
 from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
+from vlmfast.eval.draws import with_draws
 from vlmfast.eval.results import read
 from vlmfast.eval.runner import evaluate, refusal
 from vlmfast.eval.shapes import Shapes
@@ -52,6 +53,19 @@ def report(*words: object) -> int:
 def answered(vlm: FakeVLM) -> int:
     """Number of questions, without the single tokens that test whether a recipe runs."""
     return sum(call.get("max_new_tokens") != 1 for _, call in vlm.asked)
+
+
+def test_random_selection_is_drawn_several_times():
+    recipes = planned(["random", "hired"], [0.3])
+    drawn = ["random:budget=0.3", "random:budget=0.3,seed=1", "random:budget=0.3,seed=2"]
+    assert {Recipe.parse(text) for text in drawn} == {
+        r for r in with_draws(recipes, 3) if r[0].name == "random"
+    }
+    assert with_draws(recipes, 1) == recipes
+    alone = [Recipe.parse("random:0.3,seed=4")]
+    assert with_draws(alone, 3) == alone
+    with pytest.raises(VLMFastError, match="--draws 0 must be at least 1"):
+        run("shapes", "--draws", "0")
 
 
 def names(recipes):
@@ -194,7 +208,8 @@ def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
         assert first[key] is not None
     assert value["recipes"]["none"]["loyalty"] == 1.0
     assert value["failed"] == {}
-    assert answered(fake[0]) == 5 * 42
+    assert answered(fake[0]) == (3 + 2 * 5) * 42  # random selection is drawn five times
+    assert first["draws"] == 5
     printed = capsys.readouterr().out
     assert "| `hired:budget=0.11` (cls) |" in printed
     assert str(out) in printed
@@ -354,7 +369,8 @@ def test_impossible_recipe_is_refused_before_the_first_sample(tmp_path, monkeypa
 def test_impossible_recipe_is_a_row_if_others_run(tmp_path, monkeypatch, capsys):
     vlm = Refusing("grid")
     monkeypatch.setattr(commands, "_load", lambda *_: vlm)
-    words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid", "--recipe", "random")
+    words = ("shapes", "--limit", 1, "--draws", 1, "--out", tmp_path)
+    words += ("--recipe", "grid", "--recipe", "random")
     file = tmp_path / "n.json"
     assert run(*words, "--json", file) == ExitCode.CUT_SHORT
     out, err = capsys.readouterr()

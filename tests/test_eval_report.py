@@ -310,6 +310,34 @@ def test_random_control_matches_the_measured_cost(tmp_path):
     assert "no `random` and no `downsample` near the 20.0 %" in text
 
 
+def test_draws_of_a_control_are_one_row(tmp_path):
+    """Their mean, with an interval that contains their variance."""
+    write_results(tmp_path, "none", 0.8, limit=LIMIT)
+    write_results(tmp_path, "hired:budget=0.11", 0.7, 0.11, limit=LIMIT)
+    names = ["random:budget=0.11", *(f"random:seed={n},budget=0.11" for n in range(1, 5))]
+    for name, skill in zip(names, (0.3, 0.4, 0.5, 0.6, 0.7), strict=True):
+        write_results(tmp_path, name, skill, 0.11, limit=LIMIT)
+    runs = load(tmp_path)["shapes"]
+    rows = {row.run.name: row for row in compare(runs)}
+    assert set(rows) == {"none", "hired:budget=0.11", names[0]}
+    row = rows[names[0]]
+    alone = {run.name: summarise(run) for run in runs if run.name in names}
+    of_draws = [alone[name]["accuracy_image"] for name in names]
+    assert row.numbers["draws"] == 5
+    assert abs(row.numbers["accuracy_image"] - sum(of_draws) / 5) < 1e-9
+    low, high = row.numbers["accuracy_image_ci"]
+    first = alone[names[2]]["accuracy_image_ci"]
+    assert high - low > 0.15 > 1e-3 < first[1] - first[0]
+    method = rows["hired:budget=0.11"]
+    assert method.controls == {"random": row}
+    gap = method.gap(row, "image")
+    differences = [difference(method.run, run, "image")[0] for run in runs if run.name in alone]
+    assert abs(gap[0] - sum(differences) / 5) < 1e-9
+    text, _ = write_report(tmp_path, tmp_path)
+    assert f"`{names[0]}` (mean of 5 draws)" in text
+    assert names[1] not in text
+
+
 # --- caches --------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,21 @@ def test_bootstrap_resamples_whole_images():
     assert high - low > 2.5 * (high_single - low_single)
 
 
+def test_bootstrap_resamples_draws():
+    """Draws of a control that disagree widen the interval; equal ones do not."""
+    fates = [float(i % 2) for i in range(60)]
+    single = bootstrap([(f"p{i}", "t", fate) for i, fate in enumerate(fates)])
+    equal = bootstrap([(f"p{i}", "t", [fate] * 5) for i, fate in enumerate(fates)])
+    assert equal[0] == single[0]
+    assert abs((equal[2] - equal[1]) / (single[2] - single[1]) - 1) < 0.15
+    # Every image has the same mean, so all of the width is due to the draws.
+    apart = bootstrap([(f"p{i}", "t", [0.3, 0.4, 0.5, 0.6, 0.7]) for i in range(60)])
+    assert abs(apart[0] - 0.5) < 1e-12
+    assert apart[2] - apart[1] > 0.15
+    level = bootstrap([(f"p{i}", "t", [0.5] * 5) for i in range(60)])
+    assert level[2] - level[1] < 1e-12
+
+
 def test_bootstrap_covers_the_truth():
     rng, hits = np.random.default_rng(0), 0
     for _ in range(200):

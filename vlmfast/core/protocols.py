@@ -114,6 +114,7 @@ class EncodeStage(Stage):
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     positions = "keep"
     wants_cls = False  # whether `reduce` reads ``stats.cls``
+    wants_digest = False  # whether it reads ``stats.items[i].digest``
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index (0 .. depth-1) to the rows that `reduce` reads."""

@@ -144,6 +144,8 @@ class ItemGeometry:
         Which video of the prompt the image is a frame of; -1 for an image of its own.
     frame : (int, int)
         Which frame of how many.
+    digest : int
+        A hash of the image's content, where a stage sets ``wants_digest``; 0 if unknown.
     """
 
     size: tuple[int, int]
@@ -152,6 +154,7 @@ class ItemGeometry:
     patches: tuple[int, int]
     video: int = -1
     frame: tuple[int, int] = (0, 1)
+    digest: int = field(default=0, compare=False)
     clip = FormerAttribute("video")
 
 

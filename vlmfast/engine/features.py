@@ -32,6 +32,7 @@ from .vision import Images, Wanted, encode
 
 KIND = "images"
 _SIMPLE = (bool, int, float, str, type(None))
+_BLOCKS, _LEVELS = 64, 64  # of `with_digests`; normalised pixels are between about -2 and 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +91,43 @@ def hashed(
     adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
 ) -> list[Hashed]:
     """The images of a prompt with digests of their content: a transfer to the host on a GPU."""
+    return [Hashed(part, digest(part.tensors)) for part in _parts(adapter, tensors, items)]
+
+
+def _parts(
+    adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+) -> list[Part]:
+    """The images of a prompt that are encoded independently."""
     parts = adapter.parts(tensors, items)
     if parts is None:
         keys = {*adapter.tensors, *adapter.video_tensors, *adapter.beside}
         whole = {key: value for key, value in tensors.items() if key in keys}
         parts = [Part(tuple(range(len(items))), whole)]
-    return [Hashed(part, digest(part.tensors)) for part in parts]
+    return parts
+
+
+def with_digests(
+    adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+) -> tuple[ItemGeometry, ...]:
+    """The images of a prompt with `ItemGeometry.digest`.
+
+    It is a hash of means over blocks of pixels, rounded coarsely: the arithmetic of another CPU,
+    device or dtype hardly ever changes it.
+    """
+    found = list(items)
+    for part in _parts(adapter, tensors, items):
+        content = hashlib.blake2b(digest_size=7)
+        for name, tensor in sorted(part.tensors.items()):
+            values = tensor.detach().flatten().double().cpu()
+            if tensor.is_floating_point():
+                blocks = values.tensor_split(_BLOCKS)
+                values = torch.stack([b.mean() for b in blocks if len(b)]) * _LEVELS
+            content.update(f"{name} {values.round().long().tolist()}".encode())
+        for at, item in enumerate(part.items):
+            own = content.copy()
+            own.update(at.to_bytes(4))
+            found[item] = replace(items[item], digest=int.from_bytes(own.digest()))
+    return tuple(found)
 
 
 def digest(tensors: dict[str, Tensor]) -> bytes:

@@ -21,7 +21,7 @@ from vlmfast.models.base import Adapter
 
 from .cache import KVCache
 from .compress import Compression
-from .features import Hashed, encoded
+from .features import Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
 from .stats import Stats, Trace, clock
 from .vision import Wanted, merge_requests, place, served
@@ -166,7 +166,10 @@ def look(
     where = order[is_visual], position[:, is_visual]
     tokens = place(adapter, images, wanted, *where, stats, trace)
     stats.time_vision_s += clock(ids.device) - start
-    return Seen(tokens, images.encoded.stats, images.notes, trained)
+    vision = images.encoded.stats
+    if any(stage.wants_digest for stage in recipe.acting(EncodeStage)):
+        vision = replace(vision, items=with_digests(adapter, inputs.tensors, vision.items))
+    return Seen(tokens, vision, images.notes, trained)
 
 
 def prepare(

@@ -15,6 +15,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
+from .draws import DRAWS, with_draws
 from .workers import is_first
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ def add_eval(parser: ArgumentParser) -> None:
         action="store_true",
         help="also run the full model with a grey image (question-only) and with the background "
         "alone (background-only)",
+    )
+    add(
+        "--draws",
+        type=int,
+        default=DRAWS,
+        metavar="N",
+        help="run random selection with N seeds and average them (default: %(default)s); a recipe "
+        "with a seed of its own runs once",
     )
     add(
         "--session",
@@ -167,8 +176,10 @@ def run_eval(args: Namespace) -> int:
         raise VLMFastError(
             f"--batch-size {args.batch_size} must be at least 1, and 1 with --session"
         )
+    if args.draws < 1:
+        raise VLMFastError(f"--draws {args.draws} must be at least 1")
     axes = budgets(args.budget), args.positions, budgets(args.share, "share")
-    recipes = planned(args.recipe or ["none"], *axes)
+    recipes = with_draws(planned(args.recipe or ["none"], *axes), args.draws)
     for task in tasks:
         part_of(task.docs(args.limit, args.seed), *(shard or (0, 1)))
     check_folder(args.out)
@@ -180,7 +191,7 @@ def run_eval(args: Namespace) -> int:
 
     vlm = _load(args.model, args.device or own_device())
     explicit = [text for text in args.recipe or () if text not in GROUPS]
-    asked = planned(explicit, *axes) if explicit else []
+    asked = with_draws(planned(explicit, *axes), args.draws) if explicit else []
     recipes = _with_weights(vlm, recipes, asked)
     recipes = _without_repeats_at_floor(vlm, recipes)
     refused = {task.name: _refused(vlm, task, recipes, args) for task in tasks}

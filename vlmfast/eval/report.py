@@ -364,20 +364,17 @@ def pair_table(rows: list[Row]) -> str:
     for row in rows:
         others = [full] if full is not None and row is not full else []
         for other in [*others, *row.controls.values()]:
-            only, only_other, p = splits(row.run, other.run)
             lines.append(
-                [
-                    row.run.label,
-                    other.run.label,
-                    *_gaps(row, other),
-                    str(only),
-                    str(only_other),
-                    f"{p:.2g}",
-                ]
+                [row.run.label, other.run.label, *_gaps(row, other), *_split(row.run, other.run)]
             )
     head = ["recipe", "against", "images, points", "videos, points"]
     head += ["only recipe right", "only other right", "McNemar's p"]
     return _markdown(head, lines) if lines else ""
+
+
+def _split(run: Results, other: Results) -> list[str]:
+    found = splits(run, other)
+    return [_NONE] * 3 if found is None else [str(found[0]), str(found[1]), f"{found[2]:.2g}"]
 
 
 _NOUNS = [f"{noun} %" for noun in _NOUN.values()]
@@ -562,7 +559,8 @@ def _about(runs: list[Results]) -> str:
         "Accuracies are means over question types; brackets are 95 % intervals (bootstrap over "
         "images and videos, paired for differences). Loyalty: fraction of answers equal to the "
         "full model's. Equivalent tokens: visual tokens kept, averaged over layers. TTFT: median "
-        "time to the first token. `random` is the run with the nearest cost."
+        "time to the first token. `random` is the run with the nearest cost. Of a control with "
+        "several draws, scores are means, and intervals resample the draws too."
     )
 
 
@@ -643,7 +641,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
                 new.label,
                 str(len(common)),
                 *(_points(difference(new, old, m)) for m in MODALITIES),
-                f"{splits(new, old)[2]:.2g}",
+                _split(new, old)[2],
                 _arrow(*tokens),
                 *(_arrow(*times[i : i + 2], scale=1000) for i in (0, 2)),
             ]

@@ -22,6 +22,8 @@ from vlmfast.core.files import make_folder, replace_text
 from vlmfast.errors import VLMFastError
 
 SCHEMA = 1
+# Costs that are stored with a sample: without times, which are not reproducible.
+COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
 SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
 
 # Fields that must be equal within one table, and fields that identify one folder in it.
@@ -55,13 +57,14 @@ class Results:
 
     @property
     def label(self) -> str:
-        """`name` in Markdown, with the source of saliency if the recipe uses any."""
+        """`name` in Markdown, with the source of saliency and the number of draws, if any."""
         return self.labelled(self.name)
 
     def labelled(self, name: str) -> str:
         """Another name of the run in the same format."""
-        source = self.meta.get("saliency")
-        return f"`{name}`" + (f" ({source})" if source else "")
+        source, draws = self.meta.get("saliency"), self.meta.get("draws")
+        about = [*([source] if source else []), *([f"mean of {draws} draws"] if draws else [])]
+        return f"`{name}`" + (f" ({', '.join(about)})" if about else "")
 
     @property
     def variant(self) -> str | None:

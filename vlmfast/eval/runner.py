@@ -23,12 +23,10 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 from .axes import method_of
-from .results import META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
+from .results import COSTS, META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
 from .summary import as_lmms_eval
 from .tasks import HIDDEN, Doc, Task, find_task
 
-# Costs that are stored with a sample: without times, which are not reproducible.
-_COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
 # Stored with the times: also measured, or not needed for the score.
 _MEASURED = ("flops_prefill", "generated_tokens", "peak_memory_bytes")
 _READ_AHEAD = 4  # requests per batch row: finished rows are refilled from them
@@ -344,7 +342,7 @@ class _Asking:
             "resps": [],
             "filtered_resps": [],
             "score": None if doc.target == HIDDEN else 0.0,
-            **dict.fromkeys(_COSTS),
+            **dict.fromkeys(COSTS),
         }
 
     def _prepared(
@@ -363,7 +361,7 @@ class _Asking:
         sample |= {
             "resps": [[answer.text]],  # lists as in lmms-eval: one per request, with its samples
             **self.task.judge(doc, answer.text),
-            **{key: stats[key] for key in _COSTS},
+            **{key: stats[key] for key in COSTS},
         }
         times = {
             key: value for key, value in stats.items() if key.endswith("_s") or key in _MEASURED

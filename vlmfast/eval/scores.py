@@ -31,18 +31,22 @@ def wilson(right: float, n: int) -> Interval:
     return share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
 
 
-def bootstrap(
-    rows: Iterable[tuple[str, str, float]], *, seed: int = 0, rounds: int = 2000
-) -> Interval | None:
+# An image, the type of a question, and the score of its answer, or those of each draw of a control.
+Scored = tuple[str, str, float | Sequence[float]]
+
+
+def bootstrap(rows: Iterable[Scored], *, seed: int = 0, rounds: int = 2000) -> Interval | None:
     """Mean over types of the mean score of each type, with a 95 % bootstrap interval.
 
     Whole images are resampled, because the errors of several questions about one image are
-    correlated; resampling questions would make the interval too narrow.
+    correlated; resampling questions would make the interval too narrow. Draws are resampled too,
+    where there are several.
 
     Parameters
     ----------
     rows : iterable of (image, type, score)
-        The scores may be differences between two recipes on the same sample (a paired interval).
+        A score, or one for each draw, the same number in all rows. Scores may be differences
+        between two recipes on the same sample (a paired interval).
     seed : int
         The interval depends on the seed, not on the order of the rows.
     rounds : int
@@ -58,20 +62,25 @@ def bootstrap(
         return None
     images = {name: i for i, name in enumerate(dict.fromkeys(row[0] for row in rows))}
     types = {t: i for i, t in enumerate(dict.fromkeys(sorted(row[1] for row in rows)))}
-    sums = np.zeros((len(images), len(types)))
-    counts = np.zeros_like(sums)
+    draws = np.size(rows[0][2])
+    sums = np.zeros((draws, len(images), len(types)))
+    counts = np.zeros(sums.shape[1:])
     for image, type_, score in rows:
-        sums[images[image], types[type_]] += score
+        sums[:, images[image], types[type_]] += score
         counts[images[image], types[type_]] += 1
-    mean = float((sums.sum(0) / counts.sum(0)).mean())
+    mean = float((sums.mean(0).sum(0) / counts.sum(0)).mean())
 
     rng, n, means = np.random.default_rng(seed), len(images), []
     chunk = max(1, min(rounds, 4_000_000 // n))  # at most 32 MB per chunk
     for start in range(0, rounds, chunk):
-        times = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, rounds - start))
-        drawn = times @ counts
+        size = min(chunk, rounds - start)
+        times = rng.multinomial(n, np.full(n, 1 / n), size=size)
+        share = np.ones((size, 1))
+        if draws > 1:
+            share = rng.multinomial(draws, np.full(draws, 1 / draws), size=size) / draws
+        total = sum(share[:, draw, None] * (times @ sums[draw]) for draw in range(draws))
         with np.errstate(invalid="ignore"):
-            by_type = times @ sums / drawn
+            by_type = total / (times @ counts)
         # A rare type can be missing from a resample; the mean is then over the others.
         means.append(np.nanmean(by_type, axis=1))
     low, high = np.quantile(np.concatenate(means), [0.025, 0.975])

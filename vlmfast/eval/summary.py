@@ -10,8 +10,9 @@ from typing import Any
 from vlmfast.core.recipe import Recipe
 
 from .axes import shrinks_cache
+from .draws import joined, scores
 from .results import Results
-from .scores import Interval, bootstrap, mcnemar, standard_errors, wilson
+from .scores import Interval, Scored, bootstrap, mcnemar, standard_errors, wilson
 from .tasks import metrics
 
 MODALITIES = ("image", "video")
@@ -61,7 +62,8 @@ class Row:
 
 
 def compare(runs: list[Results]) -> list[Row]:
-    """Combine every run with its controls and its session."""
+    """Combine every run with its controls and its session, after joining draws of controls."""
+    runs = joined(runs)
     full = full_model(runs)
     rows = [Row(run, summarise(run, full)) for run in runs]
     sessions = [row for row in rows if row.run.meta.get("session")]
@@ -131,26 +133,38 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         numbers[f"ttft_later_s_{modality}"] = median_time(turns(run, first=False), modality)
         for key in ("tpot_s", "flops_prefill", "peak_memory_bytes"):
             numbers[f"{key}_{modality}"] = median_time(run, modality, key)
+    if "draws" in run.meta:
+        numbers["draws"] = run.meta["draws"]
     numbers["samples"] = len(run.samples)
     numbers["errors"] = sum("error" in s for s in run.samples.values())
     return numbers
 
 
 def difference(a: Results, b: Results, modality: str, *, captions: bool = False) -> Interval | None:
-    """Accuracy of ``a`` minus accuracy of ``b`` on the questions that both have, paired."""
+    """Accuracy of ``a`` minus accuracy of ``b`` on the questions that both have, paired.
+
+    Draws of two controls with equal seeds are paired; one score is paired with every draw.
+    """
     pairs = [
-        (s["picture"], s["type"], s["score"] - b.samples[doc]["score"])
+        (s["picture"], s["type"], _minus(scores(s), scores(b.samples[doc])))
         for doc, s in _of(a, modality).samples.items()
         if doc in b.samples and _is_caption(s) == captions and s["score"] is not None
     ]
     return bootstrap(pairs)
 
 
-def splits(a: Results, b: Results) -> tuple[int, int, float]:
+def _minus(a: list[float], b: list[float]) -> list[float]:
+    most = max(len(a), len(b))
+    return [x - y for x, y in zip(*(s * most if len(s) == 1 else s for s in (a, b)), strict=True)]
+
+
+def splits(a: Results, b: Results) -> tuple[int, int, float] | None:
     """Number of questions that only ``a`` answers correctly, only ``b``, and McNemar's p.
 
-    Captions are left out because their scores are not binary.
+    Captions are left out because their scores are not binary, and so are several draws (``None``).
     """
+    if any("draws" in run.meta for run in (a, b)):
+        return None
     pairs = [
         (s["score"], b.samples[doc]["score"])
         for doc, s in a.samples.items()
@@ -173,7 +187,7 @@ def groups(run: Results) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _of_group(samples: list[dict]) -> dict[str, Any]:
-    mean, low, high = _mean_score([(s["picture"], _type(s), s["score"]) for s in samples])
+    mean, low, high = _mean_score([(s["picture"], _type(s), scores(s)) for s in samples])
     return {"accuracy": mean, "ci": [low, high], "n": len(samples)}
 
 
@@ -359,10 +373,8 @@ def _type(sample: dict) -> str:
     return f"{sample['modality']}/{sample['type']}"
 
 
-def _scores(run: Results, *, captions: bool = False) -> list[tuple[str, str, float]]:
-    return [
-        (s["picture"], _type(s), s["score"]) for s in _scored(run) if _is_caption(s) == captions
-    ]
+def _scores(run: Results, *, captions: bool = False) -> list[Scored]:
+    return [(s["picture"], _type(s), scores(s)) for s in _scored(run) if _is_caption(s) == captions]
 
 
 def _scored(run: Results) -> Iterator[dict]:
@@ -370,12 +382,16 @@ def _scored(run: Results) -> Iterator[dict]:
     return (s for s in run.samples.values() if s["score"] is not None)
 
 
-def _agreement(run: Results, full: Results) -> list[tuple[str, str, float]]:
+def _agreement(run: Results, full: Results) -> list[Scored]:
     rows = []
     for doc, s in run.samples.items():
         if doc in full.samples and not _is_caption(s):
-            alike = "error" not in s and _answer(s) == _answer(full.samples[doc])
-            rows.append((s["picture"], _type(s), float(alike)))
+            expected = _answer(full.samples[doc])
+            alike = [
+                float("error" not in draw and _answer(draw) == expected)
+                for draw in s.get("draws", (s,))
+            ]
+            rows.append((s["picture"], _type(s), alike))
     return rows
 
 
@@ -384,15 +400,15 @@ def _answer(sample: dict) -> list:
     return sample["filtered_resps" if sample.get("answered", True) else "resps"]
 
 
-def _mean_score(rows: list[tuple[str, str, float]]) -> Interval | None:
+def _mean_score(rows: list[Scored]) -> Interval | None:
     """`bootstrap`; if all answers are right or all are wrong, Wilson's interval over images.
 
     The bootstrap interval of equal scores would have width zero.
     """
-    scores = {score for _, _, score in rows}
-    if scores in ({0.0}, {1.0}):
+    found = {score for _, _, own in rows for score in own}
+    if found in ({0.0}, {1.0}):
         images = len({image for image, _, _ in rows})
-        return wilson(scores.pop() * images, images)
+        return wilson(found.pop() * images, images)
     return bootstrap(rows)
 
 

@@ -1,9 +1,10 @@
 """Random selection: the baseline that every method must beat.
 
 Keeps ``keep`` of an image's tokens, drawn without replacement from its patches. Newlines are
-dropped. The draw depends only on ``seed``, the index of the image in the prompt and its number of
-tokens, not on the device or the global random state. With the same seed, a smaller rate keeps a
-subset of what a larger one keeps.
+dropped. The draw depends on ``seed``, the content of the image, its index in the prompt and its
+number of tokens, not on the global random state: every image has a draw of its own, and the same
+prompt always has the same one. With the same seed, a smaller rate keeps a subset of what a larger
+one keeps.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Random(Reducer):
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
+    wants_digest: ClassVar[bool] = True
 
     seed: int = param(0, "seed of the draw", ge=0)
 
@@ -48,6 +50,7 @@ class Random(Reducer):
     ) -> Tensor:
         """Rows kept of one image."""
         patches = tokens.layout.patches.nonzero().flatten()
-        draw = shuffled(len(patches), self.seed, int(tokens.layout.item[0]), len(tokens))
+        key = (self.seed, int(tokens.layout.item[0]), len(tokens), geometry.digest)
+        draw = shuffled(len(patches), *key)
         draw = draw[: self.target(tokens)].sort().values
         return patches[draw.to(patches.device)]
