@@ -198,8 +198,9 @@ def test_figures_of_the_home_page_are_measured(vlm) -> None:
         )
 
 
-def test_images_of_the_home_page_are_current(tools, vlm) -> None:
+def test_images_of_the_home_page_are_current(tools) -> None:
     """``python tools/home_png.py docs/images`` writes them."""
+    vlm = vlmfast.VLM.from_pretrained("tiny", dtype=tools.home_png.DTYPE)
     for name, recipe in tools.home_png.RECIPES.items():
         _, drawn = tools.home_png.draw(vlm, recipe)
         with Image.open(DOCS / "images" / name) as stored:

@@ -21,7 +21,7 @@ from vlmfast.compressors.tokens.downsample import Downsample
 from vlmfast.compressors.tokens.elastic import Elastic
 from vlmfast.compressors.tokens.elastic.module import BRANCHES, anchors, separate
 from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
-from vlmfast.compressors.tokens.random import Random
+from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.training import Outcome
@@ -108,11 +108,22 @@ def test_merged_tokens_count_in_the_average() -> None:
         assert torch.equal(kept.layout.weight, expected.layout.weight)
 
 
-def test_pruning_equals_the_control_random() -> None:
+def test_pruning_draws_by_seed_and_index() -> None:
     tokens, stats = prompt(PLAIN, LETTERBOX)
+    drawn = []
     for seed in (0, 3):
         _, kept, _ = reduced(Elastic(0.3, branch="prune", seed=seed), module(), PLAIN, LETTERBOX)
-        assert same(kept, Random(0.3, seed=seed).reduce(tokens, stats, REQUEST))
+        # As many as the control keeps, which draws by content as well.
+        control = Random(0.3, seed=seed).reduce(tokens, stats, REQUEST)
+        assert torch.equal(kept.layout.item, control.layout.item)
+        rows = []
+        for item, index in tokens.items():
+            patches = index[tokens.layout.patches[index]]
+            draw = shuffled(len(patches), seed, item, len(index))[: count(0.3, len(index))]
+            rows.append(patches[draw.sort().values])
+        drawn.append(torch.cat(rows))
+        assert same(kept, tokens.select(drawn[-1]))
+    assert not torch.equal(*drawn)
 
 
 @given(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,10 @@ from vlmfast.scenes.examples import (
     image_example,
     video_example,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import near_duplicates
 
 task = Shapes()
 
@@ -146,3 +152,14 @@ def test_only_right_answers_score_one():
         assert task.score(doc, task.filter(doc, "nothing of the sort")) < 0.5
         if doc.kind == "question":
             assert task.score(doc, task.filter(doc, doc.target.upper() + ".")) == 1.0
+
+
+def test_near_duplicates_of_training_scenes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = near_duplicates.count(40, 2, 0)
+    assert apart["pixels"] == 0 < apart["images"]
+    seeds = sorted({doc.seed for doc in task.docs(2, 0) if doc.modality == "image"})
+    planted = [image_example(seed).scene for seed in seeds[: len(seeds) // 2]]
+    monkeypatch.setattr(near_duplicates, "training_scene", lambda n: planted[n % len(planted)])
+    found = near_duplicates.count(40, 2, 0)
+    assert found["pixels"] == found["both"] == len(planted)
+    assert found["images"] > found["contents"] >= len(planted)

@@ -597,7 +597,7 @@ def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
     from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example
 
     right = dict.fromkeys(("pvc:0.05", "random:0.06"), 0)
-    for seed in range(4):
+    for seed in range(12):
         scene = video_example(EVAL_SEED_STOP + seed)
         for qa in scene.qa:
             for method in right:
@@ -609,7 +609,7 @@ def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
                     max_new_tokens=8,
                 )
                 right[method] += answer.text == qa.answer
-    assert right["pvc:0.05"] > right["random:0.06"] + 3, right
+    assert right["pvc:0.05"] > right["random:0.06"] + 5, right
 
 
 def test_shipped_counts_and_size(tiny: VLM) -> None:

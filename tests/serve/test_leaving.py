@@ -190,3 +190,23 @@ def test_the_end_of_a_server_is_that_of_its_last_step(
         release.set()
         ending.join(60)
         assert not ending.is_alive() and server.stopped
+
+
+def test_an_idle_server_keeps_no_buffers(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    served = serve()
+    pool = served.vlm.adapter.pool
+    pool.clear()
+    assert served.chat(max_tokens=2).status_code == 200
+    served.until(lambda: idle(served) and pool.idle > 0)
+    with held(served, served.vlm, "submit") as (reached, release):
+        connection = connect(served, body(max_tokens=1))
+        assert reached.wait(60)
+        served.server.runner.release()  # a request is there: it may use them
+        assert pool.idle > 0
+        release.set()
+    served.until(lambda: idle(served))
+    served.server.runner.release()
+    assert pool.idle == 0
+    connection.close()

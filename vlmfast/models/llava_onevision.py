@@ -60,10 +60,12 @@ class FamilyAdapter(LlavaNextVideo):
         # A model that gets one of several images alone expects its crops: they stay together.
         images = [part for part in found if "image_sizes" in part.tensors]
         keys = (*self.tensors, *self.beside)
-        together = Part(
-            tuple(i for part in images for i in part.items), {key: tensors[key] for key in keys}
-        )
-        return [together, *(part for part in found if part not in images)]
+        own = tuple(i for part in images for i in part.items)
+        whole = {key: tensors[key] for key in keys}
+        # Without views that only pad them to a larger image of the same batch.
+        views = max(items[i].views[1] - items[i].views[0] for i in own)
+        whole["pixel_values"] = whole["pixel_values"][:, :views]
+        return [Part(own, whole), *(part for part in found if part not in images)]
 
     def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         tensors = super().joined(parts)

@@ -277,6 +277,12 @@ class Runner:
         """Run the engine in this thread until `close`."""
         self.vlm.engine.serve(lambda: self._closed)
 
+    def release(self) -> None:
+        """Free the idle buffers of caches where no request is left: they only save allocations."""
+        load = self.vlm.engine.load()
+        if not (self._preparing or load.waiting or load.prefilling or load.decoding):
+            self.vlm.adapter.pool.clear()
+
     def close(self) -> None:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)

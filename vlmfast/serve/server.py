@@ -157,7 +157,10 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    tasks = [asyncio.create_task(_watch(server, running, ready)), asyncio.create_task(_trim())]
+    tasks = [
+        asyncio.create_task(_watch(server, running, ready)),
+        asyncio.create_task(_trim(server)),
+    ]
     try:
         await running.serve(sockets=[listening])
     finally:
@@ -175,14 +178,17 @@ async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], ob
         ready()
 
 
-async def _trim() -> None:
+async def _trim(server: Server) -> None:
     """Return free memory to the system regularly: glibc keeps it, in an arena for each thread."""
-    if sys.platform != "linux":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
-    while trim is not None:
+    trim = None
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
+    while True:
         await asyncio.sleep(TRIM_S)
-        await asyncio.to_thread(trim, 0)
+        if server.runner is not None:
+            server.runner.release()
+        if trim is not None:
+            await asyncio.to_thread(trim, 0)
 
 
 class _Json(logging.Formatter):

@@ -40,8 +40,8 @@ What the paper leaves open, and what was decided:
 - *Resampler*. One cross-attention, as in the paper, over all views of an image. In addition each
   query has a position, and the first n queries cover the image for every n, so that one set of
   queries serves every count.
-- *Pruning* draws as `random` does. In ``weighted`` it draws one patch from each cell, so that the
-  rows that are summed belong to one position.
+- *Pruning* draws by the seed, the index of the image and the number of its tokens. In ``weighted``
+  it draws one patch from each cell, so that the rows that are summed belong to one position.
 - *Positions*. A row takes the position of the patch nearest to the middle of its cell, or to its
   query. In ``concat`` the next free patch is taken. ``keep`` (original ids) is the default: on
   `tiny` it is far better for merged tokens than ``compact``.
