@@ -10,6 +10,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import share_of
+from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
 from .scores import Interval
 from .summary import (
@@ -38,6 +39,8 @@ _FEW = 30  # a bootstrap over fewer images gives intervals that are too narrow
 def load(folder: Path) -> dict[str, list[Results]]:
     """Results by task, the full model first, then by method and falling cost, controls last.
 
+    Runs that ended early because too many samples failed are not among them (`failures_of`).
+
     Raises
     ------
     VLMFastError
@@ -52,7 +55,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
     tasks: dict[str, list[Results]] = {}
     for meta in metas:
         results = read(meta.parent)
-        if results.samples:
+        if results.samples and results.name not in read_failures(meta.parent.parent):
             tasks.setdefault(results.meta["task"], []).append(results)
     if not tasks:
         raise VLMFastError(f"no samples in {folder}: no run has finished a sample yet")
@@ -60,6 +63,11 @@ def load(folder: Path) -> dict[str, list[Results]]:
         check_same({str(run.path): run.meta for run in runs})
         runs.sort(key=_order)
     return tasks
+
+
+def failures_of(runs: list[Results]) -> dict[str, str]:
+    """The recipes without a result in the folder of these runs, and the reasons."""
+    return read_failures(runs[0].path.parent)
 
 
 def _order(run: Results) -> tuple:
@@ -108,9 +116,12 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
         parts.append(listed(notes))
+        failed = failures_of(runs)
+        if failed:
+            parts.append(f"### No result\n\n{failure_table(failed)}\n")
         rows += [row.session for row in rows if row.session]
         recipes = {row.run.name: row.numbers for row in rows}
-        numbers[task] = {"recipes": recipes, "warnings": notes}
+        numbers[task] = {"recipes": recipes, "failed": failed, "warnings": notes}
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *filter(None, parts)])
     make_folder(out)
@@ -131,7 +142,8 @@ def _draw(plots: list[tuple[str, list[Row], Path, str]], report: dict[str, Any])
     for task, rows, image, axis in plots:
         plot(rows, image, axis)
         page = image.with_suffix(".html")
-        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy")
+        failed = report["tasks"][task]["failed"]
+        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy", failed)
         files += [image, page]
     return files
 
@@ -153,6 +165,9 @@ def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Pa
             alone = [name for name in runs if name not in others]
             if alone:
                 parts.append(f"Only in {folder}: {', '.join(alone)}.\n")
+        for folder, found in ((before, old), (after, new)):
+            if failed := failures_of(found[task]):
+                parts.append(f"No result in {folder}:\n\n{failure_table(failed)}\n")
     text, file = "\n".join(parts), out / "difference.md"
     make_folder(out)
     replace_text(file, text)
@@ -355,6 +370,15 @@ def _cost_cells(row: Row) -> list[str]:
         _two(*(n[f"held_{m}"] for m in MODALITIES), scale=100),
         _two(*(n[f"peak_memory_bytes_{m}"] for m in MODALITIES), scale=1e-6),
     ]
+
+
+def failure_table(failed: dict[str, str]) -> str:
+    """A Markdown table of the recipes without a result; empty if there are none."""
+    if not failed:
+        return ""
+    cells = {name: " ".join(reason.split()).replace("|", r"\|") for name, reason in failed.items()}
+    lines = [f"| `{name}` | {reason} |" for name, reason in cells.items()]
+    return "\n".join(["| no result | reason |", "|---|---|", *lines])
 
 
 def pair_table(rows: list[Row]) -> str:
