@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.help import RECIPES, examples, names
+from vlmfast.core.help import RECIPES, count, examples, names
 
 from .methods import PLACES
-from .parser import Command, count
+from .parser import Command
 
 _PICTURE = 'examples/picture.png "What is in the bottom left?"'
 _CLIP = 'examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4'
@@ -167,6 +167,10 @@ def env(parser: argparse.ArgumentParser) -> None:
 
 def evaluation(parser: argparse.ArgumentParser) -> None:
     module("eval.commands").add_eval(parser)
+
+
+def reproduce(parser: argparse.ArgumentParser) -> None:
+    module("eval.reproduce.commands").add_arguments(parser)
 
 
 def tune(parser: argparse.ArgumentParser) -> None:

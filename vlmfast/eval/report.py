@@ -240,7 +240,7 @@ def table(rows: list[Row]) -> str:
         "against random, images",
         "against random, videos",
     ]
-    return _markdown(head, [_cells(row) for row in rows])
+    return markdown_table(head, [_cells(row) for row in rows])
 
 
 def _cells(row: Row) -> list[str]:
@@ -273,7 +273,7 @@ def cache_table(rows: list[Row]) -> str:
             + _gaps(row, None if _is_reference(row) else full)
             + [cell for name in controls for cell in _gaps(row, row.controls.get(name))]
         )
-    return _markdown(head, cells)
+    return markdown_table(head, cells)
 
 
 def session_table(rows: list[Row]) -> str:
@@ -291,7 +291,7 @@ def session_table(rows: list[Row]) -> str:
         "against single questions, images",
         "against single questions, videos",
     ]
-    return _markdown(head, [_session_cells(row) for row in rows if row.session])
+    return markdown_table(head, [_session_cells(row) for row in rows if row.session])
 
 
 def _session_cells(row: Row) -> list[str]:
@@ -315,7 +315,7 @@ def metrics_table(rows: list[Row]) -> str:
     if not rows:
         return ""
     names = list(rows[0].numbers["metrics"])
-    return _markdown(
+    return markdown_table(
         ["recipe", *names],
         [
             [row.run.label, *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
@@ -335,7 +335,7 @@ def group_tables(rows: list[Row]) -> str:
             [name, str(numbers["n"]), *(_of_group(row, group, name) for row in rows)]
             for name, numbers in first.items()
         ]
-        parts.append(_markdown(head, lines))
+        parts.append(markdown_table(head, lines))
     return "\n\n".join(parts)
 
 
@@ -355,7 +355,7 @@ def cost_table(rows: list[Row]) -> str:
         "KV cache %",
         "peak memory MB (on a CPU: of the process so far)",
     ]
-    return _markdown(head, [_cost_cells(row) for row in rows])
+    return markdown_table(head, [_cost_cells(row) for row in rows])
 
 
 def _cost_cells(row: Row) -> list[str]:
@@ -401,7 +401,7 @@ def pair_table(rows: list[Row]) -> str:
             )
     head = ["recipe", "against", "images, points", "videos, points"]
     head += ["only recipe right", "only other right", "McNemar's p"]
-    return _markdown(head, lines) if lines else ""
+    return markdown_table(head, lines) if lines else ""
 
 
 _NOUNS = [f"{noun} %" for noun in _NOUN.values()]
@@ -480,7 +480,7 @@ def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> 
     head = [title, *(f"{100 * share:g} % {what}" for share in shares)]
     if any(share is None for _, share in cells):
         head, shares = [*head, "no share"], [*shares, None]
-    return _markdown(
+    return markdown_table(
         head,
         [[method, *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
     )
@@ -682,7 +682,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         "TTFT ms, images",
         "TTFT ms, videos",
     ]
-    return _markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -716,6 +716,7 @@ def _arrow(a: float | None, b: float | None, scale: float = 1) -> str:
     return f"{a * scale:.1f} → {b * scale:.1f}{change}"
 
 
-def _markdown(head: list[Any], rows: list[list[str]]) -> str:
+def markdown_table(head: list[Any], rows: list[list[str]]) -> str:
+    """A table whose numbers, all columns but the first, are aligned to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])

@@ -182,7 +182,7 @@ class Writer:
             )
         try:
             with writable(self.path):
-                _lock(self._samples, self.path)
+                lock_file(self._samples, self.path)
                 self._resume()
         except BaseException:
             self._close()
@@ -339,7 +339,7 @@ def folder_lock(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _lock(file: Any, path: Path) -> None:
+def lock_file(file: Any, path: Path) -> None:
     """Lock a file until it is closed or the process ends."""
     try:
         import fcntl
