@@ -15,13 +15,14 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinit
 PYTEST_FLAGS ?=
 CPUS_FLAGS ?=
 MUTANTS_FLAGS ?=
+RESULTS_FLAGS ?=
 WHEEL_FLAGS ?=
 GPU_FLAGS ?=
 # Compiling for other GPUs needs none.
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus mutants lint format types bench gpu docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -76,6 +77,10 @@ bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/r
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
+
+results: $(PAGE)   ## Measure every figure of README and docs again; many hours, resumable
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval]"
+	$(BIN)/python tools/results.py $(RESULTS_FLAGS)
 
 # Without an installation, and offline. Each line stops the rest if it fails.
 gpu: export PYTHONPATH := $(CURDIR)

@@ -47,6 +47,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("vlmfast methods pyramid", {"pyramiddrop", "pyramidkv"}),
         ("vlmfast methods --where c", {"cache"}),
         ("vlmfast train el", {"elastic"}),
+        ("vlmfast reproduce pyr", {"pyramiddrop"}),
         ("vlmfast train elastic --gate", {"--gate-from"}),
         ("vlmfast bench --drafter draft-e", {"draft-eagle"}),
     ],

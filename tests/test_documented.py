@@ -71,6 +71,7 @@ NOT_RUN = {
     r"^curl ": "asks a server, as above",
     r"^docker ": "needs a builder",
     r"^vlmfast train (?!.*(--help|--steps 1 ))": "minutes to days",
+    r"^vlmfast reproduce (?!.*(--list|--dry))": "online; tests/test_reproduce.py runs it",
     r"^vlmfast eval ": "minutes to hours; recipes and tasks are looked at, some run shortened",
     r"^python benchmarks/": "measures for minutes",
     r"^python tools/tables\.py": "writes pages; tests/test_docs.py holds what it writes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from argparse import ArgumentParser
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from eval_fakes import FakeVLM
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
-from vlmfast.eval import commands
+from vlmfast.eval import commands, failures
 from vlmfast.eval.axes import shrinks_cache
 from vlmfast.eval.commands import add_eval, add_report, budgets, planned, run_eval, run_report
 from vlmfast.eval.draws import with_draws
@@ -160,22 +161,6 @@ def test_budgets_below_the_floor_are_skipped(capsys):
     # Two of six layers see every token: below a third all budgets share one floor.
     assert names(left) == [name for name in names(plan) if name != "fastv:budget=0.11"]
     assert capsys.readouterr().err.count("left out: fastv:budget=0.11") == 1
-
-
-def test_untrained_methods_are_skipped_in_all(capsys):
-    class Adapter:
-        def trained(self, stage):
-            raise RecipeError(f"{stage.name}: there are no weights")
-
-    class Model:
-        adapter = Adapter()
-
-    hired, trained = Recipe.parse("hired"), Recipe.parse("elastic")
-    left = commands._with_weights(Model(), [hired, trained, trained], [hired])
-    assert left == [hired]
-    assert capsys.readouterr().err == "left out: elastic: there are no weights\n"
-    with pytest.raises(RecipeError, match="no weights"):
-        commands._with_weights(Model(), [hired, trained], [trained])
 
 
 def test_budget_needs_a_method_that_takes_it(monkeypatch):
@@ -374,13 +359,90 @@ def test_impossible_recipe_is_a_row_if_others_run(tmp_path, monkeypatch, capsys)
     file = tmp_path / "n.json"
     assert run(*words, "--json", file) == ExitCode.CUT_SHORT
     out, err = capsys.readouterr()
-    assert r"| `grid` | grid does not run \| on this model |" in out
+    row = r"| `grid` | grid does not run \| on this model |"
+    assert row in out
     assert err == "left out: grid: grid does not run | on this model\n"
     assert answered(vlm) == 2 * 21
-    assert list(json.loads(file.read_text())["failed"]) == ["grid"]
+    reason = {"grid": "grid does not run | on this model"}
+    assert json.loads(file.read_text())["failed"] == reason
+    # A report has the row too: in text, JSON and the page.
+    report(tmp_path, "--out", tmp_path / "report")
+    assert row in (tmp_path / "report" / "report.md").read_text()
+    numbers = json.loads((tmp_path / "report" / "report.json").read_text())["tasks"]["shapes"]
+    assert numbers["failed"] == reason and list(numbers["recipes"]) == ["none", "random"]
+    assert ">grid does not run | on this model<" in (tmp_path / "report/shapes.html").read_text()
+    report(tmp_path, tmp_path, "--out", tmp_path / "report")
+    assert row in (tmp_path / "report" / "difference.md").read_text()
+    capsys.readouterr()
     vlm.refused = ()
     assert run(*words) == ExitCode.FINISHED
     assert "no result" not in capsys.readouterr().out
+    assert failures.read_failures(tmp_path / "shapes") == {}
+
+
+def test_missing_weights_are_a_row_if_others_run(tmp_path, monkeypatch, capsys):
+    def trained(stage):
+        raise RecipeError(f"{stage.name}: there are no weights")
+
+    vlm = FakeVLM()
+    vlm.adapter = SimpleNamespace(**vars(FakeVLM.adapter), trained=trained)
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    words = ("shapes", "--limit", 1, "--out", tmp_path)
+    elastic = ("--recipe", "elastic", "--budget", "0.33,0.11")
+    with pytest.raises(RecipeError, match=r"elastic:budget=0\.11: elastic: there are no weights"):
+        run(*words, *elastic)
+    assert not vlm.asked
+    assert run(*words, *elastic, "--recipe", "random") == ExitCode.CUT_SHORT
+    names = "elastic:budget=0.33, elastic:budget=0.11"
+    assert capsys.readouterr().err == f"left out: {names}: elastic: there are no weights\n"
+    assert list(failures.read_failures(tmp_path / "shapes")) == names.split(", ")
+
+
+def test_impossible_session_is_refused_before_the_first_sample(tmp_path, monkeypatch):
+    vlm = FakeVLM()
+    session = vlm.session
+
+    def picky(*, recipe, **more):
+        if str(recipe) == "grid":
+            raise RecipeError("grid runs in no session")
+        return session(recipe=recipe, **more)
+
+    vlm.session = picky
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid", "--session")
+    assert run(*words) == ExitCode.CUT_SHORT
+    assert failures.read_failures(tmp_path / "shapes") == {
+        "grid@session": "grid runs in no session"
+    }
+    assert (tmp_path / "shapes" / "grid").is_dir()
+    assert not (tmp_path / "shapes" / "grid@session").exists()
+
+
+def test_recipe_with_too_many_errors_is_no_row_of_numbers_in_a_report(tmp_path, monkeypatch):
+    vlm = FakeVLM()
+    ask = vlm.ask
+
+    def failing(question, *args, recipe=None, **more):
+        if str(recipe) == "grid" and more["max_new_tokens"] > 1:
+            raise MediaError("unreadable")
+        return ask(question, *args, recipe=recipe, **more)
+
+    vlm.ask = failing
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid", "--recipe", "random")
+    assert run(*words, "--max-errors", 2) == ExitCode.CUT_SHORT
+    report(tmp_path)
+    numbers = json.loads((tmp_path / "report.json").read_text())["tasks"]["shapes"]
+    assert list(numbers["recipes"]) == ["none", "random"]  # of all samples, not of three
+    assert numbers["recipes"]["none"]["samples"] == 21
+    assert "3 samples failed" in numbers["failed"]["grid"]
+
+
+def test_damaged_reasons_are_refused(tmp_path):
+    for text in ("{", "[]", '{"grid": 1}'):
+        (tmp_path / failures.FAILED).write_text(text)
+        with pytest.raises(VLMFastError, match=r"failed\.json is damaged"):
+            failures.read_failures(tmp_path)
 
 
 def test_impossible_method_of_a_group_is_left_out(tmp_path, monkeypatch, capsys):

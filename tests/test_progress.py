@@ -52,6 +52,36 @@ def test_short_work_is_silent() -> None:
     assert out.getvalue() == ""
 
 
+def test_total_may_change() -> None:
+    clock, out = Clock(), io.StringIO()
+    with Progress("tune", 0, "answers", stream=out, clock=clock) as progress:
+        progress.say("5 candidates")
+        for _ in range(30):
+            clock.now += 1
+            progress.update()
+        progress.plan(370)
+        for _ in range(30):
+            clock.now += 1
+            progress.update()
+        progress.plan(20)  # candidates have been left out
+    assert out.getvalue().splitlines() == [
+        "5 candidates",
+        "tune: 30 answers, 0:30 elapsed",
+        "tune: 60 of 400 answers (15%), 1:00 elapsed, about 5:40 left",
+    ]
+    assert progress.line().startswith("tune: 60 of 80 answers (75%)")
+
+
+def test_bar_follows_a_changing_total() -> None:
+    out = Terminal()
+    with Progress("tune", 0, "answers", stream=out, clock=Clock()) as progress:
+        progress.plan(40)
+        progress.say("5 candidates")
+        progress.update(20)
+        progress.plan(20)
+    assert "5 candidates\n" in out.getvalue() and "20/40" in out.getvalue()
+
+
 def test_line_has_counts_and_an_estimate() -> None:
     clock, out = Clock(), io.StringIO()
     progress = Progress("hired", 840, "questions", done=20, stream=out, clock=clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
@@ -31,7 +30,6 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.tune import commands, data
 from vlmfast.tune.outcomes import CannotRun, ModelSource, Store
-from vlmfast.tune.progress import Progress, duration
 
 QUESTIONS = 60
 RECIPES = ["hired:0.2", "divprune:0.1", "divprune:0.3", "random:0.1", "snapkv", "tome"]
@@ -325,36 +323,6 @@ def test_loss_must_be_a_fraction(
     with pytest.raises(SystemExit):
         arguments(folder, f"--max-loss={text}")
     assert "must be above 0 % and below 100 %" in capsys.readouterr().err
-
-
-# --- progress ------------------------------------------------------------------------------------
-
-
-def test_lines_without_a_terminal_are_30_seconds_apart() -> None:
-    now, out = [0.0], io.StringIO()
-    progress = Progress(out, lambda: now[0])
-    progress.plan(400)
-    for _ in range(200):
-        now[0] += 1
-        progress.step()
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "30 answers; at most 6 min left"
-    assert lines[-1] == "180 answers; at most 4 min left"
-    assert len(lines) == 6
-    progress.plan(60)
-    now[0] += 30
-    progress.step()
-    assert out.getvalue().splitlines()[-1].endswith("at most 68 s left")
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (5, 89, 100, 5000, 12000)] == [
-        "5 s",
-        "89 s",
-        "2 min",
-        "83 min",
-        "3 h 20 min",
-    ]
 
 
 # --- recipe="auto" -------------------------------------------------------------------------------

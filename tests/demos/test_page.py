@@ -339,7 +339,8 @@ def test_uploads_are_in_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) ->
 
 
 WAITS = """
-from vlmfast.demos.files import exit_on_sigterm, temporary
+from vlmfast.core.signals import exit_on_sigterm
+from vlmfast.demos.files import temporary
 with exit_on_sigterm(), temporary() as files:
     print(files.uploads, flush=True)
     import threading

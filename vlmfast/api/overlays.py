@@ -64,7 +64,7 @@ def overlay(answer: Traced, *, size: int | None = None) -> list[Image.Image]:
     trace = answer.trace
     if trace.layout is None:
         return []
-    tokens = _tokens(trace)
+    tokens = tokens_of(trace)
     return [
         _draw_item(image.convert("RGB"), tokens.where(tokens.item == index), answer.recipe, size)
         for index, image in enumerate(trace.images)
@@ -84,11 +84,11 @@ def thumbnails(trace: Trace, size: int, most: int) -> list[list[Image.Image]]:
     """
     if trace.layout is None or not trace.images:
         return []
-    tokens, last = _tokens(trace), len(trace.images) - 1
+    tokens, last = tokens_of(trace), len(trace.images) - 1
     chosen = {round(last * i / max(most - 1, 1)) for i in range(most)}
     drawn = []
     for index in sorted(chosen):
-        image = _resize(trace.images[index].convert("RGB"), size)
+        image = resized(trace.images[index].convert("RGB"), size)
         views = _views(tokens.where(tokens.item == index))
         drawn.append([_shade(image, view) for _, view in views])
     return drawn
@@ -110,7 +110,7 @@ def contact_sheet(answers: Sequence[Traced], *, size: int | None = None) -> Imag
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
     """The trace as arrays of equal length, one entry per visual token before anything was dropped.
 
     Parameters
@@ -148,11 +148,12 @@ class _Tokens:
         """Kept patches that others were merged into."""
         return (self.weight > 1) & self.patch & ~self.special & (self.life == 1)
 
-    def where(self, mask: np.ndarray) -> _Tokens:
-        return _Tokens(*(getattr(self, f.name)[mask] for f in fields(self)))
+    def where(self, mask: np.ndarray) -> Tokens:
+        return Tokens(*(getattr(self, f.name)[mask] for f in fields(self)))
 
 
-def _tokens(trace: Trace) -> _Tokens:
+def tokens_of(trace: Trace) -> Tokens:
+    """The visual tokens of an answer, in the order of its prompt."""
     before, entered = trace.layout.to("cpu"), trace.entered.to("cpu")
     life = trace.depth.cpu().numpy() / max(trace.layers, 1)
     row = np.searchsorted(before.order.numpy(), entered.order.numpy())
@@ -160,7 +161,7 @@ def _tokens(trace: Trace) -> _Tokens:
     weight[row], area[row] = entered.weight.numpy(), entered.box.numpy()
     patch, special = _placed(before), np.zeros(len(before), dtype=bool)
     special[row] = ~_placed(entered)
-    tokens = _Tokens(
+    tokens = Tokens(
         item=before.item.numpy(),
         tile=before.tile.numpy(),
         patch=patch,
@@ -186,8 +187,8 @@ def _placed(layout: TokenLayout) -> np.ndarray:
     return layout.patches.numpy() & ~layout.box.isnan().any(dim=1).numpy()
 
 
-def _draw_item(image: Image.Image, tokens: _Tokens, recipe: str, size: int | None) -> Image.Image:
-    image = _resize(image, size)
+def _draw_item(image: Image.Image, tokens: Tokens, recipe: str, size: int | None) -> Image.Image:
+    image = resized(image, size)
     panels = []
     for name, view in _views(tokens):
         count = f"{(view.shown == 1).sum()} of {len(view.shown)} patches"
@@ -211,7 +212,7 @@ def _draw_item(image: Image.Image, tokens: _Tokens, recipe: str, size: int | Non
     return _caption(_stack(panels, across=True), line)
 
 
-def _views(tokens: _Tokens) -> list[tuple[str, _Tokens]]:
+def _views(tokens: Tokens) -> list[tuple[str, Tokens]]:
     """The patches of one image: all, or those of the base view and those of its crops."""
     crop = tokens.tile > 0
     if not crop.any():
@@ -222,14 +223,15 @@ def _views(tokens: _Tokens) -> list[tuple[str, _Tokens]]:
     ]
 
 
-def _resize(image: Image.Image, size: int | None) -> Image.Image:
+def resized(image: Image.Image, size: int | None) -> Image.Image:
+    """The image with a longer side of ``size``; by default in `MIN_SIDE` to `MAX_SIDE`."""
     longest = max(image.size)
     target = min(max(longest, MIN_SIDE), MAX_SIDE) if size is None else size
     scaled = tuple(max(1, round(side * target / longest)) for side in image.size)
     return image.resize(scaled, Image.Resampling.BICUBIC)
 
 
-def _shade(image: Image.Image, tokens: _Tokens) -> Image.Image:
+def _shade(image: Image.Image, tokens: Tokens) -> Image.Image:
     pixels = np.asarray(image, dtype=np.float32)
     height, width = pixels.shape[:2]
     life = np.full((height, width), -1.0, dtype=np.float32)

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.help import RECIPES, examples, names
+from vlmfast.core.help import RECIPES, count, examples, names
 
 from .methods import PLACES
-from .parser import Command, count
+from .parser import Command
 
 _PICTURE = 'examples/picture.png "What is in the bottom left?"'
 _CLIP = 'examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4'
@@ -47,15 +47,7 @@ def compare(parser: argparse.ArgumentParser) -> None:
         f"vlmfast compare {_CLIP} --recipe balanced",
     )
     _add_question(parser)
-    parser.add_argument(
-        "--recipe",
-        action="append",
-        default=[],
-        dest="recipes",
-        metavar="RECIPE",
-        required=True,
-        help=f"recipe to run; may be given several times: {RECIPES}",
-    )
+    _add_several(parser, "--recipe", "recipe to run", f": {RECIPES}", dest="recipes", required=True)
     parser.add_argument("--overlay", metavar="PNG", help="draw which visual tokens were kept")
     parser.add_argument(
         "--no-warmup",
@@ -74,14 +66,8 @@ def bench(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     default = module("eval.bench").RECIPES
-    parser.add_argument(
-        "--recipe",
-        action="append",
-        dest="recipes",
-        metavar="RECIPE",
-        help=f"recipe to measure; may be given several times: {RECIPES} "
-        f"(default: {', '.join(default)})",
-    )
+    about = f": {RECIPES} (default: {', '.join(default)})"
+    _add_several(parser, "--recipe", "recipe to measure", about, dest="recipes")
     parser.add_argument(
         "--new-tokens", type=count, default=32, metavar="N", help="length of each answer"
     )
@@ -94,13 +80,8 @@ def bench(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare answers with and without drafter under each recipe (default: none)",
     )
-    audit.add_argument(
-        "--drafter",
-        action="append",
-        dest="drafters",
-        metavar="RECIPE",
-        help="e.g. draft-ngram+draft-recycle; may be given several times (default: all supported)",
-    )
+    about = " (default: all supported)"
+    _add_several(audit, "--drafter", "e.g. draft-ngram+draft-recycle", about, dest="drafters")
     audit.add_argument("--prompts", type=count, metavar="N", help="generated images (default: 24)")
     audit.add_argument(
         "--strict", action="store_true", help="strict verification, which also covers near ties"
@@ -125,12 +106,8 @@ def methods(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("names", nargs="*", metavar="METHOD", help="show the details of these (default: list all)")
-    add(
-        "--where",
-        action="append",
-        choices=tuple(PLACES),
-        help="only those that act there; may be given several times",
-    )
+    where = "only those that act there"
+    _add_several(parser, "--where", where, metavar=None, choices=tuple(PLACES))
     trained = parser.add_mutually_exclusive_group()
     trained.add_argument(
         "--trained", action="store_true", default=None, help="only those with weights of their own"
@@ -167,6 +144,10 @@ def env(parser: argparse.ArgumentParser) -> None:
 
 def evaluation(parser: argparse.ArgumentParser) -> None:
     module("eval.commands").add_eval(parser)
+
+
+def reproduce(parser: argparse.ArgumentParser) -> None:
+    module("eval.reproduce.commands").add_arguments(parser)
 
 
 def tune(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +255,20 @@ def add_model(
     )
     if json:
         _add_json(parser)
+
+
+def _add_several(
+    parser: argparse._ActionsContainer,
+    name: str,
+    what: str,
+    more: str = "",
+    *,
+    metavar: str | None = "RECIPE",
+    **options: Any,
+) -> None:
+    """An option whose values are collected in a list."""
+    about = f"{what}; may be given several times{more}"
+    parser.add_argument(name, action="append", metavar=metavar, help=about, **options)
 
 
 def _add_question(parser: argparse.ArgumentParser) -> None:

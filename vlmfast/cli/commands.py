@@ -1,5 +1,6 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``tune``, ``eval``, ``report``, ``serve``, ``demo``, ``examples``, ``completion``.
+``train``, ``tune``, ``eval``, ``report``, ``reproduce``, ``serve``, ``demo``, ``examples``,
+``completion``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -306,6 +307,10 @@ def _report(args: argparse.Namespace) -> int:
     return module("eval.commands").run_report(args)
 
 
+def _reproduce(args: argparse.Namespace) -> int:
+    return module("eval.reproduce.commands").run(args)
+
+
 def _demo(args: argparse.Namespace) -> None:
     app = module("demos.app")  # raises for missing packages before a checkpoint is loaded
 
@@ -381,6 +386,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         _tune,
     ),
     "report": ("write tables and plots of evaluation results", arguments.report, _report),
+    "reproduce": (
+        "measure published results again; interrupted runs resume",
+        arguments.reproduce,
+        _reproduce,
+    ),
     "train": ("train the shipped model, a drafter or a method", arguments.train, _train),
     "serve": ("serve a model through OpenAI's API", arguments.serve, _serve),
     "demo": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.display import seconds, size
+from vlmfast.core.display import seconds, size, text_table
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import Answer, Comparison
@@ -133,13 +133,7 @@ def divergence(row: Any, gone: Any) -> str:
 
 def print_table(rows: list[dict[str, str]]) -> None:
     """Print aligned columns: texts to the left, numbers to the right; the last may be long."""
-    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
-    for cells in ({key: key for key in widths}, *rows):
-        line = [
-            f"{cells[key]:<{width}}" if key in _TEXTS else f"{cells[key]:>{width}}"
-            for key, width in widths.items()
-        ]
-        print("  ".join(line).rstrip())
+    print(text_table(rows, left=_TEXTS))
 
 
 def in_bytes(value: float | None) -> str:

@@ -106,23 +106,6 @@ def every_parser(
                 yield from every_parser(command, (*path, name))
 
 
-def count(text: str) -> int:
-    """A whole number above 0.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-        For any other text.
-    """
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
 def log_level(chosen: str | None) -> str:
     """The level of ``--log-level``, else of the environment, else ``warning``.
 

@@ -16,6 +16,23 @@ def examples(*commands: str) -> str:
     return "\n".join(["examples:", *(f"  {command}" for command in commands)])
 
 
+def count(text: str) -> int:
+    """A whole number above 0.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For any other text.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
 def names(text: str) -> tuple[str, ...]:
     """The type of an argument ``NAME,NAME``."""
     found = tuple(name.strip().lower() for name in text.split(",") if name.strip())

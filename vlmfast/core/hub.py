@@ -103,9 +103,7 @@ def upload(
         raise VLMFastError(f"repo_id={repo_id!r} must be of the form owner/name")
     if constants.HF_HUB_OFFLINE:
         raise VLMFastError(f"repo_id={repo_id} cannot be uploaded: HF_HUB_OFFLINE=1 is set")
-    api, options = HfApi(token=token), {}
-    if commit_message is not None:
-        options["commit_message"] = commit_message
+    api = HfApi(token=token)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
@@ -115,7 +113,7 @@ def upload(
             folder_path=folder,
             revision=revision,
             create_pr=create_pr,
-            **options,
+            commit_message=commit_message,
         )
     except Exception as error:  # the client passes on errors of several libraries
         raise VLMFastError(

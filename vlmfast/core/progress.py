@@ -9,7 +9,7 @@ from typing import Any, Self, TextIO
 
 
 class Progress:
-    """Reports how many of a known number of steps are done, and estimates the remaining time.
+    """Reports how many steps of work are done, and estimates the remaining time.
 
     In a terminal it is a bar of tqdm. Elsewhere, such as in the log of a batch job, it is a line at
     most every ``every`` seconds, none of them for work that takes less.
@@ -19,7 +19,7 @@ class Progress:
     name : str
         What is running.
     total : int
-        Number of steps, or of seconds.
+        Number of steps, or of seconds; 0 if `plan` sets it.
     unit : str
         What a step is, in the plural.
     done : int
@@ -57,7 +57,7 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc=name, total=total, initial=done, unit=f" {unit}", file=self._stream
+                desc=name, total=total or None, initial=done, unit=f" {unit}", file=self._stream
             )
 
     def __enter__(self) -> Self:
@@ -70,6 +70,21 @@ class Progress:
         """End the bar."""
         if self._bar is not None:
             self._bar.close()
+
+    def plan(self, more: int) -> None:
+        """Expect this many more steps, where the work itself decides on their number."""
+        self.total = self.done + more
+        if self._bar is not None:
+            self._bar.total = self.total
+            self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        """Write a line; it does not break the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        elif self._lines:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def update(self, done: int | None = None, note: str = "") -> None:
         """Count one more step, or set their number.
@@ -94,9 +109,11 @@ class Progress:
     def line(self, note: str = "") -> str:
         """One line with counts and times, such as ``hired: 120 of 840 questions (14%), ...``."""
         elapsed, new = self._clock() - self._started, self.done - self._before
-        parts = [f"{self.done} of {self.total} {self.unit} ({self.done / max(self.total, 1):.0%})"]
+        parts = [f"{self.done} {self.unit}"]
+        if self.total:
+            parts = [f"{self.done} of {self.total} {self.unit} ({self.done / self.total:.0%})"]
         parts.append(f"{_duration(elapsed)} elapsed")
-        if new > 0:
+        if new > 0 and self.total:
             left = elapsed / new * max(self.total - self.done, 0)
             parts.append(f"about {_duration(left)} left")
         return f"{self.name}: " + ", ".join(filter(None, [*parts, note]))

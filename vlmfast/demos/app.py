@@ -21,6 +21,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vlmfast.api.vlm import VLM
+from vlmfast.core.signals import exit_on_sigterm
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import ServerConfig, is_loopback
 
@@ -28,7 +29,7 @@ from . import panels
 from .comparison import FRAMES, RUNNING, Panel, comparison, message_of, user_of, wire
 from .drawn import thumbnails, write_examples
 from .endpoints import endpoints
-from .files import Files, exit_on_sigterm, temporary
+from .files import Files, temporary
 from .measured import measured
 from .recipe_controls import RecipeControls, offer, presets, recipe_controls
 from .remote import RemoteVLM

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 _UPLOADS = "GRADIO_TEMP_DIR"  # read by Gradio
 
@@ -101,20 +99,3 @@ def temporary() -> Iterator[Files]:
                 del os.environ[_UPLOADS]
             else:
                 os.environ[_UPLOADS] = before
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """End the block with `SystemExit` on SIGTERM, so that it cleans up as after an error."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

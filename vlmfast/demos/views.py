@@ -70,11 +70,11 @@ def views(answer: Answer, *, size: int | None = None) -> list[View]:
     trace, found = answer.trace, []
     if trace.layout is None:
         return []
-    tokens = overlays._tokens(trace)
+    tokens = overlays.tokens_of(trace)
     frames = len(trace.images) > 1
     for index, image in enumerate(trace.images):
         mine = tokens.where(tokens.item == index)
-        crop, small = mine.tile > 0, overlays._resize(image.convert("RGB"), size)
+        crop, small = mine.tile > 0, overlays.resized(image.convert("RGB"), size)
         if frames:
             parts = [(f"Frame {index + 1}", mine)]
         elif crop.any():
@@ -90,7 +90,7 @@ def summary(answer: Answer) -> str:
     trace = answer.trace
     if trace.layout is None:
         return ""
-    tokens = overlays._tokens(trace)
+    tokens = overlays.tokens_of(trace)
     stayed = tokens.life == 1
     text = f"{stayed.sum()} of {len(stayed)} visual tokens kept"
     if tokens.newline.any():
@@ -115,7 +115,7 @@ def kept_html(answer: Answer) -> str:
 def plain_html(images: Sequence[Image.Image]) -> str:
     """Images without tokens, such as during an answer."""
     size = _FRAME_SIDE if len(images) > 1 else None
-    small = [overlays._resize(image.convert("RGB"), size) for image in images]
+    small = [overlays.resized(image.convert("RGB"), size) for image in images]
     figures = "".join(_figure(image, None, np.zeros((0, 4)), "") for image in small)
     kind = "frames" if len(images) > 1 else "image"
     return f'<div class="views {kind}">{figures}</div><p class="kept-summary">&nbsp;</p>'
@@ -150,7 +150,7 @@ def _alive(trace: Trace, alive: Tensor) -> Trace:
     return replace(trace, depth=alive.long() * trace.layers)
 
 
-def _view(image: Image.Image, tokens: overlays._Tokens, name: str) -> View:
+def _view(image: Image.Image, tokens: overlays.Tokens, name: str) -> View:
     patches, counted = tokens.where(tokens.patch), tokens.where(~tokens.newline)
     width, height = image.size
     life = np.zeros((height, width), dtype=np.float32)

@@ -6,6 +6,7 @@ import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 from .draws import DRAWS, with_draws
+from .results import named, slug, variant_of
 from .workers import is_first
 
 if TYPE_CHECKING:
@@ -192,7 +194,6 @@ def run_eval(args: Namespace) -> int:
     vlm = _load(args.model, args.device or own_device())
     explicit = [text for text in args.recipe or () if text not in GROUPS]
     asked = with_draws(planned(explicit, *axes), args.draws) if explicit else []
-    recipes = _with_weights(vlm, recipes, asked)
     recipes = _without_repeats_at_floor(vlm, recipes)
     refused = {task.name: _refused(vlm, task, recipes, args) for task in tasks}
     _check_refused(refused, recipes, asked)
@@ -208,39 +209,67 @@ def run_eval(args: Namespace) -> int:
     if is_first():
         print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
     # A group is what can run on this model.
-    left_out = {str(r) for each in refused.values() for r in each if r not in asked}
+    left_out = {run.name for each in refused.values() for run in each if run.recipe not in asked}
     incomplete = any(set(report["failed"]) - left_out for report in reports)
     return ExitCode.CUT_SHORT if incomplete else ExitCode.FINISHED
 
 
-def _refused(vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace) -> dict[Recipe, str]:
-    """The recipes that cannot run on this model or task, with the reason."""
-    from .results import slug
+@dataclass(frozen=True)
+class _Run:
+    """One row: a recipe, perhaps with a control or in sessions."""
+
+    recipe: Recipe
+    control: str | None = None
+    session: bool = False
+
+    @property
+    def variant(self) -> str | None:
+        return variant_of(self.control, self.session)
+
+    @property
+    def name(self) -> str:
+        return named(str(self.recipe), self.variant)
+
+
+def _refused(vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace) -> dict[_Run, str]:
+    """The runs that are impossible on this model or task, with the reason."""
     from .runner import refusal
 
     docs = task.docs(args.limit, args.seed)
-    # A recipe with results has run before.
-    new = [r for r in recipes if not (args.out / task.name / slug(str(r))).exists()]
-    found = {recipe: refusal(vlm, task, recipe, docs) for recipe in new}
-    return {recipe: reason for recipe, reason in found.items() if reason is not None}
+    found: dict[_Run, str] = {}
+    for recipe in recipes:
+        for session in (False, True) if args.session else (False,):
+            run = _Run(recipe, session=session)
+            # A recipe with results has run before.
+            if (args.out / task.name / slug(str(recipe), run.variant)).exists():
+                continue
+            reason = refusal(vlm, task, recipe, docs, session=session)
+            if reason is not None:
+                found[run] = reason
+                break  # if it does not run on its own, it does not run in sessions
+    return found
 
 
 def _check_refused(
-    refused: dict[str, dict[Recipe, str]], recipes: list[Recipe], asked: list[Recipe]
+    refused: dict[str, dict[_Run, str]], recipes: list[Recipe], asked: list[Recipe]
 ) -> None:
-    """Report refused recipes on stderr.
+    """Report refused runs on stderr, one line for each reason.
 
     Raises
     ------
     RecipeError
         If recipes were requested by name and no recipe can run on any task.
     """
-    reasons = {r: reason for each in refused.values() for r, reason in each.items()}
-    if asked and all(len(each) == len(recipes) for each in refused.values()):
-        raise RecipeError("; ".join(f"{recipe}: {reason}" for recipe, reason in reasons.items()))
+    found = {run: reason for each in refused.values() for run, reason in each.items()}
+    reasons: dict[str, list[str]] = {}
+    for run, reason in found.items():
+        reasons.setdefault(reason, []).append(run.name)
+    lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    if asked and all(_Run(recipe) in each for recipe in recipes for each in refused.values()):
+        raise RecipeError("; ".join(lines))
     if is_first():
-        for recipe, reason in reasons.items():
-            print(f"left out: {recipe}: {reason}", file=sys.stderr)
+        for line in lines:
+            print(f"left out: {line}", file=sys.stderr)
 
 
 def _load(name: str, device: str | None) -> VLM:
@@ -261,43 +290,46 @@ def _run_task(
     args: Namespace,
     weights: str | None,
     shard: tuple[int, int] | None,
-    refused: dict[Recipe, str],
+    refused: dict[_Run, str],
 ) -> dict[str, Any]:
     """Run all recipes on one task, print the table and return the value for ``--json``.
 
     Those in ``refused`` are not run; their reasons are among the failures.
     """
-    from .report import metrics_table, on_common_samples, tables
-    from .results import named
+    from .failures import note_failures
+    from .report import failure_table, metrics_table, on_common_samples, tables
     from .runner import TooManyErrors
     from .summary import compare
 
-    failed = {str(recipe): reason for recipe, reason in refused.items()}
-    recipes = [recipe for recipe in recipes if recipe not in refused]
+    folder = args.out / task.name
+    failed = {run.name: reason for run, reason in refused.items()}
+    if is_first():
+        note_failures(folder, failed)
     controls = task.controls if args.controls else ()
-    plan = [(Recipe(), None, False), *((Recipe(), c, False) for c in controls)]
-    plan += [(recipe, None, False) for recipe in recipes]
+    recipes = [recipe for recipe in recipes if _Run(recipe) not in refused]
+    plan = [_Run(Recipe()), *(_Run(Recipe(), control) for control in controls), *map(_Run, recipes)]
     if args.session:
-        plan += [(recipe, None, True) for recipe in (Recipe(), *recipes)]
+        plan += [_Run(recipe, session=True) for recipe in (Recipe(), *recipes)]
     runs = []
-    for recipe, control, session in plan:
+    for asked in (each for each in plan if each not in refused):
         try:
-            run = _evaluate(vlm, task, recipe, control, session, args, weights, shard)
+            run = _evaluate(vlm, task, asked, args, weights, shard)
         except TooManyErrors as error:
             if not runs:  # all results need the full model
                 raise
-            variant = control or ("session" if session else None)
-            failed[named(str(recipe), variant)] = str(error)
-            continue
-        runs.append(run)
+            failed[asked.name] = str(error)
+        else:
+            runs.append(run)
+        if is_first():
+            note_failures(folder, {asked.name: failed.get(asked.name)})
     if shard is not None:  # other parts may have fewer samples
         runs = on_common_samples(runs)[0]
     rows = compare(runs)
     if is_first():
-        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows), _failures(failed)))))
+        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows), failure_table(failed)))))
     rows += [row.session for row in rows if row.session]
     numbers = {row.run.name: row.numbers for row in rows}
-    asked = [str(recipe) for recipe in recipes if str(recipe) in numbers]
+    measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
     return {
         "task": task.name,
         "task_version": task.version,
@@ -305,27 +337,16 @@ def _run_task(
         "weights_sha256": weights,
         "limit": args.limit,
         "seed": args.seed,
-        **numbers[asked[0] if asked else "none"],
+        **numbers[measured[0] if measured else "none"],
         "recipes": numbers,
         "failed": failed,
     }
 
 
-def _failures(failed: dict[str, str]) -> str:
-    """A table of the recipes without a result; empty if there are none."""
-    if not failed:
-        return ""
-    cells = {name: " ".join(reason.split()).replace("|", r"\|") for name, reason in failed.items()}
-    lines = [f"| `{name}` | {reason} |" for name, reason in cells.items()]
-    return "\n".join(["| no result | reason |", "|---|---|", *lines])
-
-
 def _evaluate(
     vlm: VLM,
     task: Task,
-    recipe: Recipe,
-    control: str | None,
-    session: bool,
+    asked: _Run,
     args: Namespace,
     weights: str | None,
     shard: tuple[int, int] | None,
@@ -338,12 +359,12 @@ def _evaluate(
         run = evaluate(
             vlm,
             task,
-            recipe,
+            asked.recipe,
             args.out,
             args.limit,
             seed=args.seed,
-            control=control,
-            session=session,
+            control=asked.control,
+            session=asked.session,
             batch_size=args.batch_size,
             shard=shard,
             max_errors=args.max_errors,
@@ -383,33 +404,6 @@ def budgets(text: str | None, what: str = "budget") -> list[float]:
             raise RecipeError(f"{what} {part.strip()!r} is not a number above 0 and at most 1")
         values.append(value)
     return list(dict.fromkeys(values))
-
-
-def _with_weights(vlm: VLM, recipes: list[Recipe], asked: list[Recipe]) -> list[Recipe]:
-    """The recipes whose trained methods have weights for the model.
-
-    Others are left out with a line on stderr, unless they were ``asked`` for by name.
-
-    Raises
-    ------
-    RecipeError
-        If a recipe in ``asked`` has no weights.
-    """
-    left, reported = [], set()
-    for recipe in recipes:
-        try:
-            for stage in recipe:
-                if stage.trained:
-                    vlm.adapter.trained(stage)
-        except RecipeError as error:
-            if recipe in asked:
-                raise
-            if str(error) not in reported:
-                print(f"left out: {error}", file=sys.stderr)
-                reported.add(str(error))
-            continue
-        left.append(recipe)
-    return left
 
 
 def _without_repeats_at_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:

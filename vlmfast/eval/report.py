@@ -10,6 +10,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import share_of
+from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
 from .scores import Interval
 from .summary import (
@@ -38,6 +39,8 @@ _FEW = 30  # a bootstrap over fewer images gives intervals that are too narrow
 def load(folder: Path) -> dict[str, list[Results]]:
     """Results by task, the full model first, then by method and falling cost, controls last.
 
+    Runs that ended early because too many samples failed are not among them (`failures_of`).
+
     Raises
     ------
     VLMFastError
@@ -52,7 +55,7 @@ def load(folder: Path) -> dict[str, list[Results]]:
     tasks: dict[str, list[Results]] = {}
     for meta in metas:
         results = read(meta.parent)
-        if results.samples:
+        if results.samples and results.name not in read_failures(meta.parent.parent):
             tasks.setdefault(results.meta["task"], []).append(results)
     if not tasks:
         raise VLMFastError(f"no samples in {folder}: no run has finished a sample yet")
@@ -60,6 +63,11 @@ def load(folder: Path) -> dict[str, list[Results]]:
         check_same({str(run.path): run.meta for run in runs})
         runs.sort(key=_order)
     return tasks
+
+
+def failures_of(runs: list[Results]) -> dict[str, str]:
+    """The recipes without a result in the folder of these runs, and the reasons."""
+    return read_failures(runs[0].path.parent)
 
 
 def _order(run: Results) -> tuple:
@@ -108,9 +116,12 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
         parts.append(listed(notes))
+        failed = failures_of(runs)
+        if failed:
+            parts.append(f"### No result\n\n{failure_table(failed)}\n")
         rows += [row.session for row in rows if row.session]
         recipes = {row.run.name: row.numbers for row in rows}
-        numbers[task] = {"recipes": recipes, "warnings": notes}
+        numbers[task] = {"recipes": recipes, "failed": failed, "warnings": notes}
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *filter(None, parts)])
     make_folder(out)
@@ -131,7 +142,8 @@ def _draw(plots: list[tuple[str, list[Row], Path, str]], report: dict[str, Any])
     for task, rows, image, axis in plots:
         plot(rows, image, axis)
         page = image.with_suffix(".html")
-        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy")
+        failed = report["tasks"][task]["failed"]
+        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy", failed)
         files += [image, page]
     return files
 
@@ -153,6 +165,9 @@ def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Pa
             alone = [name for name in runs if name not in others]
             if alone:
                 parts.append(f"Only in {folder}: {', '.join(alone)}.\n")
+        for folder, found in ((before, old), (after, new)):
+            if failed := failures_of(found[task]):
+                parts.append(f"No result in {folder}:\n\n{failure_table(failed)}\n")
     text, file = "\n".join(parts), out / "difference.md"
     make_folder(out)
     replace_text(file, text)
@@ -225,7 +240,7 @@ def table(rows: list[Row]) -> str:
         "against random, images",
         "against random, videos",
     ]
-    return _markdown(head, [_cells(row) for row in rows])
+    return markdown_table(head, [_cells(row) for row in rows])
 
 
 def _cells(row: Row) -> list[str]:
@@ -258,7 +273,7 @@ def cache_table(rows: list[Row]) -> str:
             + _gaps(row, None if _is_reference(row) else full)
             + [cell for name in controls for cell in _gaps(row, row.controls.get(name))]
         )
-    return _markdown(head, cells)
+    return markdown_table(head, cells)
 
 
 def session_table(rows: list[Row]) -> str:
@@ -276,7 +291,7 @@ def session_table(rows: list[Row]) -> str:
         "against single questions, images",
         "against single questions, videos",
     ]
-    return _markdown(head, [_session_cells(row) for row in rows if row.session])
+    return markdown_table(head, [_session_cells(row) for row in rows if row.session])
 
 
 def _session_cells(row: Row) -> list[str]:
@@ -300,7 +315,7 @@ def metrics_table(rows: list[Row]) -> str:
     if not rows:
         return ""
     names = list(rows[0].numbers["metrics"])
-    return _markdown(
+    return markdown_table(
         ["recipe", *names],
         [
             [row.run.label, *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
@@ -320,7 +335,7 @@ def group_tables(rows: list[Row]) -> str:
             [name, str(numbers["n"]), *(_of_group(row, group, name) for row in rows)]
             for name, numbers in first.items()
         ]
-        parts.append(_markdown(head, lines))
+        parts.append(markdown_table(head, lines))
     return "\n\n".join(parts)
 
 
@@ -340,7 +355,7 @@ def cost_table(rows: list[Row]) -> str:
         "KV cache %",
         "peak memory MB (on a CPU: of the process so far)",
     ]
-    return _markdown(head, [_cost_cells(row) for row in rows])
+    return markdown_table(head, [_cost_cells(row) for row in rows])
 
 
 def _cost_cells(row: Row) -> list[str]:
@@ -357,6 +372,15 @@ def _cost_cells(row: Row) -> list[str]:
     ]
 
 
+def failure_table(failed: dict[str, str]) -> str:
+    """A Markdown table of the recipes without a result; empty if there are none."""
+    if not failed:
+        return ""
+    cells = {name: " ".join(reason.split()).replace("|", r"\|") for name, reason in failed.items()}
+    lines = [f"| `{name}` | {reason} |" for name, reason in cells.items()]
+    return "\n".join(["| no result | reason |", "|---|---|", *lines])
+
+
 def pair_table(rows: list[Row]) -> str:
     """A Markdown table of each recipe against the full model and its controls, same questions."""
     full = next((row for row in rows if row.run.name == "none"), None)
@@ -369,7 +393,7 @@ def pair_table(rows: list[Row]) -> str:
             )
     head = ["recipe", "against", "images, points", "videos, points"]
     head += ["only recipe right", "only other right", "McNemar's p"]
-    return _markdown(head, lines) if lines else ""
+    return markdown_table(head, lines) if lines else ""
 
 
 def _split(run: Results, other: Results) -> list[str]:
@@ -453,7 +477,7 @@ def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> 
     head = [title, *(f"{100 * share:g} % {what}" for share in shares)]
     if any(share is None for _, share in cells):
         head, shares = [*head, "no share"], [*shares, None]
-    return _markdown(
+    return markdown_table(
         head,
         [[method, *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
     )
@@ -656,7 +680,7 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         "TTFT ms, images",
         "TTFT ms, videos",
     ]
-    return _markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -690,6 +714,7 @@ def _arrow(a: float | None, b: float | None, scale: float = 1) -> str:
     return f"{a * scale:.1f} → {b * scale:.1f}{change}"
 
 
-def _markdown(head: list[Any], rows: list[list[str]]) -> str:
+def markdown_table(head: list[Any], rows: list[list[str]]) -> str:
+    """A table whose numbers, all columns but the first, are aligned to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])

@@ -69,7 +69,7 @@ class Results:
     @property
     def variant(self) -> str | None:
         """The control, or ``session``."""
-        return self.meta.get("control") or ("session" if self.meta.get("session") else None)
+        return variant_of(self.meta.get("control"), self.meta.get("session"))
 
     def only(self, docs: set[str]) -> Results:
         """The same results for the samples ``docs``."""
@@ -79,6 +79,11 @@ class Results:
             {doc: line for doc, line in self.samples.items() if doc in docs},
             {doc: line for doc, line in self.timings.items() if doc in docs},
         )
+
+
+def variant_of(control: str | None, session: bool | None) -> str | None:
+    """The control, ``session``, or None."""
+    return control or ("session" if session else None)
 
 
 def named(recipe: str, variant: str | None) -> str:
@@ -180,7 +185,7 @@ class Writer:
             )
         try:
             with writable(self.path):
-                _lock(self._samples, self.path)
+                lock_file(self._samples, self.path)
                 self._resume()
         except BaseException:
             self._close()
@@ -213,7 +218,7 @@ class Writer:
 
     def note(self, run: dict[str, Any]) -> None:
         """Add facts about this run to ``meta.json``, under ``resumed`` if it resumes another."""
-        with writable(self.path), _folder_lock(self.path):
+        with writable(self.path), folder_lock(self.path):
             first = not (self.path / META).exists()
             if not first:  # another shard may have written to it since
                 self.meta = _read_meta(self.path)
@@ -322,7 +327,7 @@ def _by_doc(lines: list[dict]) -> dict[str, dict]:
 
 
 @contextlib.contextmanager
-def _folder_lock(path: Path) -> Iterator[None]:
+def folder_lock(path: Path) -> Iterator[None]:
     """One process at a time; the others wait."""
     try:
         import fcntl
@@ -337,7 +342,7 @@ def _folder_lock(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _lock(file: Any, path: Path) -> None:
+def lock_file(file: Any, path: Path) -> None:
     """Lock a file until it is closed or the process ends."""
     try:
         import fcntl

@@ -23,7 +23,19 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 from .axes import method_of
-from .results import COSTS, META, RESULTS, SCHEMA, Results, Writer, read, slug, writable, write_json
+from .results import (
+    COSTS,
+    META,
+    RESULTS,
+    SCHEMA,
+    Results,
+    Writer,
+    read,
+    slug,
+    variant_of,
+    writable,
+    write_json,
+)
 from .summary import as_lmms_eval
 from .tasks import HIDDEN, Doc, Task, find_task
 
@@ -133,7 +145,7 @@ def evaluate(
         "generation": task.generation,
         "options": task.options or None,
     }
-    path = Path(out) / task.name / slug(str(recipe), control or ("session" if session else None))
+    path = Path(out) / task.name / slug(str(recipe), variant_of(control, session))
     with Writer(path, json.loads(json.dumps(meta)), shard) as writer:
         left = [doc for doc in docs if doc.doc_id not in writer.done]
         if left or not (path / META).exists():  # a part of a run may have no questions
@@ -160,11 +172,14 @@ def evaluate(
     return finished(task, path, limit, seed)
 
 
-def refusal(vlm: Any, task: Task, recipe: Recipe, docs: list[Doc]) -> str | None:
+def refusal(
+    vlm: Any, task: Task, recipe: Recipe, docs: list[Doc], *, session: bool = False
+) -> str | None:
     """Why a recipe cannot run on a model or task; None if it can.
 
-    It is asked about the first image and the first video, for one token. If it refuses, the next
-    ones are tried: a limit may depend on the length of a prompt.
+    The weights of its trained stages are loaded. Then it is asked about the first image and the
+    first video, for one token. If it refuses, the next ones are tried: a limit may depend on the
+    length of a prompt.
 
     Parameters
     ----------
@@ -173,13 +188,21 @@ def refusal(vlm: Any, task: Task, recipe: Recipe, docs: list[Doc]) -> str | None
     recipe : Recipe
     docs : list of Doc
         The questions of the run.
+    session : bool
+        Ask in a session.
     """
+    try:
+        for stage in recipe:
+            if stage.trained:
+                vlm.adapter.trained(stage)
+    except (RecipeError, ModelError) as error:
+        return str(error)
     asking = _Asking(vlm, task, recipe, None, 0)
     for modality in dict.fromkeys(doc.modality for doc in docs):
         shown = {doc.media_id: doc for doc in docs if doc.modality == modality}
         reason = None
         for doc in islice(shown.values(), _PROBES):
-            reason = asking.refusal(doc)
+            reason = asking.refusal(doc, session)
             if reason is None:
                 break
         if reason is not None:
@@ -228,20 +251,16 @@ class _Asking:
 
     def alone(self, doc: Doc) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Ask a single question."""
+        return self._lines(doc, self._ask, {})
 
-        def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
-            return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
-
-        return self._lines(doc, ask, {})
-
-    def refusal(self, doc: Doc) -> str | None:
+    def refusal(self, doc: Doc, session: bool) -> str | None:
         """The reason for which the recipe is refused; errors of the media are not among them."""
         generation = {**self.task.generation[doc.kind], "max_new_tokens": 1}
         try:
-            media = self.task.media(doc, self.control)
-            question = media.pop("question", doc.question)
-            with _own_randomness(""), _uncached(self.vlm):
-                self.vlm.ask(question, **media, recipe=self.recipe, **generation)
+            question, media = self._shown(doc)
+            with _own_randomness(""), _uncached(self.vlm), ExitStack() as stack:
+                ask = self._session(stack) if session else self._ask
+                ask(question, media, generation)
         except (RecipeError, ModelError) as error:
             return str(error)
         except VLMFastError:
@@ -303,6 +322,9 @@ class _Asking:
                     if doc.doc_id not in done:
                         yield lines
 
+    def _ask(self, question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
+        return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
+
     def _session(self, stack: ExitStack) -> Callable[..., Any]:
         """Ask in a session that the first question opens and ``stack`` closes."""
         opened: list[Any] = []
@@ -345,11 +367,15 @@ class _Asking:
             **dict.fromkeys(COSTS),
         }
 
+    def _shown(self, doc: Doc) -> tuple[str, dict[str, Any]]:
+        """The question, which a control may replace, and the media."""
+        media = self.task.media(doc, self.control)
+        return media.pop("question", doc.question), media
+
     def _prepared(
         self, doc: Doc, generation: dict[str, Any], place: dict[str, int] | None = None
     ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        media = self.task.media(doc, self.control)
-        question = media.pop("question", doc.question)
+        question, media = self._shown(doc)
         sample = self._sample(doc, place or {})
         sample["prompt_hash"] = prompt_hash(self.vlm, question, media, generation)
         return question, media, sample

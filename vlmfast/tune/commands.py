@@ -10,14 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.display import text_table
 from vlmfast.core.files import make_folder, replace_text
-from vlmfast.core.help import examples
+from vlmfast.core.help import count, examples
+from vlmfast.core.progress import Progress
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from . import data, report, space
 from .outcomes import CannotRun, ModelSource, Store
-from .progress import Progress
 from .race import OBJECTIVES, Result, Settings, race
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add(
         "--max-new-tokens",
-        type=_count,
+        type=count,
         default=32,
         metavar="N",
         help="maximum length of an answer (default: %(default)s)",
     )
     add(
         "--batch-size",
-        type=_count,
+        type=count,
         default=8,
         metavar="N",
         help="questions that are decoded together (default: %(default)s)",
@@ -115,16 +116,9 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def run(args: Namespace, load: Callable[[], VLM]) -> int:
     """Run ``vlmfast tune``; ``load`` makes the model. 1 if a strict run certified nothing."""
     questions, digest = data.read(args.data)
-    recipes = [str(Recipe.parse(recipe)) for recipe in args.recipes or ()]
     settings = Settings(
         args.max_loss, args.objective, args.confidence, args.held_out, args.strict, args.seed
     )
@@ -136,7 +130,7 @@ def run(args: Namespace, load: Callable[[], VLM]) -> int:
     make_folder(args.out)
     vlm = load()
     recipes = [str(vlm.recipe(recipe)) for recipe in args.recipes or ()]
-    result = tune(vlm, questions, digest, recipes, settings, args)
+    result = tune(vlm, questions, digest, recipes, settings, args, len(parts.held_out))
     _write(result, settings, vlm, args)
     return int(settings.strict and result.chosen == "none")
 
@@ -148,12 +142,13 @@ def tune(
     recipes: list[str],
     settings: Settings,
     args: Namespace,
+    tested: int,
 ) -> Result:
-    """Run or continue the race; the answers are in ``args.out``."""
+    """Run or continue the race; the answers are in ``args.out``. ``tested`` are held out."""
     from vlmfast.api.session_file import identity
 
     names = recipes or space.candidates(settings.objective)
-    progress = Progress()
+    progress = Progress("tune", 0, "answers")
     about = {
         "model": identity(vlm.adapter),
         "data": digest,
@@ -166,12 +161,9 @@ def tune(
         store,
         batch_size=args.batch_size,
         max_new_tokens=args.max_new_tokens,
-        answered=progress.step,
+        answered=progress.update,
     )
     progress.say(f"{len(questions)} questions, {len(names)} candidates, {len(store)} answers known")
-    tested = len(
-        data.split([q.media for q in questions], settings.held_out, settings.seed).held_out
-    )
     progress.say(report.certifiable(tested, settings))
     try:
         return race(
@@ -186,6 +178,7 @@ def tune(
     except CannotRun as error:
         raise VLMFastError(f"--data {args.data}, {error}") from error
     finally:
+        progress.close()
         store.close()
 
 
@@ -208,7 +201,7 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     if args.json:
         sys.stdout.write(text + "\n")
         return
-    lines = [*_table(report.table(result)), ""]
+    lines = [text_table(report.table(result), left=("recipe", "status")), ""]
     for reason, names in report.failures(result).items():
         lines.append(f"cannot run: {', '.join(names)}: {reason}")
     lines += [*report.verdict(result, settings), ""]
@@ -234,16 +227,3 @@ def reproduce(args: Namespace) -> str:
     for recipe in args.recipes or ():
         words += ["--recipe", recipe]
     return shlex.join(map(str, words + ["--strict"] * args.strict))
-
-
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    names = list(rows[0])
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
-    lines = [dict(zip(names, names, strict=True)), *rows]
-    return [
-        "  ".join(
-            line[name].ljust(width) if name in ("recipe", "status") else line[name].rjust(width)
-            for name, width in zip(names, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    ]

@@ -1,0 +1,1 @@
+"""Measure published results again: ``vlmfast reproduce``."""

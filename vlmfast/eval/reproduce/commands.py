@@ -1,0 +1,269 @@
+"""The command ``vlmfast reproduce``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vlmfast.core.display import text_table
+from vlmfast.core.env import environment
+from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.files import replace_text
+from vlmfast.core.help import count, examples, names
+from vlmfast.errors import VLMFastError
+from vlmfast.eval.results import write_json
+
+from .papers import Catalogue, Paper, Task, catalogue
+from .rows import (
+    NoResult,
+    Row,
+    Settings,
+    check_same,
+    command,
+    exclusive,
+    finished,
+    measure,
+    row_of,
+    shown,
+)
+from .table import (
+    NO_RESULT,
+    WITHIN,
+    Comparison,
+    Found,
+    about,
+    cells,
+    compare,
+    markdown,
+    reasons_of,
+    to_json,
+)
+
+INSTALL = "pip install 'lmms-eval==0.7.3'"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the arguments of ``vlmfast reproduce``."""
+    parser.description = (
+        "Measure the results of a paper again with lmms-eval, and compare them with the published "
+        "values. Each recipe and task is a row that is saved: repeat the command to continue an "
+        "interrupted run."
+    )
+    parser.epilog = examples(
+        "vlmfast reproduce --list",
+        "vlmfast reproduce hired --dry",
+        "vlmfast reproduce hired --out runs/papers --device cuda:0",
+        "vlmfast reproduce visionzip --tasks gqa,pope --limit 500 --out runs/short",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "paper",
+        nargs="?",
+        choices=tuple(catalogue().papers),
+        metavar="PAPER",
+        help="name of a paper; --list shows them",
+    )
+    what.add_argument(
+        "--list", action="store_true", help="list the papers with their models and tasks"
+    )
+    add = parser.add_argument
+    add(
+        "--dry",
+        action="store_true",
+        help="check the recipes and tasks and print the commands, without running them",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("vlmfast-reproduce"),
+        metavar="DIR",
+        help="folder of the results",
+    )
+    add("--tasks", type=names, metavar="T,T", help="only these tasks (default: the paper's)")
+    add("--model", help="a folder or a hub id (default: the paper's model)")
+    add(
+        "--limit",
+        type=count,
+        metavar="N",
+        help="questions of each task (default: all, as in the papers); tolerances grow accordingly",
+    )
+    add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the weights; auto: the checkpoint's own",
+    )
+    add(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="folder of lmms-eval tasks that it does not ship",
+    )
+    add("--json", action="store_true", help="print one JSON document to stdout")
+
+
+def run(args: Namespace) -> int:
+    """Run ``vlmfast reproduce`` and return the exit code."""
+    known = catalogue()
+    if known.problems:
+        raise VLMFastError("; ".join(known.problems))
+    if args.list:
+        _print_list(known, args.json)
+        return ExitCode.FINISHED
+    paper = known.paper(args.paper)
+    tasks = _tasks(known, paper, args.tasks)
+    settings = Settings(
+        args.model or paper.model, args.limit, args.device, args.dtype, args.include_path
+    )
+    if "," in settings.model:
+        raise VLMFastError(f"--model {settings.model!r} has a comma, which lmms-eval splits at")
+    folder = args.out / paper.name
+    rows = [
+        row_of(folder, recipe, task)
+        for task in tasks
+        for recipe in ("none", *(m.recipe for m in paper.methods if task.name in m.values))
+    ]
+    for row in rows:
+        check_same(row, settings)
+    if args.dry:
+        _print_plan(paper, rows, settings, args.json)
+        return ExitCode.FINISHED
+    _check_tasks(tasks, settings)
+    if importlib.util.find_spec("lmms_eval") is None:
+        raise VLMFastError(f"lmms-eval is missing; run {INSTALL}")
+    with exclusive(folder):
+        found = _measure_all(rows, settings)
+        compared = [
+            compare(paper, method, task, found)
+            for method in paper.methods
+            for task in tasks
+            if task.name in method.values
+        ]
+        shared = {"model": settings.model, "limit": settings.limit, "environment": environment()}
+        value = to_json(paper, compared, shared)
+        replace_text(folder / "report.md", markdown(paper, compared, known.tasks))
+        write_json(folder / "report.json", value)
+    if args.json:
+        print(json.dumps(value, indent=2, ensure_ascii=False))
+    else:
+        _print_report(paper, compared, known.tasks, folder)
+    return _code(compared)
+
+
+def _code(rows: list[Comparison]) -> int:
+    if any(row.verdict == NO_RESULT for row in rows):
+        return ExitCode.CUT_SHORT
+    passed = all(row.verdict == WITHIN for row in rows)
+    return ExitCode.FINISHED if passed else ExitCode.CHECK_FAILED
+
+
+def _tasks(known: Catalogue, paper: Paper, chosen: tuple[str, ...] | None) -> list[Task]:
+    """The tasks to measure, in the paper's order."""
+    unknown = [name for name in chosen or () if name not in paper.full]
+    if unknown:
+        raise VLMFastError(
+            f"{paper.name} has no task {unknown[0]!r}; tasks: {', '.join(paper.full)}"
+        )
+    return [known.tasks[name] for name in paper.full if chosen is None or name in chosen]
+
+
+def _check_tasks(tasks: list[Task], settings: Settings) -> None:
+    """Raise for undefined tasks, before hours of work."""
+    if settings.include is None:
+        external = [task.name for task in tasks if task.external]
+        if external:
+            raise VLMFastError(
+                f"lmms-eval has no task {', '.join(external)}: add --include-path DIR with their "
+                "definitions (docs/reproduce.md), or choose others with --tasks"
+            )
+    elif not settings.include.is_dir():
+        raise VLMFastError(f"--include-path {settings.include} is not a folder")
+
+
+def _measure_all(rows: list[Row], settings: Settings) -> Found:
+    """Measure the rows that have no result yet."""
+    found = Found()
+    for number, row in enumerate(rows, start=1):
+        key = row.recipe, row.task.name
+        if row.recipe != "none" and ("none", row.task.name) not in found.results:
+            continue  # nothing to compare with
+        where = f"{number} of {len(rows)}: {row.recipe} on {row.task.name}"
+        try:
+            result = finished(row)
+            if result is None:
+                print(f"{where}; log: {row.folder / 'log.txt'}", file=sys.stderr, flush=True)
+                result = measure(row, settings)
+        except NoResult as error:
+            found.reasons[key] = str(error)
+            print(f"{where}: no result: {error}", file=sys.stderr, flush=True)
+            continue
+        found.results[key] = result
+    return found
+
+
+def _print_list(known: Catalogue, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(paper) for paper in known.papers.values()], indent=2))
+        return
+    rows = [
+        {
+            "paper": paper.name,
+            "arXiv": paper.arxiv,
+            "model": paper.model,
+            "recipes": str(len(paper.methods)),
+            "tasks": str(len(paper.full)),
+            "values": paper.origin,
+        }
+        for paper in known.papers.values()
+    ]
+    print(text_table(rows, left=("paper", "arXiv", "model", "values")))
+
+
+def _print_plan(paper: Paper, rows: list[Row], settings: Settings, as_json: bool) -> None:
+    """The commands of the rows, and the published values."""
+    published = {"none": paper.full, **{m.recipe: m.values for m in paper.methods}}
+    plan: list[dict[str, Any]] = [
+        {
+            "recipe": row.recipe,
+            "task": row.task.name,
+            "published": published[row.recipe][row.task.name],
+            "finished": _is_finished(row),
+            "external": row.task.external,
+            "command": shown(command(row, settings)),
+        }
+        for row in rows
+    ]
+    if as_json:
+        print(json.dumps({"paper": paper.name, "rows": plan}, indent=2))
+        return
+    print("\n".join(about(paper)))
+    for row in plan:
+        state = "; finished" if row["finished"] else "; needs --include-path" * row["external"]
+        print(f"\n# {row['recipe']} on {row['task']}: published {row['published']:g}{state}")
+        print(row["command"])
+    if importlib.util.find_spec("lmms_eval") is None:
+        print(f"\nlmms-eval is missing; before the run: {INSTALL}")
+
+
+def _is_finished(row: Row) -> bool:
+    try:
+        return finished(row) is not None
+    except NoResult:
+        return False
+
+
+def _print_report(
+    paper: Paper, rows: list[Comparison], tasks: dict[str, Task], folder: Path
+) -> None:
+    print("\n".join(about(paper)))
+    print()
+    print(text_table(cells(rows, tasks), left=("recipe", "task", "result")))
+    for line in reasons_of(rows):
+        print(line)
+    print(f"\nwritten: {folder / 'report.md'}, {folder / 'report.json'}")

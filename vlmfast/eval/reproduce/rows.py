@@ -1,0 +1,251 @@
+"""Measure one recipe on one task with lmms-eval, in a process of its own.
+
+A row is finished when lmms-eval has written its results, so a run that was killed repeats only the
+row that it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmfast.core.signals import exit_on_sigterm
+from vlmfast.errors import VLMFastError
+from vlmfast.eval.results import lock_file, slug, writable, write_json
+
+from .papers import Task
+
+ABOUT, LOG, RESULTS, LOCK = "row.json", "log.txt", "lmms-eval", ".lock"
+_STOP_S = 10.0  # for lmms-eval to end after SIGTERM
+# Errors in a log that every other row would repeat.
+_FATAL = {
+    r"No space left on device|Disk quota exceeded": "the disk is full",
+    r"Model 'vlmfast' not found": "vlmfast must be installed, not only on the path",
+}
+
+
+class NoResult(VLMFastError):
+    """A row that ended without a result; other rows may have one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows of a run share.
+
+    Parameters
+    ----------
+    model : str
+        ``tiny``, a folder or a hub id.
+    limit : int, optional
+        Questions of each task; all by default.
+    device : str, optional
+    dtype : str
+    include : Path, optional
+        Folder of further tasks.
+    """
+
+    model: str
+    limit: int | None = None
+    device: str | None = None
+    dtype: str = "auto"
+    include: Path | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe on a task; ``folder`` is its own."""
+
+    recipe: str
+    task: Task
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of a row, on the scale of the published values.
+
+    Parameters
+    ----------
+    value : float
+    questions : int or None
+    """
+
+    value: float
+    questions: int | None
+
+
+def row_of(folder: Path, recipe: str, task: Task) -> Row:
+    """The row of a recipe and a task in the folder of a paper."""
+    return Row(recipe, task, folder / slug(recipe) / task.name)
+
+
+def command(row: Row, settings: Settings) -> list[str]:
+    """The command of a row, to follow ``python``.
+
+    lmms-eval separates arguments by commas, so recipes use semicolons.
+    """
+    model = {"pretrained": settings.model, "recipe": row.recipe.replace(",", ";")}
+    model |= {"device": settings.device} if settings.device else {}
+    model |= {"dtype": settings.dtype} if settings.dtype != "auto" else {}
+    words = ["-m", "lmms_eval", "--model", "vlmfast"]
+    words += ["--model_args", ",".join(f"{key}={value}" for key, value in model.items())]
+    words += ["--tasks", row.task.lmms_name, "--batch_size", "1"]
+    words += ["--output_path", str(row.folder / RESULTS)]
+    if settings.limit is not None:
+        words += ["--limit", str(settings.limit)]
+    if settings.include is not None:
+        words += ["--include_path", str(settings.include)]
+    return words
+
+
+def shown(words: list[str]) -> str:
+    """A command as a user types it."""
+    return shlex.join(["python", *words])
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Lock out other runs.
+
+    Raises
+    ------
+    VLMFastError
+        If another run uses the folder, or it cannot be written.
+    """
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "ab")  # noqa: SIM115 (closed below)
+    with file:
+        lock_file(file, folder)
+        yield
+
+
+def check_same(row: Row, settings: Settings) -> None:
+    """Check that the folder of a row has no results of another model or limit.
+
+    Raises
+    ------
+    VLMFastError
+        With the field that differs.
+    """
+    path = row.folder / ABOUT
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise VLMFastError(f"{path} cannot be read: {error}") from error
+    for key, value in _about(row, settings).items():
+        if found.get(key) != value:
+            raise VLMFastError(
+                f"{row.folder} has results of another run: {key} was {found.get(key)!r} and is "
+                f"{value!r}; use another --out"
+            )
+
+
+def _about(row: Row, settings: Settings) -> dict[str, Any]:
+    values = asdict(settings)
+    shared = {key: values[key] for key in ("model", "limit", "dtype")}
+    return {"recipe": row.recipe, "task": row.task.lmms_name, **shared}
+
+
+def finished(row: Row) -> Measured | None:
+    """The result of a row; None if it has not been measured completely.
+
+    Raises
+    ------
+    NoResult
+        If the result lacks a metric.
+    """
+    for path in sorted((row.folder / RESULTS).rglob("*_results.json"), reverse=True):
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError:  # lmms-eval was killed while it wrote
+            continue
+        except OSError as error:
+            raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
+        return _measured(row.task, found, path)
+    return None
+
+
+def _measured(task: Task, found: Any, path: Path) -> Measured:
+    results = found.get("results", {}) if isinstance(found, dict) else {}
+    own = results.get(task.lmms_name, {})
+    values = []
+    for metric in task.metrics:
+        # lmms-eval adds the name of the filter: "exact_match,none".
+        value = next((v for k, v in own.items() if k.partition(",")[0] == metric), None)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            have = ", ".join(key for key in own if "stderr" not in key and key != "alias") or "none"
+            raise NoResult(f"{path} has no number {metric} of {task.lmms_name}; it has {have}")
+        values.append(value)
+    samples = found.get("n-samples", {}).get(task.lmms_name, {}).get("effective")
+    return Measured(task.scale * sum(values), samples or task.questions)
+
+
+def measure(row: Row, settings: Settings) -> Measured:
+    """Run lmms-eval for a row.
+
+    Raises
+    ------
+    NoResult
+        If lmms-eval ends without a result.
+    VLMFastError
+        If the reason holds for every row: the model, the disk, or lmms-eval itself.
+    """
+    with writable(row.folder):
+        row.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(row.folder / RESULTS, ignore_errors=True)  # an incomplete file
+        log = open(row.folder / LOG, "wb")  # noqa: SIM115 (closed below)
+    words = command(row, settings)
+    write_json(row.folder / ABOUT, {**_about(row, settings), "command": shown(words)})
+    with log:
+        code = _run([sys.executable, *words], log)
+    found = finished(row)
+    if found is None:
+        raise _error(row, code)
+    return found
+
+
+def _run(words: list[str], log: Any) -> int:
+    """The exit code; the process is ended with this one."""
+    with exit_on_sigterm():
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _error(row: Row, code: int) -> VLMFastError:
+    """The reason why there is no result, from the log. lmms-eval ends with 0 after an error."""
+    path = row.folder / LOG
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    reason = (errors or lines or ["it printed nothing"])[-1]
+    # The full model has no recipe that it could refuse.
+    model = {r"\bModelError: ": "the model cannot be loaded"} if row.recipe == "none" else {}
+    for pattern, meaning in {**_FATAL, **model}.items():
+        if found := next((line for line in reversed(lines) if re.search(pattern, line)), None):
+            return VLMFastError(f"{meaning}: {found}; see {path}")
+    if code < 0:
+        reason = f"ended by {signal.Signals(-code).name}: {reason}"
+    return NoResult(f"{reason}; see {path}")
