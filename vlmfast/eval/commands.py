@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks; a task rejects those that it does not have.
-_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
+_OF_TASKS = (
+    "data",
+    "split",
+    "mode",
+    "videos",
+    "subtitles",
+    "num_frames",
+    "allow_outside",
+    "eps",
+    "steps",
+)
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -39,14 +49,15 @@ def add_eval(parser: ArgumentParser) -> None:
         "vlmfast eval pope --model MODEL --recipe balanced --recipe random:0.22",
         "vlmfast eval mmmu --model MODEL --recipe visionzip --budget 0.33 --mode vlmevalkit",
         "vlmfast eval video-mme --model MODEL --videos /data/video-mme --num-frames 32",
+        "vlmfast eval robustness --recipe hired:0.2 --recipe hired:keep=0.2,guard=4 --eps 2,8",
     )
     add = parser.add_argument
     add(
         "tasks",
         nargs="+",
         metavar="TASK",
-        help="shapes (generated scenes, offline), mmmu, video-mme or pope; for others use "
-        "lmms-eval, see docs/evaluation.md",
+        help="shapes (generated scenes, offline), mmmu, video-mme, pope or robustness (shapes with "
+        "small perturbations); for others use lmms-eval, see docs/evaluation.md",
     )
     add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
     add(
@@ -87,7 +98,7 @@ def add_eval(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, "
-        "POPE's categories (default: all; for shapes 100)",
+        "POPE's categories (default: all; for shapes 100, for robustness 10)",
     )
     add(
         "--batch-size",
@@ -134,6 +145,18 @@ def add_eval(parser: ArgumentParser) -> None:
     )
     add("--num-frames", type=int, metavar="N", help="video-mme: frames per video (default: 32)")
     add(
+        "--eps",
+        type=whole_numbers,
+        metavar="E,E",
+        help="robustness: largest changes of a pixel value, of 0 to 255 (default: 2,4,8)",
+    )
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="robustness: steps of the optimization of an image (default: 20)",
+    )
+    add(
         "--out",
         type=Path,
         default=Path("vlmfast-results"),
@@ -169,6 +192,10 @@ def run_eval(args: Namespace) -> int:
         )
     axes = budgets(args.budget), args.positions, budgets(args.share, "share")
     recipes = planned(args.recipe or ["none"], *axes)
+    if any(task.name == "robustness" for task in tasks):
+        from .robustness import check
+
+        check(recipes, args.session, args.controls)
     for task in tasks:
         part_of(task.docs(args.limit, args.seed), *(shard or (0, 1)))
     check_folder(args.out)
@@ -187,7 +214,10 @@ def run_eval(args: Namespace) -> int:
     _check_refused(refused, recipes, asked)
     weights = weights_sha256(vlm)
     reports = [
-        _run_task(vlm, task, recipes, args, weights, shard, refused[task.name]) for task in tasks
+        (_run_robustness if task.name == "robustness" else _run_task)(
+            vlm, task, recipes, args, weights, shard, refused[task.name]
+        )
+        for task in tasks
     ]
     part_ways()
     if args.json is not None and is_first():
@@ -300,6 +330,43 @@ def _run_task(
     }
 
 
+def _run_robustness(
+    vlm: VLM,
+    task: Task,
+    recipes: list[Recipe],
+    args: Namespace,
+    weights: str | None,
+    shard: tuple[int, int] | None,
+    refused: dict[Recipe, str],
+) -> dict[str, Any]:
+    """`_run_task` with every perturbation."""
+    from .report import on_common_samples
+    from .robustness import plan
+    from .robustness_report import section
+
+    failed = {str(recipe): reason for recipe, reason in refused.items()}
+    runs: dict[str, list[Results]] = {}
+    for part, recipe, control in plan(vlm, task, [r for r in recipes if r not in refused]):
+        run = _evaluate(vlm, part, recipe, control, False, args, weights, shard)
+        runs.setdefault(part.name, []).append(run)
+    if shard is not None:  # other parts may have fewer samples
+        runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
+    found = {name: section(own) for name, own in runs.items()}
+    if is_first():
+        texts = [text for text, _ in found.values()]
+        print("\n\n".join(filter(None, (*texts, _failures(failed)))))
+    return {
+        "task": task.name,
+        "task_version": task.version,
+        "model": args.model,
+        "weights_sha256": weights,
+        "limit": args.limit,
+        "seed": args.seed,
+        **{name: numbers for name, (_, numbers) in found.items()},
+        "failed": failed,
+    }
+
+
 def _failures(failed: dict[str, str]) -> str:
     """A table of the recipes without a result; empty if there are none."""
     if not failed:
@@ -372,6 +439,20 @@ def budgets(text: str | None, what: str = "budget") -> list[float]:
             raise RecipeError(f"{what} {part.strip()!r} is not a number above 0 and at most 1")
         values.append(value)
     return list(dict.fromkeys(values))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parse numbers such as ``2,4,8``.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If a part is not a whole number.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 2,4,8") from None
 
 
 def _with_weights(vlm: VLM, recipes: list[Recipe], asked: list[Recipe]) -> list[Recipe]:
