@@ -352,6 +352,7 @@ def _run_robustness(
     if shard is not None:  # other parts may have fewer samples
         runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
     found = {name: section(own) for name, own in runs.items()}
+    first = runs[task.name][0].meta
     if is_first():
         texts = [text for text, _ in found.values()]
         print("\n\n".join(filter(None, (*texts, _failures(failed)))))
@@ -362,6 +363,7 @@ def _run_robustness(
         "weights_sha256": weights,
         "limit": args.limit,
         "seed": args.seed,
+        **{key: first[key] for key in ("date", "device", "dtype", "versions")},
         **{name: numbers for name, (_, numbers) in found.items()},
         "failed": failed,
     }

@@ -149,6 +149,7 @@ class SelectionAttack:
     def __init__(self, vlm: VLM, recipe: Recipe) -> None:
         self.vlm, self.stage = vlm, reducer_of(recipe)
         self.recipe = Recipe((self.stage,))
+        self._clean: dict[bytes, tuple[Tensor, Tensor]] = {}
 
     def scored(self, pixels: Tensor) -> Scored:
         """Scores, with gradients to the pixels."""
@@ -172,7 +173,16 @@ class SelectionAttack:
         own |= ~seen.tokens.layout.patches
         return 1 - (units @ units.T).masked_fill(own, -1.0).amax(1)
 
-    def weights(self, pixels: Tensor, kept: Tensor) -> Tensor:
+    def _of_clean(self, image: Image.Image) -> tuple[Tensor, Tensor]:
+        """Of a clean image: the patches that are kept, bool, (N,), and `_weights`."""
+        key = image.tobytes()
+        if key not in self._clean:
+            pixels = pixels_of(image)
+            kept = self.kept(pixels)
+            self._clean[key] = kept, self._weights(pixels, kept)
+        return self._clean[key]
+
+    def _weights(self, pixels: Tensor, kept: Tensor) -> Tensor:
         """Weights of the kept tokens: float32, (N,), their sum is 1."""
         with self.vlm.prefix_cache.bypassed():
             answer = self.vlm.ask(
@@ -182,14 +192,12 @@ class SelectionAttack:
         return weight / weight.sum() if bool(weight.sum() > 0) else kept / kept.sum()
 
     def __call__(self, image: Image.Image, eps: int, steps: int) -> Image.Image:
-        start = pixels_of(image)
-        kept = self.kept(start)
-        weight = self.weights(start, kept)
+        kept, weight = self._of_clean(image)
 
         def loss(pixels: Tensor, step: int) -> Tensor:
             return margin_loss(self.scored(pixels), kept, weight)
 
-        return image_of(descend(start, eps, steps, loss))
+        return image_of(descend(pixels_of(image), eps, steps, loss))
 
     def margin(self, clean: Image.Image, image: Image.Image) -> float:
         """Mean ``z`` of the tokens kept of the clean image above that of the others."""
