@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+import tiny_families
 import vlmfast
+from tiny_models import make_image
 from vlmfast.api.gradients import image_of, inputs_of, pixels_of, seen_of
 from vlmfast.compressors.guard import MARGIN, reserved
 from vlmfast.compressors.select import best
@@ -53,10 +55,10 @@ def reserved_ref(scores: list[float], count: int, share: float) -> list[int]:
     """One row of `reserved`, entry by entry."""
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     extra = int(np.float32(count) * np.float32(share))
-    sure, last = order[: count - extra], scores[order[max(count - 1, 0)]]
-    near = [i for i in range(len(scores)) if i not in sure and scores[i] >= MARGIN * last]
+    largest, last = order[: count - extra], scores[order[max(count - 1, 0)]]
+    near = [i for i in range(len(scores)) if i not in largest and scores[i] >= MARGIN * last]
     spread = [near[int((2 * i + 1) * len(near) // (2 * extra))] for i in range(extra)]
-    return sorted(sure + spread)
+    return sorted(largest + spread)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.99])
@@ -211,6 +213,31 @@ def test_verbose_images_meet_the_length_guards(tiny, scene) -> None:
     # As a server of `max_new_tokens=7` submits a request that sets no length.
     request = vlmfast.Request(attack.question, images=image)
     assert len(tiny.submit(request, default_new_tokens=7).result().token_ids) == 7
+
+
+# --- families ------------------------------------------------------------------------------------
+
+FAMILIES = tiny_families.builders()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[] if f == "qwen2_5_vl" else pytest.mark.slow) for f in FAMILIES],
+)
+def test_guard_and_attack_on_every_family(family) -> None:
+    """Towers with a CLS token, without one, of packed patches, and without attention."""
+    if family == "smolvlm":
+        pytest.importorskip("num2words")  # required by its processor
+    vlm = vlmfast.VLM(*FAMILIES[family]())
+    image = make_image(90, 44)
+    plain, one = kept(vlm, image, "visionzip:keep=0.3")
+    tokens, three = kept(vlm, image, "visionzip:keep=0.3,guard=2")
+    assert (len(tokens), one, three) == (len(plain), 1, 3)
+    attack = SelectionAttack(vlm, Recipe.parse("divprune:keep=0.3"))
+    found, noise = attack(image, 8, 4), noisy(image, 8, family)
+    clean = attack.margin(image, image)
+    assert attack.margin(image, found) < clean - 0.3
+    assert attack.margin(image, noise) > clean - 0.2
 
 
 # --- the task ------------------------------------------------------------------------------------

@@ -82,14 +82,14 @@ def reserved(scores: Tensor, counts: Sequence[int] | Tensor, share: float) -> Te
     """
     counts = torch.as_tensor(counts, device=scores.device)[:, None]
     extra = (counts * share).long()
-    sure = best(scores, (counts - extra)[:, 0])
+    largest = best(scores, (counts - extra)[:, 0])
     ranked = scores.sort(dim=-1, descending=True).values
     threshold = ranked.gather(1, (counts - 1).clamp(min=0))
-    near = ~sure & (scores >= MARGIN * threshold)
+    near = ~largest & (scores >= MARGIN * threshold)
     # Of n entries, numbers floor((i + 1/2) n / m) for i in 0 .. m-1: `before` counts those below j.
     n, j = near.sum(1, keepdim=True).clamp(min=1), near.cumsum(1)
 
     def before(j: Tensor) -> Tensor:
         return -((n - 2 * j * extra) // (2 * n))
 
-    return sure | (near & (before(j) > before(j - 1)))
+    return largest | (near & (before(j) > before(j - 1)))

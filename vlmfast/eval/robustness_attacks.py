@@ -43,9 +43,11 @@ from vlmfast.api.gradients import (
     pixels_of,
     seen_of,
 )
+from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import token_saliency
 from vlmfast.errors import RecipeError
 
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from vlmfast.api.vlm import VLM
-    from vlmfast.engine.prefill import Seen
 
 QUESTION = "Describe the image."
 REFRESH = 5  # steps between two decodings of a verbose image's answer
@@ -154,8 +155,8 @@ class SelectionAttack:
     def scored(self, pixels: Tensor) -> Scored:
         """Scores, with gradients to the pixels."""
         seen = seen_of(self.vlm, inputs_of(self.vlm, pixels, QUESTION), self.recipe)
-        layout = seen.tokens.layout
-        return Scored(self._scores(seen).clamp(min=1e-9).log(), layout.patches, layout.view)
+        z = self._scores(seen.tokens, seen.vision).clamp(min=1e-9).log()
+        return Scored(z, seen.tokens.layout.patches, seen.tokens.layout.view)
 
     def kept(self, pixels: Tensor) -> Tensor:
         """The patches that are kept, or represent merged ones: bool, (N,)."""
@@ -164,13 +165,13 @@ class SelectionAttack:
             seen = seen_of(self.vlm, inputs, self.recipe)
         return kept_by(self.vlm, inputs, self.recipe, seen) & seen.tokens.layout.patches
 
-    def _scores(self, seen: Seen) -> Tensor:
+    def _scores(self, tokens: VisualTokens, stats: VisionStats) -> Tensor:
         parts = [part for part in self.stage.expand() if isinstance(part, EncodeStage)]
         if asked := [request for part in parts for request in part.saliencies()]:
-            return token_saliency(seen.tokens, seen.vision, asked[-1])
-        units = normalize(seen.tokens.features.float(), dim=-1)
+            return token_saliency(tokens, stats, asked[-1])
+        units = normalize(tokens.features.float(), dim=-1)
         own = torch.eye(len(units), dtype=torch.bool, device=units.device)
-        own |= ~seen.tokens.layout.patches
+        own |= ~tokens.layout.patches
         return 1 - (units @ units.T).masked_fill(own, -1.0).amax(1)
 
     def _of_clean(self, image: Image.Image) -> tuple[Tensor, Tensor]:
