@@ -50,7 +50,7 @@ from documented import (
     whole,
 )
 from vlmfast.cli import commands as cli
-from vlmfast.compressors import evictor, reducer, select
+from vlmfast.compressors import evictor, guard, reducer, select
 from vlmfast.core import contexts, layout, params, protocols, stage, statistics
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
@@ -101,7 +101,7 @@ QUESTION, IMAGE = "What is in the bottom left?", "examples/picture.png"
 CORE = (contexts, layout, params, protocols, stage, statistics)
 # The names in `add-a-method`'s fragments: the imports of every method's file.
 OF_METHODS = {
-    **{k: v for m in (evictor, reducer, select, *CORE) for k, v in vars(m).items()},
+    **{k: v for m in (evictor, guard, reducer, select, *CORE) for k, v in vars(m).items()},
     "dataclass": dataclass,
     "ClassVar": ClassVar,
 }

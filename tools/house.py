@@ -24,8 +24,8 @@ MAX_FLOORS, MAX_ROOMS = 12, 22
 ORDER = {
     "vlmfast": """errors version weights scenes kernels media core models compressors drafters
         engine api train eval tune check serve demos cli __init__ __main__""",
-    "vlmfast.compressors": """budget cells clip cover groups part select evictor reducer layered
-        frames encoder tokens prefill cache __init__""",
+    "vlmfast.compressors": """budget cells clip cover groups part select evictor reducer guard
+        layered frames encoder tokens prefill cache __init__""",
 }
 ORDER = {package: tuple(names.split()) for package, names in ORDER.items()}
 

@@ -43,12 +43,16 @@ class SaliencyRequest:
         Also the keys of the same block, mean over heads; for ``norm`` the features.
     wide : bool
         With ``keys``: those of all heads concatenated, instead of their mean.
+    jitter : int
+        Mean of the saliency over the image and this many jittered views of it, each of which costs
+        a forward pass of the tower. Keys are those of the image.
     """
 
     block: str = "features"
     source: str = "auto"
     keys: bool = False
     wide: bool = False
+    jitter: int = 0
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
@@ -60,7 +64,8 @@ class SaliencyRequest:
     def key(self) -> str:
         """The key in `VisionStats.saliency`."""
         width = ("mean", "wide")[self.wide] if self.keys else "none"
-        return f"{self.block}/{self.source}/{width}"
+        views = f"/{self.jitter}" if self.jitter else ""
+        return f"{self.block}/{self.source}/{width}{views}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .layout import Kind, TokenLayout, VisualTokens
-from .statistics import ItemGeometry
+from .saliency import SaliencyRequest
+from .statistics import ItemGeometry, VisionStats
 
 
 def cells(n: int, parts: int) -> Tensor:
@@ -40,6 +41,17 @@ def marked(slot: Tensor, like: Tensor) -> Tensor:
 def per_token(values: Tensor, slot: Tensor, other: float = 0) -> Tensor:
     """The entry of ``values`` (views, N) at the patch of each token; ``other`` without one."""
     return torch.cat([values.flatten(), values.new_full((1,), other)])[slot]
+
+
+def token_saliency(tokens: VisualTokens, stats: VisionStats, asked: SaliencyRequest) -> Tensor:
+    """Saliency of each token, mean over heads, 0 for newlines: float32, (S,)."""
+    saliency = tokens.layout.weight.new_zeros(len(tokens), dtype=torch.float32)
+    for number, index in tokens.items():
+        item = stats.items[number]
+        rows = stats.salient(asked, item).rows.mean(1)
+        slot = slots(tokens.layout.select(index), item)
+        saliency = saliency.index_copy(0, index, per_token(rows, slot))
+    return saliency
 
 
 def covering(boxes: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -27,7 +27,9 @@ class Stats:
 
     ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
     ``received`` or ``norm``, see `vlmfast.core.saliency`), ``left_out`` names parts of methods that
-    this model does not support. ``visual_tokens_kept`` counts the tokens after each stage;
+    this model does not support. ``vision_passes`` counts the forward passes over the
+    images: one, and one for each jittered view that a guard adds; none where the prefix cache had
+    all of them. ``visual_tokens_kept`` counts the tokens after each stage;
     ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
     the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by the
     papers' formula, per layer with n tokens, width d and FFN width m:
@@ -66,6 +68,7 @@ class Stats:
     visual_tokens_in: int = 0
     saliency: str = ""
     left_out: list[str] = field(default_factory=list)
+    vision_passes: int = 0
     visual_tokens_kept: dict[str, int] = field(default_factory=dict)
     visual_tokens_per_layer: list[int] = field(default_factory=list)
     equivalent_tokens: float = 0.0

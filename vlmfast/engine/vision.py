@@ -21,6 +21,7 @@ from vlmfast.errors import ModelError, RecipeError
 from vlmfast.models.base import Adapter, Encoded
 
 from .between import between_blocks
+from .jitter import jittered
 from .stats import Stats, Trace
 from .tower import captured
 
@@ -148,12 +149,16 @@ def encode(
         nullcontext() if inside else captured(adapter, context, cls, views),
     ):
         encoded = adapter.encode(tensors, context)
+    found = _saliencies(adapter, context, wanted.saliency, projected)
+    jitter = max((request.jitter for request, _ in wanted.saliency.values()), default=0)
+    others = [_jittered(adapter, tensors, items, wanted, number) for number in range(jitter)]
+    stats.vision_passes += 1 + jitter
     encoded.stats = replace(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
         saliency={
-            key: _saliency(adapter, context, request, source, projected)
-            for key, (request, source) in wanted.saliency.items()
+            key: _mean([found[key], *(view[key] for view in others[: request.jitter])])
+            for key, (request, _) in wanted.saliency.items()
         },
         left_out=wanted.left_out,
     )
@@ -274,6 +279,58 @@ def _request_saliency(
                 rows = StatRequest(source, keys=request.keys, wide=request.wide)
                 merge_requests(requests, {adapter.salient_block(request.block): rows}, stage.name)
     return wanted
+
+
+def _saliencies(
+    adapter: Adapter,
+    context: VisionContext,
+    requests: dict[str, tuple[SaliencyRequest, str]],
+    features: list[Tensor],
+) -> dict[str, tuple[Saliency, ...]]:
+    """By key: the saliency of each request, item by item."""
+    return {
+        key: _saliency(adapter, context, request, source, features)
+        for key, (request, source) in requests.items()
+    }
+
+
+def _jittered(
+    adapter: Adapter,
+    tensors: dict[str, Tensor],
+    items: tuple[ItemGeometry, ...],
+    wanted: Wanted,
+    number: int,
+) -> dict[str, tuple[Saliency, ...]]:
+    """By key: the saliency in jittered view ``number``, without stages inside the tower."""
+    blocks = adapter.vision_blocks()
+    context = VisionContext(
+        depth=len(blocks),
+        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
+        items=items,
+        requests=dict(wanted.requests),
+        specials=adapter.specials(),
+        chunks={} if adapter.packed else None,
+    )
+    requests = {key: of for key, of in wanted.saliency.items() if of[0].jitter > number}
+    sources = {source for _, source in requests.values()}
+    with (
+        active(context),
+        _unused_skipped(adapter, context),
+        _projected(adapter, "norm" in sources) as projected,
+        captured(adapter, context, [], 0),
+    ):
+        adapter.encode(jittered(tensors, number, adapter.processor.image_processor), context)
+    return _saliencies(adapter, context, requests, projected)
+
+
+def _mean(views: list[tuple[Saliency, ...]]) -> tuple[Saliency, ...]:
+    """The mean over several views of the same items; other fields are those of the first."""
+    if len(views) == 1:
+        return views[0]
+    return tuple(
+        replace(of[0], rows=torch.stack([saliency.rows for saliency in of]).mean(0))
+        for of in zip(*views, strict=True)
+    )
 
 
 def _saliency(

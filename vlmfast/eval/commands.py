@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks; a task rejects those that it does not have.
-_OF_TASKS = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
+_OF_TASKS = (
+    "data",
+    "split",
+    "mode",
+    "videos",
+    "subtitles",
+    "num_frames",
+    "allow_outside",
+    "eps",
+    "steps",
+)
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -42,14 +52,15 @@ def add_eval(parser: ArgumentParser) -> None:
         "vlmfast eval pope --model MODEL --recipe balanced --recipe random:0.22",
         "vlmfast eval mmmu --model MODEL --recipe visionzip --budget 0.33 --mode vlmevalkit",
         "vlmfast eval video-mme --model MODEL --videos /data/video-mme --num-frames 32",
+        "vlmfast eval robustness --recipe hired:0.2 --recipe hired:keep=0.2,guard=4 --eps 2,8",
     )
     add = parser.add_argument
     add(
         "tasks",
         nargs="+",
         metavar="TASK",
-        help="shapes (generated scenes, offline), mmmu, video-mme or pope; for others use "
-        "lmms-eval, see docs/evaluation.md",
+        help="shapes (generated scenes, offline), mmmu, video-mme, pope or robustness (shapes with "
+        "small perturbations); for others use lmms-eval, see docs/evaluation.md",
     )
     add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
     add(
@@ -98,7 +109,7 @@ def add_eval(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, "
-        "POPE's categories (default: all; for shapes 100)",
+        "POPE's categories (default: all; for shapes 100, for robustness 10)",
     )
     add(
         "--batch-size",
@@ -145,6 +156,18 @@ def add_eval(parser: ArgumentParser) -> None:
     )
     add("--num-frames", type=int, metavar="N", help="video-mme: frames per video (default: 32)")
     add(
+        "--eps",
+        type=whole_numbers,
+        metavar="E,E",
+        help="robustness: largest changes of a pixel value, of 0 to 255 (default: 2,4,8)",
+    )
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="robustness: steps of the optimization of an image (default: 20)",
+    )
+    add(
         "--out",
         type=Path,
         default=Path("vlmfast-results"),
@@ -181,7 +204,13 @@ def run_eval(args: Namespace) -> int:
     if args.draws < 1:
         raise VLMFastError(f"--draws {args.draws} must be at least 1")
     axes = budgets(args.budget), args.positions, budgets(args.share, "share")
-    recipes = with_draws(planned(args.recipe or ["none"], *axes), args.draws)
+    draws = args.draws
+    if any(task.name == "robustness" for task in tasks):
+        from .robustness import check
+
+        draws = 1  # images are optimized for each of them
+        check(planned(args.recipe or ["none"], *axes), args.session, args.controls)
+    recipes = with_draws(planned(args.recipe or ["none"], *axes), draws)
     for task in tasks:
         part_of(task.docs(args.limit, args.seed), *(shard or (0, 1)))
     check_folder(args.out)
@@ -193,13 +222,16 @@ def run_eval(args: Namespace) -> int:
 
     vlm = _load(args.model, args.device or own_device())
     explicit = [text for text in args.recipe or () if text not in GROUPS]
-    asked = with_draws(planned(explicit, *axes), args.draws) if explicit else []
+    asked = with_draws(planned(explicit, *axes), draws) if explicit else []
     recipes = _without_repeats_at_floor(vlm, recipes)
     refused = {task.name: _refused(vlm, task, recipes, args) for task in tasks}
     _check_refused(refused, recipes, asked)
     weights = weights_sha256(vlm)
     reports = [
-        _run_task(vlm, task, recipes, args, weights, shard, refused[task.name]) for task in tasks
+        (_run_robustness if task.name == "robustness" else _run_task)(
+            vlm, task, recipes, args, weights, shard, refused[task.name]
+        )
+        for task in tasks
     ]
     part_ways()
     if args.json is not None and is_first():
@@ -343,6 +375,48 @@ def _run_task(
     }
 
 
+def _run_robustness(
+    vlm: VLM,
+    task: Task,
+    recipes: list[Recipe],
+    args: Namespace,
+    weights: str | None,
+    shard: tuple[int, int] | None,
+    refused: dict[_Run, str],
+) -> dict[str, Any]:
+    """`_run_task` with every perturbation."""
+    from .failures import note_failures
+    from .report import failure_table, on_common_samples
+    from .robustness import plan
+    from .robustness_report import section
+
+    failed = {run.name: reason for run, reason in refused.items()}
+    if is_first():
+        note_failures(args.out / task.name, failed)
+    runs: dict[str, list[Results]] = {}
+    for part, recipe, control in plan(vlm, task, [r for r in recipes if _Run(r) not in refused]):
+        run = _evaluate(vlm, part, _Run(recipe, control), args, weights, shard)
+        runs.setdefault(part.name, []).append(run)
+    if shard is not None:  # other parts may have fewer samples
+        runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
+    found = {name: section(own) for name, own in runs.items()}
+    first = runs[task.name][0].meta
+    if is_first():
+        texts = [text for text, _ in found.values()]
+        print("\n\n".join(filter(None, (*texts, failure_table(failed)))))
+    return {
+        "task": task.name,
+        "task_version": task.version,
+        "model": args.model,
+        "weights_sha256": weights,
+        "limit": args.limit,
+        "seed": args.seed,
+        **{key: first[key] for key in ("date", "device", "dtype", "versions")},
+        **{name: numbers for name, (_, numbers) in found.items()},
+        "failed": failed,
+    }
+
+
 def _evaluate(
     vlm: VLM,
     task: Task,
@@ -404,6 +478,20 @@ def budgets(text: str | None, what: str = "budget") -> list[float]:
             raise RecipeError(f"{what} {part.strip()!r} is not a number above 0 and at most 1")
         values.append(value)
     return list(dict.fromkeys(values))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parse numbers such as ``2,4,8``.
+
+    Raises
+    ------
+    ArgumentTypeError
+        If a part is not a whole number.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 2,4,8") from None
 
 
 def _without_repeats_at_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:

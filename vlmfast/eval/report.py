@@ -12,6 +12,7 @@ from vlmfast.errors import VLMFastError
 from .axes import share_of
 from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
+from .robustness_report import is_robustness, section
 from .scores import Interval
 from .summary import (
     CACHE_BASELINES,
@@ -84,6 +85,11 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     """
     parts, files, plots, axes, numbers = [], [], [], [], {}
     for task, runs in load(folder).items():
+        if is_robustness(task):
+            text, numbers[task] = section(runs)
+            parts.append(f"## {task}\n\n{text}\n")
+            axes.append("perturbations")
+            continue
         common, notes = on_common_samples(runs)
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")

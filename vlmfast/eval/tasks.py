@@ -21,6 +21,7 @@ _TASKS = {
     "mmmu": ("mmmu", "MMMU"),
     "video-mme": ("video_mme", "VideoMME"),
     "pope": ("pope", "POPE"),
+    "robustness": ("robustness", "Robustness"),
 }
 HIDDEN = "?"  # the target of questions with hidden answers
 _GREY = (128, 128, 128)

@@ -44,13 +44,12 @@ from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
-from vlmfast.core.views import merged
+from vlmfast.core.views import merged, token_saliency
 from vlmfast.kernels.diversity import cosine, density_peaks
 
 from ..groups import together
-from ..reducer import Reducer
+from ..guard import Guarded
 from ..select import apportion, count
-from .scope import token_saliency
 
 NEIGHBOURS = 7
 
@@ -94,7 +93,7 @@ def means(rows: Tensor, group: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FlashVID(Reducer):
+class FlashVID(Guarded):
     """Keeps salient and diverse tokens of each frame, and merges the others along time."""
 
     name: ClassVar[str] = "flashvid"
@@ -109,7 +108,7 @@ class FlashVID(Reducer):
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return (SaliencyRequest("features", self.saliency),)
+        return (self.guarded(SaliencyRequest("features", self.saliency)),)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

@@ -50,8 +50,9 @@ from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import cells, marked, per_token, slots
+from vlmfast.errors import RecipeError
 
-from ..reducer import Reducer
+from ..guard import GuardedRanking
 from ..select import apportion, best, top
 
 
@@ -159,7 +160,7 @@ def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HiRED(Reducer):
+class HiRED(GuardedRanking):
     """Keeps the patches that CLS attends to most, with a budget for each view."""
 
     name: ClassVar[str] = "hired"
@@ -178,9 +179,18 @@ class HiRED(Reducer):
     )
     saliency: str = saliency_param()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reserve and self.newline == "rows":
+            raise RecipeError(
+                "hired: reserve cannot be combined with newline=rows; use newline=drop or keep"
+            )
+
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         """Of the first block, and of the one whose output goes to the projector."""
-        return SaliencyRequest("first", self.saliency), SaliencyRequest("features", self.saliency)
+        blocks = ("first", "features")
+        first, features = (self.guarded(SaliencyRequest(b, self.saliency)) for b in blocks)
+        return first, features
 
     def select_tokens(
         self,
@@ -215,7 +225,7 @@ class HiRED(Reducer):
         else:
             whole, crops = view_budgets(views, n, self.keep, self.alpha)
             counts = [whole, *crop_budgets(content, crops, n)]
-        chosen = best(importance, counts) & exists
+        chosen = self.best(importance, counts) & exists
         if not chosen.any():
             first = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
             chosen = first.view_as(importance)
@@ -235,7 +245,7 @@ class HiRED(Reducer):
         importance = importance.masked_fill(~exists, -torch.inf)
 
         def keep_patches(k: int) -> Tensor:
-            kept = per_token(best(importance, self._view_counts(content, k, caps)), slot)
+            kept = per_token(self.best(importance, self._view_counts(content, k, caps)), slot)
             return kept | self._newlines(kept, layout, tiled)
 
         if self.newline != "rows":

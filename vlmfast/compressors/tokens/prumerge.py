@@ -46,7 +46,7 @@ from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import by_view, merged
 
-from ..reducer import Reducer
+from ..guard import GuardedRanking
 from ..select import apportion, best
 
 NEAREST = 32
@@ -103,7 +103,7 @@ def mixture(attention: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PruMerge(Reducer):
+class PruMerge(GuardedRanking):
     """Keeps the outliers of CLS attention, and merges neighbours into them."""
 
     name: ClassVar[str] = "prumerge"
@@ -121,12 +121,12 @@ class PruMerge(Reducer):
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         """Of the last block, whose output LLaVA does not use."""
-        return (SaliencyRequest("last", self.saliency, keys=True, wide=True),)
+        return (self.guarded(SaliencyRequest("last", self.saliency, keys=True, wide=True)),)
 
     def chosen(self, attention: Tensor, total: int | None) -> Tensor:
         """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers."""
         k = outliers(attention) if total is None else total - 1
-        return best(attention[None], [k])[0].nonzero()[:, 0]
+        return self.best(attention[None], [k])[0].nonzero()[:, 0]
 
     def reduce_item(
         self,

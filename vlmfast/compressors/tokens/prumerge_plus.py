@@ -28,7 +28,6 @@ from torch import Tensor
 
 from vlmfast.core.views import cells
 
-from ..select import best
 from .prumerge import PruMerge, outliers
 
 
@@ -42,12 +41,12 @@ class PruMergePlus(PruMerge):
         n = len(attention)
         if total is not None:
             spread = (total - 1) // 2
-            kept = best(attention[None], [total - 1 - spread])[0]
+            kept = self.best(attention[None], [total - 1 - spread])[0]
             rest = (~kept).nonzero()[:, 0]
             even = rest[cells(spread, len(rest)).to(rest.device)]
         else:
             k = outliers(attention)
-            kept = best(attention[None], [k])[0]
+            kept = self.best(attention[None], [k])[0]
             step = max(int(int(n / k) / 3), 1)
             even = torch.arange(0, max(n - 1, 1), step, device=attention.device)
         return kept.index_fill(0, even, True).nonzero()[:, 0]

@@ -23,35 +23,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
-from vlmfast.core.views import per_token, slots
+from vlmfast.core.views import token_saliency
 from vlmfast.kernels.diversity import cosine
 
 from ..cover import cover
 from ..groups import together
-from ..reducer import Reducer
+from ..guard import Guarded
 from ..select import count
 
 
-def token_saliency(tokens: VisualTokens, stats: VisionStats, asked: SaliencyRequest) -> Tensor:
-    """Saliency of each token, mean over heads, 0 for newlines: float32, (S,)."""
-    saliency = tokens.layout.weight.new_zeros(len(tokens), dtype=torch.float32)
-    for number, index in tokens.items():
-        item = stats.items[number]
-        rows = stats.salient(asked, item).rows.mean(1)
-        slot = slots(tokens.layout.select(index), item)
-        saliency = saliency.index_copy(0, index, per_token(rows, slot))
-    return saliency
-
-
 @dataclass(frozen=True)
-class SCOPE(Reducer):
+class SCOPE(Guarded):
     """Keeps salient tokens that cover what the others do not."""
 
     name: ClassVar[str] = "scope"
@@ -64,7 +52,7 @@ class SCOPE(Reducer):
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return (SaliencyRequest("features", self.saliency),)
+        return (self.guarded(SaliencyRequest("features", self.saliency)),)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

@@ -20,6 +20,7 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,17 +34,23 @@ from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import by_view, merged
 
-from ..reducer import Reducer
+from ..guard import GuardedRanking
 from ..select import apportion, best, most_alike, plus_mean
 
 
-def homes(attention: Tensor, keys: Tensor, dominant: int, contextual: int) -> Tensor:
+def homes(
+    attention: Tensor,
+    keys: Tensor,
+    dominant: int,
+    contextual: int,
+    choose: Callable[..., Tensor] = best,
+) -> Tensor:
     """The patch that each patch of a view merges into, -1 if dropped: int64, (N,).
 
-    ``attention`` is (N,) and ``keys`` (N, d).
+    ``attention`` is (N,) and ``keys`` (N, d); ``choose`` marks the dominant patches as `best` does.
     """
     home = torch.arange(len(keys), device=keys.device)
-    rest = (~best(attention[None], [dominant])[0]).nonzero()[:, 0]
+    rest = (~choose(attention[None], [dominant])[0]).nonzero()[:, 0]
     if contextual == 0:
         return home.index_fill(0, rest, -1)
     targets = rest[:: max(1, len(rest) // contextual)][:contextual]
@@ -52,7 +59,7 @@ def homes(attention: Tensor, keys: Tensor, dominant: int, contextual: int) -> Te
 
 
 @dataclass(frozen=True)
-class VisionZip(Reducer):
+class VisionZip(GuardedRanking):
     """Keeps the patches that CLS attends to, and merges the rest into a few tokens."""
 
     name: ClassVar[str] = "visionzip"
@@ -65,7 +72,7 @@ class VisionZip(Reducer):
     saliency: str = saliency_param()
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return (SaliencyRequest("features", self.saliency, keys=True),)
+        return (self.guarded(SaliencyRequest("features", self.saliency, keys=True)),)
 
     def counts(self, total: int, sizes: list[int]) -> list[tuple[int, int]]:
         """``(D, C)`` of views with ``sizes`` patches: as given, or ``total`` tokens in sum."""
@@ -88,7 +95,7 @@ class VisionZip(Reducer):
         views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)
         counts = self.counts(total, [len(index) for index, *_ in views])
         for (index, attention, keys), (d, c) in zip(views, counts, strict=True):
-            new = homes(attention, keys, max(d - projected, 0), c)
+            new = homes(attention, keys, max(d - projected, 0), c, self.best)
             home[index] = torch.where(new < 0, new, index[new])
             cls.append(index[home[index] != index][: min(d, projected)])
         features = tokens.features[:0] if stats.cls is None else stats.cls
