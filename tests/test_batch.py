@@ -255,6 +255,11 @@ BAD = {
     "no question": (Request(" "), VLMFastError, "question is empty"),
     "beams": (request(None, num_beams=2), VLMFastError, "num_beams"),
     "frames of nothing": (Request("what ?", num_frames=2), VLMFastError, "no video"),
+    "images as a setting": (
+        request(None, images=[]),
+        VLMFastError,
+        "images cannot be given here: it is a field of vlmfast.Request",
+    ),
 }
 
 

@@ -588,6 +588,8 @@ def _known(
             f"{name} cannot be given: the prompt is made of the question, images and video; "
             "vlmfast.attach takes tensors"
         )
+    if name in names:
+        raise VLMFastError(f"{name} cannot be given here: it is a field of vlmfast.Request")
     near = difflib.get_close_matches(name, sorted({*names, *settings, *_OF_CALL}), 1)
     meant = f"; did you mean {near[0]}?" if near else ""
     raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")
