@@ -168,8 +168,9 @@ def test_figures_of_the_home_page_are_measured(vlm) -> None:
     assert "{:.0f} → {:.0f} on this image".format(*counts) in text
     assert f"<b>{counts[0]:.0f}</b> visual tokens: “{full.text}”" in text
     assert f"<b>{counts[1]:.0f}</b> visual tokens: “{fast.text}”" in text
-    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
+    report = json.loads((DOCS / "results" / "fresh" / "report.json").read_text(encoding="utf-8"))
     runs = report["tasks"]["shapes"]["recipes"]
+    assert runs["random:positions=keep,budget=0.22"]["draws"] == 5
     pairs = [
         [f"{100 * runs[name][f'accuracy_{m}']:.1f} %" for m in ("image", "video")]
         for name in (
@@ -527,8 +528,8 @@ def test_every_report_is_folded_and_has_a_chart(tools) -> None:
         text = file.read_text(encoding="utf-8")
         assert on_page(tools, file.relative_to(DOCS).as_posix()).count('class="chart"') == 1
         visible = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
-        assert text.count("<details") == text.count("</details>") > 1
-        assert len(visible.splitlines()) < 90 < len(text.splitlines())
+        assert text.count("<details") == text.count("</details>") > 0
+        assert len(visible.splitlines()) < min(90, len(text.splitlines()))
         assert "| `none` |" in text
 
 

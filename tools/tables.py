@@ -70,6 +70,19 @@ def positions() -> str:
     return _table(rows)
 
 
+def fresh() -> str:
+    """What the presets lose on fresh scenes, and what they are above ``random``."""
+    text = (RESULTS / "fresh" / "report.md").read_text(encoding="utf-8")
+    pairs = [line.strip("| ").split(" | ") for line in text.splitlines() if line.count(" | ") == 6]
+    rows = [["points", "images", "videos"]]
+    for other, label in (("`none`", "minus `none`"), ("`random:", "minus `random`")):
+        for name, budget in _PRESETS.items():
+            run = f"`hired:positions=keep,budget={budget}`"
+            found = [p for p in pairs if p[0].startswith(run) and p[1].startswith(other)]
+            rows.append([f"`{name}` {label}", *found[0][2:4]])
+    return _table(rows)
+
+
 def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[str, Any]:
     """The run of a method; its recipe omits parameters at their default."""
     names = (f"{method}:budget={budget}", f"{method}:positions={policy},budget={budget}")
@@ -86,22 +99,18 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def presets() -> str:
-    """Accuracy of the presets under both position policies, beside ``random`` at their cost."""
-    kept, compact = numbers(""), numbers("positions")
-    rows = [["recipe", "kept", "images, keep", "compact", "videos, keep", "compact"]]
-    for name, method, budget in (
-        ("none", "none", 1.0),
-        *((name, "hired", budget) for name, budget in _PRESETS.items()),
-        *((f"random:budget={budget}", "random", budget) for budget in _PRESETS.values()),
-    ):
-        cells = []
-        for kind in ("image", "video"):
-            if method == "none":
-                cells += [_within(kept["none"], kind), ""]
-                continue
-            cells.append(_within(_of(kept, method, "keep", budget), kind))
-            cells.append(f"{100 * _of(compact, method, 'compact', budget)[f'accuracy_{kind}']:.1f}")
-        rows.append([f"`{name}`", f"{100 * budget:.0f} %", *cells])
+    """Accuracy of the presets on fresh scenes, beside ``random`` at their cost."""
+    found = numbers("fresh")
+    rows = [["recipe", "kept", "images", "videos", "images, compact", "videos, compact"]]
+    rows.append(["`none`", "100 %", *_both(found["none"]), "", ""])
+    for name, budget in _PRESETS.items():
+        compact = _pair(_of(found, "hired", "compact", budget)).split(" / ")
+        kept = _both(_of(found, "hired", "keep", budget))
+        rows.append([f"`{name}`", f"{100 * budget:.0f} %", *kept, *compact])
+    for budget in _PRESETS.values():
+        run = _of(found, "random", "keep", budget)
+        name = f"`random:budget={budget}`, mean of {run['draws']} draws"
+        rows.append([name, f"{100 * budget:.0f} %", *_both(run), "", ""])
     return _table(rows)
 
 
@@ -157,6 +166,10 @@ def _within(run: dict[str, Any], kind: str) -> str:
     return f"{100 * run[f'accuracy_{kind}']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
+def _both(run: dict[str, Any]) -> list[str]:
+    return [_within(run, kind) for kind in ("image", "video")]
+
+
 def _asked() -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "ask-cpu-bfloat16.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -166,6 +179,7 @@ def _asked() -> dict[str, Any]:
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
     ("docs/accuracy.md", "positions"): positions,
+    ("docs/accuracy.md", "fresh"): fresh,
     ("docs/speed.md", "timings"): timings,
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
