@@ -116,6 +116,11 @@ def evaluate(
         )
     if batch_size < 1 or (session and batch_size > 1):
         raise VLMFastError(f"batch_size is {batch_size}; it must be at least 1, and 1 in sessions")
+    if session and getattr(task, "interleaved", False):
+        raise VLMFastError(
+            f"the prompts of {task.name} place images within the text, and sessions need them "
+            "before it; use another mode"
+        )
     docs = task.docs(limit, seed)
     docs = docs if shard is None else part_of(docs, *shard)
     method, budget = method_of(recipe)
@@ -231,10 +236,12 @@ class _Asking:
     def alone(self, doc: Doc) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Ask a single question."""
 
-        def ask(question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
-            return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
+        return self._lines(doc, self._ask, {})
 
-        return self._lines(doc, ask, {})
+    def _ask(self, question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
+        if "messages" in media:
+            return self.vlm.chat(media["messages"], recipe=self.recipe, **generation)
+        return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
 
     def refusal(self, doc: Doc) -> str | None:
         """The reason for which the recipe is refused; errors of the media are not among them."""
@@ -243,7 +250,7 @@ class _Asking:
             media = self.task.media(doc, self.control)
             question = media.pop("question", doc.question)
             with _own_randomness(""), _uncached(self.vlm):
-                self.vlm.ask(question, **media, recipe=self.recipe, **generation)
+                self._ask(question, media, generation)
         except (RecipeError, ModelError) as error:
             return str(error)
         except VLMFastError:
@@ -275,7 +282,8 @@ class _Asking:
                 samples[doc.doc_id] = sample
                 # Its prefill precedes the next request; decoding is greedy.
                 torch.manual_seed(_seed(f"{self.seed} {doc.doc_id}"))
-                yield Request(question, **media, recipe=self.recipe, generation=generation)
+                asked = media if "messages" in media else {"question": question, **media}
+                yield Request(**asked, recipe=self.recipe, generation=generation)
 
         by_id = {doc.doc_id: doc for doc in docs}
         try:
@@ -387,7 +395,8 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
     if hasattr(vlm, "processor"):
         from vlmfast.api.request import messages_of, render
 
-        rendered = render(vlm.adapter, messages_of(question, **media), Recipe())
+        messages = media.get("messages") or messages_of(question, **media)
+        rendered = render(vlm.adapter, messages, Recipe())
         ids = vlm.processor.tokenizer(rendered.text)["input_ids"]
         prompt: Any = [ids, [image.size for image in rendered.images]]
     else:  # another object with an ``ask`` method
