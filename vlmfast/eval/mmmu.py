@@ -208,9 +208,8 @@ def interleave(text: str, images: dict[str, Image.Image], mode: str) -> list[dic
     """A prompt with its images within the text, as the code base ``mode`` places them.
 
     VLMEvalKit replaces each ``<image 1>`` by that image, and puts all images before a text without
-    marks. lmms-eval replaces the n-th mark by the
-    n-th image, whatever the mark's number, and shows each image once: with more marks than images,
-    the text between the superfluous ones is lost.
+    marks. lmms-eval replaces the n-th mark by the n-th image, whatever the mark's number, and shows
+    each image once: with more marks than images, the text between the superfluous ones is lost.
 
     Parameters
     ----------

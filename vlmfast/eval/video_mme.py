@@ -138,7 +138,7 @@ class VideoMME:
         if path is None:
             raise MediaError(f"video {doc.media_id} of {doc.doc_id} is not in {self.videos}")
         path = self._own(path, doc, "video")
-        said = self._said(doc, path)
+        said = self._transcript(doc, path)
         question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
         if self.mode == "lmms-eval" and control is None:
             return {"video": path, "num_frames": self.num_frames, "question": question}
@@ -146,7 +146,7 @@ class VideoMME:
         frames = [grey(frame) for frame in frames] if control else frames
         return {"video": frames, "num_frames": len(frames), "question": question}
 
-    def _said(self, doc: Doc, path: Path) -> str | None:
+    def _transcript(self, doc: Doc, path: Path) -> str | None:
         """The subtitles at the selected frames; None without a file, or if subtitles are off."""
         file = Path(self.videos, "subtitle", f"{doc.media_id}.srt")
         if not self.subtitles or not file.is_file():
