@@ -51,7 +51,7 @@ test-demo: $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
 	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
 test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released package
-	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
+	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py tests/test_lmms_agreement.py $(PYTEST_FLAGS)
 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
