@@ -50,6 +50,7 @@ test-demo: $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo-test]"
 	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
+test-lmms: export LMMS_REPORT := $(LMMS_REPORT)
 test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released package
 	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py tests/test_lmms_agreement.py $(PYTEST_FLAGS)
 
@@ -131,5 +132,5 @@ $(LMMS)/.ready: pyproject.toml
 	@test -x $(LMMS)/bin/python || $(PYTHON) -m venv $(LMMS)
 	@echo "setting up $(LMMS) ..."
 	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"lmms-eval==0.7.3" "pytest>=8.3" "pytest-timeout>=2.3" -e .
+		"lmms-eval==0.7.3" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@
