@@ -499,6 +499,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     "accelerate launch": check_launched,
     "lmms_eval": check_lmms,
     "python -m lmms_eval": check_lmms,
+    "python run_vlmfast.py": not_ours,
     "pytest": check_pytest,
     "python -m pytest": check_pytest,
     "curl": check_curl,
