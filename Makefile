@@ -141,10 +141,11 @@ $(LMMS)/.ready: pyproject.toml
 		"lmms-eval==0.7.3" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@
 
+# VLMEvalKit's requirements lack rouge-score.
 $(KITENV)/.ready: pyproject.toml
 	@test -f $(KIT)/run.py || { echo "KIT=$(KIT) is no clone of VLMEvalKit: make test-kit KIT=folder"; exit 1; }
 	@test -x $(KITENV)/bin/python || $(PYTHON) -m venv $(KITENV)
 	@echo "setting up $(KITENV) ..."
 	@$(KITENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(KIT)/requirements.txt \
-		"hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+		rouge-score "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@
