@@ -9,6 +9,8 @@ SITE   := $(VENV)/.ready-docs
 BUILD  := $(VENV)/.ready-build
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
+KITENV := .venv-vlmevalkit
+KIT    ?= VLMEvalKit
 RECIPE ?= balanced
 # One test process per core, at most four: each loads its own torch.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
@@ -22,7 +24,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-cpus mutants lint format types bench results gpu docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-kit test-cpus mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -51,8 +53,13 @@ test-demo: $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo-test]"
 	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
+test-lmms: export LMMS_REPORT := $(LMMS_REPORT)
 test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released package
-	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py $(PYTEST_FLAGS)
+	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py tests/test_lmms_agreement.py $(PYTEST_FLAGS)
+
+# KIT is a clone of https://github.com/open-compass/VLMEvalKit, which is on no package index.
+test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KIT
+	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
@@ -102,7 +109,7 @@ wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
 	@$(BIN)/python tools/release.py $(WHEEL_FLAGS)
 
 clean:           ## Remove environments and caches
-	rm -rf site $(VENV) $(FLOOR) $(LMMS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp file rather than the folder, so that an interrupted installation is resumed.
 $(READY): pyproject.toml
@@ -136,5 +143,14 @@ $(LMMS)/.ready: pyproject.toml
 	@test -x $(LMMS)/bin/python || $(PYTHON) -m venv $(LMMS)
 	@echo "setting up $(LMMS) ..."
 	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"lmms-eval==0.7.3" "pytest>=8.3" "pytest-timeout>=2.3" -e .
+		"lmms-eval==0.7.3" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+	@touch $@
+
+# VLMEvalKit's requirements lack rouge-score.
+$(KITENV)/.ready: pyproject.toml
+	@test -f $(KIT)/run.py || { echo "KIT=$(KIT) is no clone of VLMEvalKit: make test-kit KIT=folder"; exit 1; }
+	@test -x $(KITENV)/bin/python || $(PYTHON) -m venv $(KITENV)
+	@echo "setting up $(KITENV) ..."
+	@$(KITENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(KIT)/requirements.txt \
+		rouge-score "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@

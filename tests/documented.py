@@ -413,13 +413,13 @@ def check_torchrun(words: list[str], partial: bool) -> None:
 
 
 def check_lmms(words: list[str], partial: bool) -> None:
-    """`vlmfast.eval.lmms`'s parsing of ``--model_args``; the package need not be installed."""
+    """How `vlmfast.eval.lmms_model` parses ``--model_args``; the package need not be installed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=["vlmfast"], required=True)
     parser.add_argument("--model_args", default="")
     args, _ = parsed(parser.parse_known_args, words, partial) or (argparse.Namespace(), [])
-    source = ast.parse((ROOT / "vlmfast/eval/lmms.py").read_text(encoding="utf-8"))
-    model = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "VLMFast")
+    source = ast.parse((ROOT / "vlmfast/eval/lmms_model.py").read_text(encoding="utf-8"))
+    model = next(n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "_Model")
     init = next(n for n in model.body if getattr(n, "name", None) == "__init__")
     known = {arg.arg for arg in init.args.args} - {"self"}
     for pair in args.model_args.split(",") if args.model_args else ():
@@ -499,6 +499,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     "accelerate launch": check_launched,
     "lmms_eval": check_lmms,
     "python -m lmms_eval": check_lmms,
+    "python run_vlmfast.py": not_ours,
     "pytest": check_pytest,
     "python -m pytest": check_pytest,
     "curl": check_curl,

@@ -60,6 +60,43 @@ MMMU = [
 ]
 
 
+# Where the questions of `interleaved` refer to their images; the last field of each is open.
+_PLACED = (
+    ("<image 1> {}", 1, False),
+    ("{} <image 1>", 1, False),
+    ("Look at <image 1> and at <image 2>. {}", 2, False),
+    ("First <image 2>, then <image 1>. {}", 2, False),
+    ("<image 1> {} See <image 1> again.", 1, False),
+    ("<image 1> <image 2> <image 3> {}", 3, False),
+    ("<image 1> {}", 1, True),
+    ("In <image 1>: {} Compare <image 2>.", 2, True),
+    ("<image 3> before <image 1> and <image 2>: {}", 3, False),
+    ("{} Answer for <image 2>, not for <image 1>.", 2, False),
+)
+
+
+def interleaved(count: int) -> list[dict]:
+    """Rows of MMMU whose questions refer to their images at different positions.
+
+    The questions are those of the drawn scene in the first image.
+    """
+    subjects, rows = ("Math", "Art_Theory", "Physics"), []
+    for number in range(count):
+        text, images, is_open = _PLACED[number % len(_PLACED)]
+        scene = image_example(EVAL_SEED_START + number)
+        asked = [qa for qa in scene.qa if qa.type != "mc"]
+        qa = asked[number % len(asked)]
+        options = ["no", "left", "7"]
+        options.insert(number % 4, qa.answer)
+        name = f"validation_{subjects[number % 3]}_{number}"
+        answer = qa.answer if is_open else "ABCD"[number % 4]
+        kind = OPEN if is_open else {}
+        row = question(name, text.format(qa.question), options, answer, images, **kind)
+        shown = {f"image_{i + 1}": stored(drawn(number + i)) for i in range(images)}
+        rows.append(row | shown)
+    return rows
+
+
 def write_rows(file: Path, rows: list[dict], images: list[str] = IMAGES) -> Path:
     """A parquet file as written by ``datasets``, with column types."""
     from datasets import Dataset, Features
@@ -132,6 +169,40 @@ def write_video(file: Path, number: int) -> Path:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
     return file
+
+
+def many_video_questions(videos: int) -> list[dict]:
+    """Three questions about each of many videos, with different answers."""
+    rows = []
+    for index in range(videos):
+        scene = video_example(EVAL_SEED_START + index)
+        for number in (1, 2, 3):
+            qa = scene.qa[number % len(scene.qa)]
+            row = video_question(list(VIDEOS)[index % 3], number)
+            texts = [f"{word}." for word in ("Left", "Nothing", "Red")]
+            texts.insert((index + number) % 4, f"{qa.answer}.")
+            row |= {
+                "video_id": f"{index:03d}",
+                "videoID": f"video_{index:05d}",
+                "question_id": f"{index:03d}-{number}",
+                "question": qa.question,
+                "options": [f"{x}. {text}" for x, text in zip("ABCD", texts, strict=True)],
+                "answer": "ABCD"[(index + number) % 4],
+            }
+            rows.append(row)
+    return rows
+
+
+def write_many_videos(folder: Path, videos: int) -> Path:
+    """As `write_video_mme`, with the rows of `many_video_questions`; every second has subtitles."""
+    rows = many_video_questions(videos)
+    write_rows(folder / "videomme" / "test-00000-of-00001.parquet", rows, [])
+    (folder / "subtitle").mkdir()
+    for number, name in enumerate(dict.fromkeys(row["videoID"] for row in rows)):
+        write_video(folder / "data" / f"{name}.mp4", number)
+        if number % 2:
+            (folder / "subtitle" / f"{name}.srt").write_text(SUBTITLES, encoding="utf-8")
+    return folder
 
 
 def write_video_mme(folder: Path, missing: tuple[str, ...] = ()) -> Path:

@@ -81,9 +81,11 @@ NOT_RUN = {
     r"^pip install": "online",
     r"^(torchrun|accelerate launch) ": "eight processes on eight GPUs",
     r"^python -m lmms_eval ": "online: data sets",
+    r"^python run_vlmfast\.py ": "as above",
 }
-# Its blocks of Python ask a server: tests/serve/test_documented_server.py runs them.
-OF_SERVER = "docs/serving.md"
+# Pages whose blocks of Python ask a server, which tests/serve/test_documented_server.py runs, and
+# need VLMEvalKit, with which tests/test_vlmevalkit_model.py runs them.
+ELSEWHERE = ("docs/serving.md", "docs/vlmevalkit.md")
 # Run too, but not in the quick suite.
 SLOW = {r"^vlmfast bench --audit-lossless$": "half a minute: every drafter on 24 prompts"}
 # Long ones that run with less work: each of their options is still exercised.
@@ -331,7 +333,7 @@ def skipped(block: Block) -> bool:
     return any(re.search(pattern, block.text) for pattern in NOT_RUN_PYTHON)
 
 
-@pytest.mark.parametrize("page", [page for page in PYTHON if page != OF_SERVER])
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ELSEWHERE])
 def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture[str]) -> None:
     """Page by page in one namespace, in order."""
     namespace = given(tiny)

@@ -60,6 +60,8 @@ def test_commands_exist(tool: ModuleType) -> None:
                 CHECKS["vlmfast"](words[1:], False)
             elif words[0] == "python":
                 CHECKS["python benchmarks/"]([Path(words[1]).name, *words[2:]], False)
+            elif words[0] == "make":
+                assert f"\n{words[1]}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
             else:
                 assert words[0] == "cp" and len(words) == 3
 

@@ -398,7 +398,11 @@ def test_video_mme_docs(films):
 def test_frame_sampling(films, mode, number, frames):
     task = find_task("video-mme", data=films, num_frames=number, mode=mode)
     media = task.media(task.docs(None, 0)[0])
-    assert len(media["video"]) == media["num_frames"] == frames
+    if mode == "lmms-eval":  # the file itself, as in its messages
+        assert media["video"] == films / "data" / "aaaaaaaaaa1.mp4"
+        assert media["num_frames"] == number == frames
+    else:
+        assert len(media["video"]) == media["num_frames"] == frames
     assert task._frames(VideoInfo(100, 2.0, 50.0, 8, 8))[-1] == (75 if mode == "vlmevalkit" else 99)
     assert task.media(task.docs(None, 0)[0], "question-only")["video"][0].getextrema()[0][0] == 128
 

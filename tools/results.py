@@ -90,12 +90,16 @@ class Runner:
             self._save(entry, done, started)
 
     def call(self, command: str) -> None:
-        """Run one command in the repository: vlmfast, python, or cp with two files."""
+        """Run one command in the repository: vlmfast, python, make, or cp with two files."""
         words = shlex.split(command)
         if words[0] == "cp":
             replace_bytes(self.root / words[2], [(self.root / words[1]).read_bytes()])
             return
-        first = {"vlmfast": [sys.executable, "-m", "vlmfast"], "python": [sys.executable]}
+        first = {
+            "vlmfast": [sys.executable, "-m", "vlmfast"],
+            "python": [sys.executable],
+            "make": ["make"],
+        }
         path = os.pathsep.join(filter(None, [str(self.root), os.environ.get("PYTHONPATH")]))
         code = subprocess.run(
             [*first[words[0]], *words[1:]], cwd=self.root, env={**os.environ, "PYTHONPATH": path}

@@ -140,6 +140,48 @@ def continued(adapter: Adapter, text: str, ids: list[int], consumed: Consumed | 
     return consumed.ids + rest if ids[len(ids) - len(rest) :] == rest else ids
 
 
+def answer_ids(adapter: Adapter, prompt: str | None, answer: str, *, end: bool) -> list[int]:
+    """Ids of an answer as the chat template writes it after a prompt.
+
+    Parameters
+    ----------
+    prompt : str, optional
+        By default that of a short question: only its end matters.
+    answer : str
+    end : bool
+        Whether to include the end token.
+
+    Raises
+    ------
+    ModelError
+        When the template changes the answer.
+    """
+    tokenizer = adapter.processor.tokenizer
+    # The template decides whether a blank separates prompt and answer.
+    turn = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+    template = adapter.writer.apply_chat_template
+    question = template(turn[:1], add_generation_prompt=True, tokenize=False)
+    dialogue = template(turn, tokenize=False)
+    tail = dialogue[len(question) :] if dialogue.startswith(question) else f" {answer}"
+    if not end:
+        blank, found, _ = tail.partition(answer)
+        if not found:
+            raise ModelError(f"the chat template changes the answer {answer!r}")
+        tail = answer if blank.strip() else blank + answer
+    elif tokenizer.eos_token:
+        # Blanks around the end of a turn belong to the template; a model does not generate them.
+        tail = tail.partition(tokenizer.eos_token)[0].rstrip() + tokenizer.eos_token
+    prompt = question if prompt is None else prompt
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
+    if whole[: len(before)] != before:  # a token spans the boundary
+        return tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return whole[len(before) :]
+
+
 def common(one: list[int], another: list[int]) -> int:
     """Length of the common prefix."""
     pairs = enumerate(zip(one, another, strict=False))

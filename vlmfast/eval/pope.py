@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from vlmfast.errors import MediaError, VLMFastError
 
 from .data import Rows, check_ids, row_image
-from .scorers import check_mode
+from .scorers import check_mode, versioned
 from .scorers.pope import parse
-from .tasks import Doc, check_choice, first_of_each, grey
+from .tasks import Doc, check_choice, first_of_each, grey, stops
 
 _ASK = {
     "official": "{}",
@@ -45,18 +45,19 @@ class POPE:
     name: ClassVar[str] = "pope"
     version: ClassVar[str] = "1"
     controls: ClassVar[tuple[str, ...]] = ("question-only",)
-    generation: ClassVar[dict[str, dict[str, Any]]] = {
-        "question": {"do_sample": False, "max_new_tokens": 128}
-    }
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        self.mode = check_mode(self.mode)
         needed = ("question_id", "question", "answer", "category", "image")
         self._rows = Rows(self.data, "test", needed, ("image",))
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"mode": self.mode}
+        return {"mode": versioned(self.mode)}
+
+    @property
+    def generation(self) -> dict[str, dict[str, Any]]:
+        return {"question": {"do_sample": False, "max_new_tokens": 128} | stops(self.mode)}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each category."""

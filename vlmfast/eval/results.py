@@ -27,7 +27,7 @@ COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
 SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
 
 # Fields that must be equal within one table, and fields that identify one folder in it.
-_SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "generation", "options")
+_SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "options", "generation")
 _OWN = ("recipe", "control", "session", "stage_weights")
 _NEEDED = (*_SHARED[:-1], "recipe", "control", "model", "method", "budget")
 _SYNC_S = 1.0

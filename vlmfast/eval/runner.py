@@ -126,6 +126,11 @@ def evaluate(
         )
     if batch_size < 1 or (session and batch_size > 1):
         raise VLMFastError(f"batch_size is {batch_size}; it must be at least 1, and 1 in sessions")
+    if session and getattr(task, "interleaved", False):
+        raise VLMFastError(
+            f"the prompts of {task.name} place images within the text, and sessions need them "
+            "before it; use another mode"
+        )
     docs = task.docs(limit, seed)
     docs = docs if shard is None else part_of(docs, *shard)
     method, budget = method_of(recipe)
@@ -292,7 +297,8 @@ class _Asking:
                 samples[doc.doc_id] = sample
                 # Its prefill precedes the next request; decoding is greedy.
                 torch.manual_seed(_seed(f"{self.seed} {doc.doc_id}"))
-                yield Request(question, **media, recipe=self.recipe, generation=generation)
+                asked = media if "messages" in media else {"question": question, **media}
+                yield Request(**asked, recipe=self.recipe, generation=generation)
 
         by_id = {doc.doc_id: doc for doc in docs}
         try:
@@ -323,6 +329,8 @@ class _Asking:
                         yield lines
 
     def _ask(self, question: str, media: dict[str, Any], generation: dict[str, Any]) -> Any:
+        if "messages" in media:
+            return self.vlm.chat(media["messages"], recipe=self.recipe, **generation)
         return self.vlm.ask(question, **media, recipe=self.recipe, **generation)
 
     def _session(self, stack: ExitStack) -> Callable[..., Any]:
@@ -411,7 +419,8 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
     if hasattr(vlm, "processor"):
         from vlmfast.api.request import messages_of, render
 
-        rendered = render(vlm.adapter, messages_of(question, **media), Recipe())
+        messages = media.get("messages") or messages_of(question, **media)
+        rendered = render(vlm.adapter, messages, Recipe())
         ids = vlm.processor.tokenizer(rendered.text)["input_ids"]
         prompt: Any = [ids, [image.size for image in rendered.images]]
     else:  # another object with an ``ask`` method

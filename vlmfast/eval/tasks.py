@@ -12,6 +12,8 @@ from vlmfast.core.former import FormerAttribute
 from vlmfast.core.params import nearest
 from vlmfast.errors import VLMFastError
 
+from .scorers import check_mode
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -91,7 +93,8 @@ class Task(Protocol):
     def media(self, doc: Doc, control: str | None) -> dict[str, Any]:
         """Keyword arguments of ``VLM.ask`` for the image or video.
 
-        Also the ``question`` if it differs from the doc's own.
+        Also the ``question`` if it differs from the doc's own. Or ``messages`` alone, those of
+        ``VLM.chat``, if images are placed within the text.
         """
 
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
@@ -136,7 +139,12 @@ def metrics(meta: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str
     if family is None or not scored:
         return {}
     module = importlib.import_module(f".scorers.{family.replace('-', '_')}", __package__)
-    return module.metrics(scored, meta["options"]["mode"])
+    return module.metrics(scored, check_mode(meta["options"]["mode"]))
+
+
+def stops(mode: str) -> dict[str, Any]:
+    """Where answers end besides end tokens: lmms-eval's tasks end them at a blank line."""
+    return {"stop_strings": ["\n\n"]} if mode == "lmms-eval" else {}
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmfast.errors import MediaError, VLMFastError
-from vlmfast.media import load_video
+from vlmfast.media import load_video, open_video
 
 from .data import Rows, check_ids, find_video, read_subtitles, spoken, within
-from .scorers import check_mode
+from .scorers import check_mode, versioned
 from .scorers.video_mme import parse_choice
-from .tasks import Doc, check_choice, first_of_each, grey
+from .tasks import Doc, check_choice, first_of_each, grey, stops
 
 if TYPE_CHECKING:
     from vlmfast.media import VideoInfo
@@ -25,6 +25,7 @@ _SELECT = (
 _AND = " and the subtitles"
 _LISTED = "This video's subtitles are listed below:"
 _BEST = "The best answer is:"
+_SPOKEN = 32  # frames whose subtitles are in lmms-eval's prompts
 _GROUPS = ("duration", "domain", "sub_category", "task_type")
 
 
@@ -61,12 +62,9 @@ class VideoMME:
 
     version: ClassVar[str] = "1"
     controls: ClassVar[tuple[str, ...]] = ("question-only",)
-    generation: ClassVar[dict[str, dict[str, Any]]] = {
-        "question": {"do_sample": False, "max_new_tokens": 16}
-    }
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        self.mode = check_mode(self.mode)
         if self.num_frames < 1:
             raise VLMFastError(f"num_frames is {self.num_frames}; it must be at least 1")
         if self.videos is None and Path(self.data).exists():
@@ -84,7 +82,12 @@ class VideoMME:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"mode": self.mode, "num_frames": self.num_frames, "subtitles": self.subtitles}
+        mode = versioned(self.mode)
+        return {"mode": mode, "num_frames": self.num_frames, "subtitles": self.subtitles}
+
+    @property
+    def generation(self) -> dict[str, dict[str, Any]]:
+        return {"question": {"do_sample": False, "max_new_tokens": 16} | stops(self.mode)}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each duration; reports missing videos."""
@@ -126,21 +129,34 @@ class VideoMME:
         )
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        """The selected frames, and the prompt, which may contain their subtitles."""
+        """The selected frames, and the prompt, which may contain their subtitles.
+
+        In the mode lmms-eval the file instead of its frames, because its messages contain the file
+        and models then know the times of the frames.
+        """
         path = find_video(self.videos, doc.media_id)
         if path is None:
             raise MediaError(f"video {doc.media_id} of {doc.doc_id} is not in {self.videos}")
         path = self._own(path, doc, "video")
-        video = load_video(path, select=self._frames)
-        frames = [grey(f) for f in video.frames] if control else video.frames
-        text = None
-        if self.subtitles:
-            file = Path(self.videos, "subtitle", f"{doc.media_id}.srt")
-            if file.is_file():
-                file = self._own(file, doc, "subtitles")
-                text = spoken(read_subtitles(file), video.indices, video.info, self.mode)
-        question = prompt(doc.question, doc.options, self.mode, self.subtitles, text)
+        said = self._transcript(doc, path)
+        question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
+        if self.mode == "lmms-eval" and control is None:
+            return {"video": path, "num_frames": self.num_frames, "question": question}
+        frames = load_video(path, select=self._frames).frames
+        frames = [grey(frame) for frame in frames] if control else frames
         return {"video": frames, "num_frames": len(frames), "question": question}
+
+    def _transcript(self, doc: Doc, path: Path) -> str | None:
+        """The subtitles at the selected frames; None without a file, or if subtitles are off."""
+        file = Path(self.videos, "subtitle", f"{doc.media_id}.srt")
+        if not self.subtitles or not file.is_file():
+            return None
+        file = self._own(file, doc, "subtitles")
+        select: Any = {"select": self._frames}
+        if self.mode == "lmms-eval":  # whatever the model sees
+            select = {"num_frames": _SPOKEN}
+        with open_video(path, **select) as video:
+            return spoken(read_subtitles(file), video.indices, video.info, self.mode)
 
     def _own(self, path: Path, doc: Doc, what: str) -> Path:
         """Check that links of a file stay inside the folder."""

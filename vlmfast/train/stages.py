@@ -254,41 +254,20 @@ def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
     """The prompt of a sample followed by its answer, as engine inputs."""
     import torch
 
+    from vlmfast.api.conversation import answer_ids
     from vlmfast.api.request import messages_of, render, tensors_of
     from vlmfast.core.recipe import Recipe
     from vlmfast.engine.prefill import Inputs
 
     messages = messages_of(sample.question, **sample.media)
     prompt = render(vlm.adapter, messages, Recipe())
-    tail = _answer_ids(vlm, prompt.text, sample.answer)
+    tail = answer_ids(vlm.adapter, prompt.text, sample.answer, end=True)
     tensors = tensors_of(vlm.adapter, prompt)
     ids = torch.tensor([tail], device=tensors["input_ids"].device)
     tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
     if "attention_mask" in tensors:
         tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
     return Inputs(tensors, prompt.sizes, sample.question, prompt.frames, answer=len(tail))
-
-
-def _answer_ids(vlm: VLM, prompt: str, answer: str) -> list[int]:
-    """Ids of the answer, its end token included, as they would follow the prompt."""
-    tokenizer = vlm.processor.tokenizer
-    # The template decides whether a blank separates prompt and answer.
-    turn = [
-        {"role": "user", "content": [{"type": "text", "text": "?"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-    ]
-    template = vlm.processor.apply_chat_template
-    question = template(turn[:1], add_generation_prompt=True, tokenize=False)
-    dialogue = template(turn, tokenize=False)
-    tail = dialogue[len(question) :] if dialogue.startswith(question) else f" {answer}"
-    if tokenizer.eos_token:
-        # Blanks around the end of a turn belong to the template; a model does not generate them.
-        tail = tail.partition(tokenizer.eos_token)[0].rstrip() + tokenizer.eos_token
-    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    whole = tokenizer(prompt + tail, add_special_tokens=False)["input_ids"]
-    if whole[: len(before)] != before:  # a token spans the boundary
-        return tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return whole[len(before) :]
 
 
 # --- forward passes ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Their scores of the same answers differ by a point or more, so a score must be reported with its
 mode: ``official`` is the code of each benchmark's authors, ``lmms-eval`` version 0.7.3, and
-``vlmevalkit`` the exact matching of VLMEvalKit, which its users can also replace by a judge.
+``vlmevalkit`` version 0.3rc1 with exact matching, which its users can also replace by a judge.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from vlmfast.errors import VLMFastError
 
 MODES = ("official", "lmms-eval", "vlmevalkit")
+# Of the code bases that are reproduced; part of the mode's name in results.
+VERSIONS = {"lmms-eval": "0.7.3", "vlmevalkit": "0.3rc1"}
 
 
 class Parsed(NamedTuple):
@@ -33,10 +35,23 @@ class Parsed(NamedTuple):
 
 
 def check_mode(mode: str) -> str:
-    """Return ``mode``; raises a `VLMFastError` with the known modes for others."""
-    if mode not in MODES:
-        raise VLMFastError(f"mode {mode!r} must be one of {', '.join(MODES)}")
-    return mode
+    """Return a mode without its version.
+
+    Raises
+    ------
+    VLMFastError
+        For unknown modes and for other versions of known ones.
+    """
+    for known in MODES:
+        if mode in (known, versioned(known)):
+            return known
+    names = ", ".join(map(versioned, VERSIONS))
+    raise VLMFastError(f"mode {mode!r} must be one of {', '.join(MODES)}, or {names}")
+
+
+def versioned(mode: str) -> str:
+    """A mode's name in results, with the version of its code base: ``lmms-eval-0.7.3``."""
+    return f"{mode}-{VERSIONS[mode]}" if mode in VERSIONS else mode
 
 
 def drawn_by(doc_id: str) -> random.Random:
