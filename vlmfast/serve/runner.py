@@ -277,11 +277,19 @@ class Runner:
         """Run the engine in this thread until `close`."""
         self.vlm.engine.serve(lambda: self._closed)
 
-    def release(self) -> None:
-        """Free the idle buffers of caches where no request is left: they only save allocations."""
+    def release(self) -> bool:
+        """Free the idle buffers of caches where no request is left: they only save allocations.
+
+        Returns
+        -------
+        bool
+            Whether no request is left.
+        """
         load = self.vlm.engine.load()
-        if not (self._preparing or load.waiting or load.prefilling or load.decoding):
+        idle = not (self._preparing or load.waiting or load.prefilling or load.decoding)
+        if idle:
             self.vlm.adapter.pool.clear()
+        return idle
 
     def close(self) -> None:
         """Let no more requests in, and forget those whose media have not been read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -166,6 +167,7 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
     finally:
         for task in tasks:
             task.cancel()
+        gc.unfreeze()
 
 
 async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], object]) -> None:
@@ -175,6 +177,9 @@ async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], ob
     if server.failure is not None:
         running.should_exit = True
     else:
+        # Collections pass over the model and the modules from now on: they are short and frequent.
+        gc.collect()
+        gc.freeze()
         ready()
 
 
@@ -185,8 +190,8 @@ async def _trim(server: Server) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in other C libraries
     while True:
         await asyncio.sleep(TRIM_S)
-        if server.runner is not None:
-            server.runner.release()
+        if server.runner is not None and server.runner.release():
+            gc.collect()  # a request that failed is in a cycle with its traceback
         if trim is not None:
             await asyncio.to_thread(trim, 0)
 
