@@ -129,13 +129,13 @@ def encode(
     blocks, inside = adapter.vision_blocks(), list(wanted.inside)
     context = VisionContext(
         depth=len(blocks),
-        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
+        modules={id(adapter.vision_attention(block)): i for i, block in enumerate(blocks)},
         items=items,
         requests=dict(wanted.requests),
         trained=trained,
         proportional_attention=any(stage.proportional_attention for stage in inside),
         specials=adapter.specials(),
-        chunks={} if adapter.packed else None,
+        chunks={} if adapter.packed or adapter.one_by_one else None,
     )
     views = max(item.views[1] for item in items) if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
@@ -240,7 +240,7 @@ def _request_rows(
     own = stage.vision_stats(depth)
     family = adapter.config.model_type
     for layer, request in own.items():
-        if adapter.packed or not adapter.global_blocks():
+        if adapter.packed or adapter.one_by_one or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
                 f"view, which {family} does not expose"

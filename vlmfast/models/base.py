@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +23,13 @@ from vlmfast.errors import ModelError, RecipeError
 
 from ._media import Media
 from .rope import longest, short
+
+# Text models that rotate neighboring dimensions, not the two halves of a head. Some layers of
+# `cohere2` and `llama4_text` have no rotary embedding at all.
+_INTERLEAVED = {"cohere", "cohere2", "glm4v_text", "llama4_text"}
+
+# Kinds of layers that hold a state of fixed size.
+_STATES = {"conv", "linear_attention", "mamba"}
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -98,6 +106,7 @@ class Adapter:
     attention: ClassVar[str] = "self_attn"  # its name in a vision block
     pixel_dims: ClassVar[int] = 4  # of a prompt's images; 5 if each has several views
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
+    one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
@@ -132,9 +141,23 @@ class Adapter:
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
-        # Prompt and answer must fit into it, unless the family sets the windows of its layers.
+        # The kinds of layers; empty where the config does not tell.
+        self.kinds: tuple[str, ...] = tuple(getattr(text, "layer_types", None) or ())
+        # Prompt and answer must fit into it, unless the config tells which layers have a window.
         self.window: int | None = getattr(text, "sliding_window", None)
         self.windows: tuple[int | None, ...] = (None,) * self.depth
+        if "sliding_attention" in self.kinds:
+            self.windows = tuple(
+                self.window if kind == "sliding_attention" else None for kind in self.kinds
+            )
+            self.window = None
+        # Whether layers of different kinds have different rotary tables.
+        rotary = inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self.rotary_by_kind = "layer_type" in rotary
+        # Layers that hold a state instead of keys and values.
+        self.state_layers = frozenset(
+            index for index, kind in enumerate(self.kinds) if kind in _STATES
+        )
         # Modules of trained stages, by method name, `weights` and kind.
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # cache buffers, reused by later requests
@@ -185,6 +208,10 @@ class Adapter:
         """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
         return ids == self.image_token_id
 
+    def modalities(self, ids: Tensor) -> Tensor:
+        """0 for text, 1 for placeholders of images and 2 for those of videos, shape of ``ids``."""
+        return self.visual(ids) * (1 + (ids != self.image_token_id).int())
+
     def tower(self) -> nn.Module:
         """The vision tower, called with pixels."""
         return self.model.get_encoder(modality="image")
@@ -193,7 +220,20 @@ class Adapter:
         """Blocks of the vision tower, in order."""
         tower = self.model.get_encoder(modality="image")
         tower = getattr(tower, "vision_model", tower)  # some versions wrap CLIP
-        return list(tower.encoder.layers)
+        encoder = getattr(tower, "encoder", None)
+        blocks = getattr(encoder, "layers", None) or getattr(encoder, "layer", None)
+        if blocks is None:
+            raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
+        return list(blocks)
+
+    def vision_attention(self, block: nn.Module) -> nn.Module:
+        """The module of a vision block whose attention is replaced by the engine's."""
+        names = (self.attention, "self_attn", "attention")
+        found = next((m for name in names if (m := getattr(block, name, None)) is not None), None)
+        if found is None:
+            raise ModelError(f"{type(block).__name__} as vision block is not supported")
+        # The attention of ViTs consists of a part that attends and an output projection.
+        return getattr(found, "attention", found)
 
     def refusal(self, reason: str) -> RecipeError:
         """The error for a recipe that this model cannot run; it names one that runs."""
@@ -546,11 +586,12 @@ class Adapter:
 
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         """Rotary tables of rows at ``position``, (B, S) or (3, B, S), as ``layer`` takes them."""
-        return tuple(self.decoder.rotary_emb(hidden, position))
+        kind = self.rotary(layer)
+        return tuple(self.decoder.rotary_emb(hidden, position, *([kind] if kind else [])))
 
     def rotary(self, layer: int) -> str:
-        """The kind of rotary tables of a layer."""
-        return ""
+        """The kind of rotary tables of a layer; empty where all layers have the same."""
+        return self.kinds[layer] if self.rotary_by_kind else ""
 
     def compact(self, full: Numbering, kept: Tensor) -> Tensor:
         """Rotary ids (P, N) without gaps from dropped tokens; unchanged if none were dropped.
@@ -569,7 +610,18 @@ class Adapter:
         return full.position[:, :1] + count
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N)."""
+        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N).
+
+        Raises
+        ------
+        RecipeError
+            Where keys cannot be rotated, see `why_no_rotation`.
+        """
+        if reason := self.why_no_rotation():
+            raise RecipeError(
+                "this recipe changes the rotary ids of cached keys, which is not supported on "
+                f"{self.config.model_type}, {reason}; 'snapkv:0.5' works on this model"
+            )
         cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
         scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
         cos, sin = cos.float() / scale, sin.float() / scale
@@ -577,6 +629,15 @@ class Adapter:
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
         return torch.cat([turned, rest], dim=-1).to(keys.dtype)
+
+    def why_no_rotation(self) -> str:
+        """The reason why `rotate` is not supported; empty where it is."""
+        if self.rotary_by_kind:
+            return "whose layers differ in their rotary embedding"
+        text = self.config.get_text_config()
+        if text.model_type in _INTERLEAVED:
+            return "whose rotary embedding pairs neighboring dimensions"
+        return ""
 
     def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
         """Additional arguments of the decoder in prefill."""

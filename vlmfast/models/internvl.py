@@ -123,13 +123,14 @@ class FamilyAdapter(Tiled):
         counts = [tokens // side**2 for _, tokens in found]
         frames = frames or [(-1, 0, 1)] * len(sizes)
         for size, (video, *frame), count in zip(sizes, frames, counts, strict=True):
-            tiles = self._tiles(size) if count > 1 else (0, 0)
+            tiles = self.canvas(size) if count > 1 else (0, 0)
             views = (view, view + count)
             items.append(ItemGeometry(size, tiles, views, (side, side), video, tuple(frame[:2])))
             view += count
         return tuple(items)
 
-    def _tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+    def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the crops of an image that has crops."""
         from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
         images = self.processor.image_processor
