@@ -12,64 +12,28 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.lazy import public_names
 from vlmfast.core.outside import FAMILIES, Found, found_outside
 from vlmfast.errors import ModelError
 
 if TYPE_CHECKING:
-    from vlmfast.core.contexts import VisionContext
-    from vlmfast.core.layout import Kind, TokenLayout
-    from vlmfast.core.statistics import ItemGeometry, VisionStats
-    from vlmfast.errors import RecipeError
+    from .base import Adapter
 
-    from ._media import Media, runs, tiling
-    from .base import Adapter, Encoded, Part, by_views
-    from .internvl import Tiled
-
-# Imported on first use: listing the families must stay cheap.
-_PUBLIC = {
-    "Adapter": ".base",
-    "Encoded": ".base",
-    "ItemGeometry": "vlmfast.core.statistics",
-    "Kind": "vlmfast.core.layout",
-    "Media": "._media",
-    "Part": ".base",
-    "RecipeError": "vlmfast.errors",
-    "Tiled": ".internvl",
-    "TokenLayout": "vlmfast.core.layout",
-    "VisionContext": "vlmfast.core.contexts",
-    "VisionStats": "vlmfast.core.statistics",
-    "by_views": ".base",
-    "runs": "._media",
-    "tiling": "._media",
-}
 _SHARED = {"base", "rope"}  # modules that are no family
 
-__all__ = [
-    "Adapter",
-    "Encoded",
-    "ItemGeometry",
-    "Kind",
-    "Media",
-    "ModelError",
-    "Part",
-    "RecipeError",
-    "Tiled",
-    "TokenLayout",
-    "VisionContext",
-    "VisionStats",
-    "adapter_class",
-    "adapter_for",
-    "by_views",
-    "families",
-    "runs",
-    "tiling",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
+__getattr__, __dir__, __all__ = public_names(
+    __name__,
+    {
+        "vlmfast.models": "adapter_class adapter_for families",
+        "vlmfast.models.base": "Adapter Encoded Part by_views",
+        "vlmfast.models.internvl": "Tiled",
+        "vlmfast.models._media": "Media runs tiling",
+        "vlmfast.core.contexts": "VisionContext",
+        "vlmfast.core.layout": "Kind Numbering TokenLayout",
+        "vlmfast.core.statistics": "ItemGeometry VisionStats",
+        "vlmfast.errors": "ModelError RecipeError",
+    },
+)
 
 
 def families() -> list[str]:

@@ -56,7 +56,8 @@ def check_family(
     CheckFailed
         For the first difference, with the check and the case.
     ModelError
-        If the family is not supported, or refuses a prompt with one image.
+        If the family is not supported, refuses a prompt with one image, or the model is neither in
+        float32 nor in float64.
     """
     return _Checks(model, processor, question, max_new_tokens).run()
 
@@ -72,6 +73,11 @@ class _Checks:
 
     def __init__(self, model: Any, processor: Any, question: str, max_new_tokens: int) -> None:
         self.vlm = VLM(model, processor)
+        if self.vlm.adapter.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"check_family compares logits up to rounding, which {self.vlm.adapter.dtype} does "
+                "not allow; use model.float()"
+            )
         self.adapter, self.question, self.count = self.vlm.adapter, question, max_new_tokens
         self.report = Report(self.adapter.config.model_type)
         self.full: dict[str, Answer] = {}
