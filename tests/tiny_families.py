@@ -689,6 +689,97 @@ def build_aya_vision(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(AyaVisionForConditionalGeneration, config, len(tokens) - 256, seed), processor
 
 
+def build_paligemma(seed: int = 0) -> tuple[nn.Module, Any]:
+    """4 x 4 tokens per image; the whole prompt attends to itself."""
+    from transformers import (
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        PaliGemmaProcessor,
+        SiglipImageProcessor,
+    )
+
+    tokens = tokenizer(image_token="<image>")
+    config = PaliGemmaConfig(
+        text_config={**TEXT, "model_type": "gemma", "vocab_size": len(tokens)},
+        vision_config=open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=ids(tokens, "<image>")[0],
+        vocab_size=len(tokens),
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    images = SiglipImageProcessor(size={"height": 4 * PATCH, "width": 4 * PATCH})
+    images.image_seq_length = 16
+    processor = PaliGemmaProcessor(
+        image_processor=images, tokenizer=tokens, chat_template=template("<image>")
+    )
+    return filled(PaliGemmaForConditionalGeneration, config, 5, seed), processor
+
+
+def build_qwen3_5(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The first and the last layer have linear attention."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    _, processor = build_qwen3_vl(seed)
+    given = _qwen(processor.tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    given["text_config"] |= {
+        "layer_types": ["linear_attention", *["full_attention"] * 2, "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
+    }
+    vision = {key: value for key, value in QWEN3_VISION.items() if "deepstack" not in key}
+    config = Qwen3_5Config(**given, vision_config=vision)
+    return filled(Qwen3_5ForConditionalGeneration, config, 8, seed), processor
+
+
+def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The first and the last layer are short convolutions; 2 x 2 patches per token."""
+    from transformers import (
+        Lfm2VlConfig,
+        Lfm2VlForConditionalGeneration,
+        Lfm2VlImageProcessor,
+        Lfm2VlProcessor,
+    )
+
+    tokens = tokenizer(
+        image_token="<image>",
+        image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+    )
+    kinds = ["conv", "full_attention", "full_attention", "conv"]
+    text = {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    vision = {key: v for key, v in open_clip_models().items() if key != "image_size"}
+    config = Lfm2VlConfig(
+        text_config={**TEXT, **text, "model_type": "lfm2", "vocab_size": len(tokens)},
+        vision_config={
+            **vision,
+            "model_type": "siglip2_vision_model",
+            "num_patches": 64,
+            "vision_use_head": False,
+        },
+        image_token_id=ids(tokens, "<image>")[0],
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    processor = Lfm2VlProcessor(
+        image_processor=Lfm2VlImageProcessor(
+            encoder_patch_size=PATCH,
+            tile_size=8 * PATCH,
+            min_image_tokens=4,
+            max_image_tokens=16,
+            do_image_splitting=False,
+        ),
+        tokenizer=tokens,
+        chat_template=template("<image>"),
+    )
+    return filled(Lfm2VlForConditionalGeneration, config, 8, seed), processor
+
+
 def llava_around_dinov2_and_gemma3(window: int, seed: int = 0) -> tuple[nn.Module, Any]:
     """A LLaVA whose tower and language model are not those of the published ones."""
     from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
@@ -719,6 +810,30 @@ def llava_around_dinov2_and_gemma3(window: int, seed: int = 0) -> tuple[nn.Modul
         chat_template=template("<image>"),
     )
     return filled(Llava, config, 5, seed), processor
+
+
+# Families with code of their own for the most part. Others share it with one of these: the kit and
+# the tables check all of them, other tests over families only these.
+FIRST = (
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "fast_vlm",
+)
+STATES = ("lfm2_vl", "qwen3_5")  # some layers hold a state
+
+
+def first(*more: str) -> dict[str, Any]:
+    """Builders of `FIRST` and of ``more`` families."""
+    found = builders()
+    return {name: found[name] for name in (*FIRST, *more)}
 
 
 def builders() -> dict[str, Any]:

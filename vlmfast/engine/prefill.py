@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -304,7 +304,7 @@ def prefill(
         mask_rule=adapter.mask_rule,
         notes=prompt.notes,
         trained=prompt.trained,
-        norm=getattr(adapter.decoder, "norm", None),
+        norm=adapter.norm(),
         # Where nothing was merged, no bias is needed and attention is the model's own.
         proportional_attention=any(stage.proportional_attention for stage in merging)
         and bool((prompt.layout.weight != 1).any()),
@@ -315,6 +315,7 @@ def prefill(
         stages = []  # nothing to drop
     attending: dict[int, PrefillStage] = {}
     for stage in stages:
+        _in_attention(adapter, stage.attends(adapter.depth), stage)
         for layer in stage.attends(adapter.depth):
             if attending.setdefault(layer, stage) is not stage:
                 raise RecipeError(
@@ -328,6 +329,7 @@ def prefill(
         wanted = stage.text_stats(adapter.depth)
         for requests, early in ((context.requests, False), (ahead, True)):
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
+            _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     start = clock(prompt.embeds.device)
@@ -351,6 +353,17 @@ def prefill(
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
+
+
+def _in_attention(adapter: Adapter, layers: Iterable[int], stage: Stage) -> None:
+    """Check that ``layers``, whose attention a stage uses, are layers with attention."""
+    if states := sorted(adapter.state_layers.intersection(layers)):
+        rest = sorted(set(range(adapter.depth)) - adapter.state_layers)
+        raise RecipeError(
+            f"{stage.name} uses the attention of layer {states[0]}, which holds a state in "
+            f"{adapter.config.model_type} and has none; layers with attention are "
+            f"{', '.join(map(str, rest))}"
+        )
 
 
 def rows_of(position: Tensor) -> Tensor:
@@ -464,7 +477,7 @@ class Drops:
         )
         with active(probe):
             module.get_submodule("self_attn")(
-                hidden_states=module.get_submodule("input_layernorm")(hidden),
+                hidden_states=self.adapter.attention_norm(module)(hidden),
                 attention_mask=None,
                 past_key_values=None,
                 **self._positions(index, kwargs),

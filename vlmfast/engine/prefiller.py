@@ -167,7 +167,7 @@ class Prefiller:
         if bounded:  # a window as long as the whole sequence has no effect
             total = len(prompt.layout) + following + max_new_tokens
             windows = [None if window is None or total <= window else window for window in windows]
-        cache = KVCache(adapter.depth, adapter.pool, windows)
+        cache = KVCache(adapter.depth, adapter.pool, windows, adapter.state_layers)
         try:
             logits = prefill(
                 adapter,

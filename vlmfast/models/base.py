@@ -110,6 +110,7 @@ class Adapter:
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
+    prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     min_drop_layer: ClassVar[int] = 0
     # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
@@ -188,6 +189,11 @@ class Adapter:
     def max_positions(self) -> int | None:
         """Maximum of positions of the language model, if its config sets one."""
         return longest(self.config.get_text_config())
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another prompt with the same beginning can continue from the cache of one."""
+        return not (self.prefix_lm or self.state_layers)
 
     def is_short(self, positions: int) -> bool:
         """Whether the rotary tables of a prompt are those of each of its parts."""
@@ -323,6 +329,14 @@ class Adapter:
             f"{rows} x {columns} visual tokens"
         )
 
+    def norm(self) -> nn.Module | None:
+        """The norm after the last layer of the language model."""
+        return getattr(self.decoder, "norm", None)
+
+    def attention_norm(self, layer: nn.Module) -> nn.Module:
+        """The norm before the attention of a layer of the language model."""
+        return layer.get_submodule("input_layernorm")
+
     def mergers(self) -> list[nn.Module]:
         """Modules that turn the rows of a packed tower into tokens, including `projector`."""
         return [self.projector()]
@@ -366,16 +380,24 @@ class Adapter:
         return (vision.image_size // vision.patch_size) ** 2
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token costs in the cache of all layers, uncompressed."""
+        """Bytes that one token costs in the cache of all layers, uncompressed.
+
+        Layers that hold a state are not counted.
+        """
         text = self.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * self.depth * heads * head * self.dtype.itemsize
+        layers = self.depth - len(self.state_layers)
+        return 2 * layers * heads * head * self.dtype.itemsize
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of an uncompressed cache after ``tokens``; layers keep what their windows show."""
-        slots = (tokens if w is None else min(tokens, w - 1) for w in self.windows)
-        return sum(slots) * self.bytes_per_token() // self.depth
+        slots = [
+            tokens if w is None else min(tokens, w - 1)
+            for layer, w in enumerate(self.windows)
+            if layer not in self.state_layers
+        ]
+        return sum(slots) * self.bytes_per_token() // len(slots)
 
     def signature(self) -> list[float]:
         """A few weights that identify this model for stages trained on it."""

@@ -34,7 +34,7 @@ def check_family(
       image, one, three, a video, and both;
     - *identity*: recipes that keep everything give the same tokens;
     - *drops*: tokens dropped before or inside the language model give what Hugging Face's forward
-      gives with their keys masked;
+      gives with their keys masked, or with their rows taken out where layers hold states;
     - *layout*: each visual token has its place in an image;
     - *batches* and *sessions* answer as single requests do;
     - *bad input* raises `ModelError` or `VLMFastError`.
@@ -181,13 +181,7 @@ class _Checks:
         return next((k for k in layers if k - 1 not in adapter.state_layers), 1)
 
     def drops(self, case: str) -> None:
-        """Hugging Face's forward with the keys of dropped tokens masked is the reference."""
-        if self.adapter.state_layers:
-            self.report.left_out(
-                f"drops: {case}",
-                "layers that hold a state cannot be masked; see the family's tests",
-            )
-            return
+        """Hugging Face's forward without the dropped tokens is the reference."""
         tensors = self.vlm.inputs(self.question, **self.media[case])
         rows = tensors["input_ids"].shape[1]
         if any(window is not None and rows > window for window in self.adapter.windows):
@@ -200,9 +194,9 @@ class _Checks:
             assert layout is not None and depth is not None
             dropped = int((depth < self.adapter.depth).sum())
             self.report.require(dropped > 0, name, "nothing was dropped")
-            logits = self.masked(tensors, layout.order, depth)
+            logits = self.without(tensors, layout.order, depth)
             note = self.close(name, answer, logits, rows)
-            whole = self.masked(tensors, layout.order, torch.full_like(depth, self.adapter.depth))
+            whole = self.without(tensors, layout.order, torch.full_like(depth, self.adapter.depth))
             control = float((whole - logits).abs().max())
             self.report.require(
                 control > _APART * self.tolerance(logits, rows),
@@ -212,30 +206,23 @@ class _Checks:
             )
             self.report.passed(name, note)
 
-    def masked(self, tensors: dict[str, Tensor], order: Tensor, depth: Tensor) -> Tensor:
-        """Logits (1, V) after a prompt whose tokens ``order`` entered ``depth`` layers each."""
-        model, decoder = self.vlm.model, self.adapter.decoder
+    def without(self, tensors: dict[str, Tensor], order: Tensor, depth: Tensor) -> Tensor:
+        """Logits (1, V) after a prompt whose tokens ``order`` entered ``depth`` layers each.
 
-        def hook(layer: int) -> Callable[..., tuple[tuple, dict]]:
-            gone = order[depth <= layer]
-
-            def mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-                given = kwargs["attention_mask"]
-                lowest = torch.finfo(given.dtype).min
-                changed = given.clone()
-                changed[..., gone] = lowest
-                changed[..., gone, gone] = 0.0  # so that each row sees one key
-                return args, {**kwargs, "attention_mask": changed}
-
-            return mask
-
-        with _eager(model), torch.no_grad():
+        Keys of dropped tokens are masked. That of a state cannot be masked: where layers hold
+        states, the rows are taken out between the layers.
+        """
+        size = tensors["input_ids"].shape[1]
+        entered = torch.full((size,), self.adapter.depth, device=order.device)
+        entered[order.long()] = depth
+        hook = _taken_out if self.adapter.state_layers else _masked
+        with _eager(self.vlm.model), torch.no_grad():
             handles = [
-                module.register_forward_pre_hook(hook(layer), with_kwargs=True)
-                for layer, module in enumerate(decoder.layers)
+                module.register_forward_pre_hook(hook(entered, layer), with_kwargs=True)
+                for layer, module in enumerate(self.adapter.decoder.layers)
             ]
             try:
-                return model(**tensors, use_cache=False).logits[:, -1]
+                return self.vlm.model(**tensors, use_cache=False).logits[:, -1]
             finally:
                 for handle in handles:
                     handle.remove()
@@ -265,7 +252,12 @@ class _Checks:
 
     def session(self, case: str) -> None:
         name = f"session: {case}"
-        with self.vlm.session(**self.media[case], history=False) as session:
+        try:
+            opened = self.vlm.session(**self.media[case], history=False)
+        except VLMFastError as error:
+            self.report.left_out(name, str(error).partition("\n")[0])
+            return
+        with opened as session:
             for question in (self.question, "and the rest ?"):
                 given = {"max_new_tokens": self.count, "do_sample": False}
                 expected = self.vlm.ask(question, **self.media[case], **given)
@@ -313,6 +305,36 @@ class _Checks:
             VLMFastError,
             lambda: vlm.ask(self.question, image[..., 0][None, None]),
         )
+
+
+def _masked(entered: Tensor, layer: int) -> Callable[..., tuple[tuple, dict]]:
+    """A hook that masks the keys of rows that entered no more than ``layer`` layers."""
+    gone = (entered <= layer).nonzero().flatten()
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        mask = kwargs["attention_mask"].clone()
+        mask[..., gone] = torch.finfo(mask.dtype).min
+        mask[..., gone, gone] = 0.0  # so that each row sees one key
+        return args, {**kwargs, "attention_mask": mask}
+
+    return hook
+
+
+def _taken_out(entered: Tensor, layer: int) -> Callable[..., tuple[tuple, dict]]:
+    """A hook that takes rows out of the input that entered no more than ``layer`` layers."""
+    left = (entered > layer).nonzero().flatten()
+    before = entered > layer - 1 if layer else torch.ones_like(entered, dtype=torch.bool)
+    own = (before.cumsum(0) - 1)[left]  # among the rows that the last layer has returned
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        tables = tuple(table[..., left, :] for table in kwargs["position_embeddings"])
+        mask = kwargs["attention_mask"]
+        if mask is not None:
+            mask = mask[..., left, :][..., left] if mask.dim() == 4 else mask[..., left]
+        changed = {"position_embeddings": tables, "attention_mask": mask, "position_ids": None}
+        return (args[0][:, own], *args[1:]), {**kwargs, **changed}
+
+    return hook
 
 
 @contextmanager
