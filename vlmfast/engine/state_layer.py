@@ -97,11 +97,12 @@ class StateLayer(KVLayer):
         return super().state(index) | own
 
     def resize(self, size: int) -> None:
-        rows = len(self.max_lengths)
+        rows, buffers = len(self.max_lengths), {}  # nothing changes where memory is exhausted
         for name, state in self.states.items():
-            self._rows[name] = state.new_zeros(size, *state.shape[1:])
-            self._rows[name][:rows] = state
+            buffers[name] = state.new_zeros(size, *state.shape[1:])
+            buffers[name][:rows] = state
         super().resize(size)
+        self._rows = buffers
 
     def show(self, rows: int) -> None:
         super().show(rows)
