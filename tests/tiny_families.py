@@ -689,6 +689,37 @@ def build_aya_vision(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(AyaVisionForConditionalGeneration, config, len(tokens) - 256, seed), processor
 
 
+def build_ovis2(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The whole image and two or three crops; a view costs 2 x 2 tokens."""
+    from transformers import (
+        Ovis2Config,
+        Ovis2ForConditionalGeneration,
+        Ovis2ImageProcessor,
+        Ovis2Processor,
+    )
+
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    tokens = tokenizer("<image>", "<IMG_ATOM>", *marks)
+    config = Ovis2Config(
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
+        vision_config=open_clip_models(vocab_size=64, hidden_stride=2),
+        image_token_id=ids(tokens, "<IMG_ATOM>")[0],
+        visual_indicator_token_ids=ids(tokens, *marks),
+        vocab_size=len(tokens),
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    processor = Ovis2Processor(
+        image_processor=Ovis2ImageProcessor(
+            size={"height": 4 * PATCH, "width": 4 * PATCH}, crop_to_patches=True, max_patches=3
+        ),
+        tokenizer=tokens,
+        image_seq_length=4,
+        chat_template=template("<image>"),
+    )
+    return filled(Ovis2ForConditionalGeneration, config, 11, seed), processor
+
+
 def build_paligemma(seed: int = 0) -> tuple[nn.Module, Any]:
     """4 x 4 tokens per image; the whole prompt attends to itself."""
     from transformers import (

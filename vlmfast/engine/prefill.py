@@ -190,7 +190,7 @@ def prepare(
     order = torch.arange(ids.shape[1], device=ids.device)
     text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
     # Placeholder ids may lie outside the vocabulary, so only text is embedded.
-    text = adapter.embed(ids[:, ~is_visual])[0]
+    text = adapter.embed_around(ids[:, ~is_visual])[0]
     next_position = int(position.max()) + 1
     if not inputs.sizes and seen is None:
         if bool(is_visual.any()):

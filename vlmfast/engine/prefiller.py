@@ -398,7 +398,7 @@ class Prefiller:
             count = torch.arange(part.shape[1], device=part.device)
             position = group.position.reshape(-1, 1) + count
             prompt = Prompt(
-                self.adapter.embed(part)[0],
+                self.adapter.embed_around(part)[0],
                 TokenLayout.text(count + cache.logical[0], position),
                 part.shape[1],
                 int(position.max()) + 1,

@@ -597,6 +597,11 @@ class Adapter:
         """Input embeddings, through the module because some families scale inside it."""
         return self._embedding(ids)
 
+    def embed_around(self, ids: Tensor) -> Tensor:
+        """Input embeddings of a prompt's text, (..., D); some families have their own for markers
+        around images."""
+        return self.embed(ids)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of normalized hidden states (..., D)."""
         return self._head(hidden)

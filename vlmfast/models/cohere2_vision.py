@@ -28,6 +28,10 @@ class Marked(Tiled):
         """Rows and columns of the crops of an image that has crops."""
         raise NotImplementedError(f"{type(self).__name__}.canvas")
 
+    def tiling(self, views: Tensor) -> tuple[int, int]:
+        """Rows and columns of the crops of an image, from all of its views."""
+        return tiling(views)
+
     def views_in(self, ids: Tensor) -> list[int]:
         """Views of each image of a prompt, ids (S,)."""
         image = (ids == self.marker()).cumsum(0)
@@ -44,7 +48,7 @@ class Marked(Tiled):
             if pixels is None or view + count > len(pixels):
                 break
             own = pixels[view : view + count]
-            down, across = tiling(own) if count > 1 else (0, 0)
+            down, across = self.tiling(own) if count > 1 else (0, 0)
             size = max(down, 1) * pixels.shape[-2], max(across, 1) * pixels.shape[-1]
             tokens = count * self.side() ** 2
             found.append(Media(tokens, {"pixel_values": own}, size, 0, (down, across)))

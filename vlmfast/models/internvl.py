@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from .base import Adapter, Encoded
 
 
 class Tiled(Adapter):
-    """Families with text around the views of an image, the base view last."""
+    """Families with text around the views of an image, the base view last or first."""
 
     blocks = False
+    base_first: ClassVar[bool] = False
 
     def side(self) -> int:
         """Tokens in a row of a view."""
@@ -60,7 +61,7 @@ class Tiled(Adapter):
         )
         view, y, x = view.flatten(), y.flatten(), x.flatten()
         crops = geometry.tiles[0] * geometry.tiles[1]
-        tile = torch.where(view < crops, view + 1, 0)
+        tile = view if self.base_first else torch.where(view < crops, view + 1, 0)
         kind = torch.full_like(view, int(self.kind))
         layout = self.view_layout(tile, y, x, kind, item, geometry)
         return layout.replace(view=(view + first).to(torch.int32))
