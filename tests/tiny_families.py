@@ -806,7 +806,7 @@ def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
             do_image_splitting=False,
         ),
         tokenizer=tokens,
-        chat_template=template("<image>"),
+        chat_template="<s>" + template("<image>"),  # its tokenizer adds none
     )
     return filled(Lfm2VlForConditionalGeneration, config, 8, seed), processor
 

@@ -104,7 +104,8 @@ class Adapter:
     fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
     attention: ClassVar[str] = "self_attn"  # its name in a vision block
-    pixel_dims: ClassVar[int] = 4  # of a prompt's images; 5 if each has several views
+    # Of a prompt's images: 5 if each has several views, 3 if each is a sequence of patches.
+    pixel_dims: ClassVar[int] = 4
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
     one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images

@@ -22,6 +22,7 @@ from .mistral3 import Shaped
 class FamilyAdapter(Shaped):
     tensors = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
     processors = ("Lfm2VlProcessor",)
+    nested, pixel_dims = True, 3
 
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule("embedding_norm")
