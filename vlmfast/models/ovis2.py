@@ -48,8 +48,12 @@ class FamilyAdapter(Marked):
         text = super().embed_around(ids.masked_fill(here.any(-1), 0))
         return torch.where(here.any(-1, keepdim=True), own, text)
 
+    def tower(self) -> nn.Module:
+        """Without the head, which takes cells of its rows."""
+        return self.model.base_model.vision_tower.transformer
+
     def vision_blocks(self) -> list[nn.Module]:
-        return list(self.model.get_encoder(modality="image").transformer.encoder.layers)
+        return list(self.model.base_model.vision_tower.transformer.encoder.layers)
 
     def projector(self) -> nn.Module:
         return self.model.base_model.vision_tower.head_linear
