@@ -18,11 +18,12 @@ import torch
 
 import closeness
 import tiny_families
+import vlmfast
 from batched import Together
 from driven import Driven
 from fake_drafters import Knows
 from reference import answer_logits, closed
-from vlmfast import VLM, ModelError, RecipeError, Request
+from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.api.request import messages_of, render, tensors_of
 from vlmfast.core.params import positions_param
 from vlmfast.core.protocols import CacheStage, EncodeStage, InEncoderStage, PrefillStage
@@ -850,6 +851,38 @@ def test_unsupported_media_are_refused():
     vlm.processor.__class__ = Crops
     with pytest.raises(ModelError, match="do_pan_and_scan"):
         vlm.ask("what ?", **CASES["one image"])
+
+
+def test_a_prompt_that_attends_to_itself_is_prefilled_at_once():
+    vlm = built("paligemma")
+    given = {**CASES["one image"], "max_new_tokens": 6}
+    wanted = vlm.ask("what ?", **given)
+    for _ in range(2):
+        again = vlm.ask("what ?", **given, prefill_chunk_size=16)
+        assert again.token_ids == wanted.token_ids
+        assert again.stats.prompt_reused == 0 and again.stats.prefill_chunks <= 1
+        assert again.stats.prompt_tokens > 32
+
+
+def test_views_that_are_not_supported_are_refused():
+    vlm = built("lfm2_vl")
+    inputs = vlm.inputs("what ?", **CASES["one image"])
+    with vlmfast.attach(vlm.model, vlm.processor):
+        for key, wrong in (
+            ("pixel_values", inputs["pixel_values"][..., 1:]),
+            ("spatial_shapes", inputs["spatial_shapes"] + 1),
+            ("pixel_attention_mask", inputs["pixel_attention_mask"][:, 1:]),
+        ):
+            with pytest.raises(VLMFastError, match=f"{key}.* must have"):
+                vlm.model.generate(**{**inputs, key: wrong}, max_new_tokens=1)
+    images = vlm.processor.image_processor
+    images.do_image_splitting, images.max_image_tokens = True, 4
+    with pytest.raises(ModelError, match="do_image_splitting = False"):
+        vlm.ask("what ?", make_image(0, 200, 200))
+    model, processor = BUILD["ovis2"]()
+    model.config.vision_config.tokenize_function = "gumbel_argmax"
+    with pytest.raises(ModelError, match="supported are softmax, st_argmax"):
+        VLM(model, processor)
 
 
 def test_video_block_by_block():
