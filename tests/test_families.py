@@ -35,6 +35,7 @@ from vlmfast.engine.cache import KVLayer
 from vlmfast.engine.prefill import Inputs
 from vlmfast.models import families
 from vlmfast.testing import check_family
+from vlmfast.train.stages import run as train
 
 BUILD = tiny_families.builders()
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
@@ -862,6 +863,21 @@ def test_a_prompt_that_attends_to_itself_is_prefilled_at_once():
         assert again.token_ids == wanted.token_ids
         assert again.stats.prompt_reused == 0 and again.stats.prefill_chunks <= 1
         assert again.stats.prompt_tokens > 32
+
+
+@pytest.mark.parametrize("name", ["paligemma", "lfm2_vl"])
+def test_training_equals_the_dense_reference(name):
+    """Answers are causal where prompts are not; states are read in one forward pass."""
+    vlm = built(name)
+    run = start(vlm, **CASES["one image"])
+    tensors = run.inputs.tensors
+    whole = torch.cat([tensors["input_ids"], torch.tensor([TOKENS])], 1)
+    answered = {**tensors, "input_ids": whole}
+    inputs = Inputs(answered, run.inputs.sizes, "q", run.inputs.frames, answer=len(TOKENS))
+    logits, _, _ = train(vlm, inputs, None)
+    logits.sum().backward()
+    expected = Dense(vlm, tensors)(Dense(vlm, tensors).everything())[:-1]
+    closeness.close(logits.detach(), expected, terms=sums(vlm, run))
 
 
 def test_views_that_are_not_supported_are_refused():

@@ -301,7 +301,7 @@ def prefill(
         prompt.layout,
         depth=adapter.depth,
         cache=cache,
-        mask_rule=adapter.mask_rule,
+        mask_rule=_mask_rule(adapter, prompt.answer),
         notes=prompt.notes,
         trained=prompt.trained,
         norm=adapter.norm(),
@@ -353,6 +353,20 @@ def prefill(
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
+
+
+def _mask_rule(adapter: Adapter, answer: int) -> Callable[[TokenLayout], Tensor] | None:
+    """`Adapter.mask_rule`; the last ``answer`` rows of a prompt see, and are seen, causally."""
+    rule = adapter.mask_rule
+    if rule is None or not (adapter.prefix_lm and answer):
+        return rule
+
+    def causal(layout: TokenLayout) -> Tensor:
+        mask, first = rule(layout), len(layout) - answer
+        mask[:, first:] = mask.new_ones(len(layout), answer).tril(-first)
+        return mask
+
+    return causal
 
 
 def _in_attention(adapter: Adapter, layers: Iterable[int], stage: Stage) -> None:
