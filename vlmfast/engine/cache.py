@@ -159,7 +159,7 @@ class KVCache(Cache):
         layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
         if layer_idx is not None:
             layers = [self._state(layer_idx)]
-        return all(layer.states for layer in layers)
+        return bool(layers) and all(layer.states for layer in layers)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -29,7 +29,7 @@ from .rope import longest, short
 _INTERLEAVED = {"cohere", "cohere2", "glm4v_text", "llama4_text"}
 
 # Kinds of layers that hold a state of fixed size.
-_STATES = {"conv", "linear_attention", "mamba"}
+_STATES = {"conv", "linear_attention"}
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
