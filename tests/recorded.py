@@ -36,7 +36,7 @@ FILE = Path(__file__).parent / "answers" / "answers.jsonl"
 NOISE = 1e-6  # of each weight
 RUNS = 2  # number of such repetitions
 QUICK = 200  # requests that every run of the tests replays
-FAMILIES = [*sorted(tiny_families.builders()), "tiny"]
+FAMILIES = [*sorted(tiny_families.FIRST), "tiny"]
 FIELDS = ("tokens", "kept", "kv_bytes", "drafts", "prompt")
 
 # --- requests ------------------------------------------------------------------------------------

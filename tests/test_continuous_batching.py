@@ -20,7 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from batched import CountingPool
 from fake_drafters import Drafting, Knows
-from tiny_families import builders
+from tiny_families import STATES, builders, first
 from tiny_models import build_llava, make_image
 from vlmfast import (
     VLM,
@@ -732,7 +732,7 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
     assert steps >= 4  # of four layers and the blocks of the tower
 
 
-@pytest.mark.parametrize("family", builders())
+@pytest.mark.parametrize("family", first(*STATES))
 def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     model, processor = builders()[family]()
     vlm = VLM(model.double(), processor)

@@ -29,7 +29,7 @@ from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.engine.prefiller import Prefiller
 from vlmfast.models.base import Adapter
 
-BUILD = tiny_families.builders()
+BUILD = tiny_families.first()
 MROPE = ["qwen2_5_vl", "qwen3_vl"]
 QUESTION = "what is here ?"
 LENGTH = {"max_new_tokens": 8, "min_new_tokens": 8}

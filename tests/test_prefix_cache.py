@@ -48,7 +48,7 @@ from vlmfast.engine.stats import Stats, Trace
 from vlmfast.eval.bench import bench
 from vlmfast.eval.runner import evaluate
 
-FAMILIES = sorted(tiny_families.builders())
+FAMILIES = sorted(tiny_families.FIRST)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from vlmfast.engine import prefixes
 from vlmfast.engine.prefix_cache import Key
 from vlmfast.engine.prefixes import KIND, Beginning
 
-FAMILIES = sorted(tiny_families.builders())
+FAMILIES = sorted(tiny_families.FIRST)
 IMAGE = make_image(60, 44)
 QUESTIONS = ("what is here ?", "what colour is it ?", "is there more of it ?")
 # A prompt may continue from another one's keys and values under the first, not under the second.

@@ -235,9 +235,9 @@ def test_guard_and_attack_on_every_family(family) -> None:
     assert (len(tokens), one, three) == (len(plain), 1, 3)
     attack = SelectionAttack(vlm, Recipe.parse("divprune:keep=0.3"))
     found, noise = attack(image, 8, 4), noisy(image, 8, family)
-    clean = attack.margin(image, image)
-    assert attack.margin(image, found) < clean - 0.3
-    assert attack.margin(image, noise) > clean - 0.2
+    clean, attacked = attack.margin(image, image), attack.margin(image, found)
+    assert attacked < clean - 0.3
+    assert attacked < attack.margin(image, noise) - 0.1
 
 
 # --- the task ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from vlmfast.engine.attention import _vision_rows
 from vlmfast.eval.bench import RECIPES as RECIPES_OF_BENCH
 from vlmfast.eval.bench import bench
 
-BUILD = tiny_families.builders()
+BUILD = tiny_families.first()
 SOURCES = {
     "llava": "cls",
     "llava_next": "cls",

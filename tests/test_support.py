@@ -67,7 +67,12 @@ def write(found: dict[str, dict[str, str]]) -> None:
     DOCS.write_text(f"{before}{START}{made}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+FAST = (*tiny_families.FIRST, "lfm2_vl", "ovis2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FAMILIES]
+)
 def test_documented_support_table(name):
     """``VLMFAST_WRITE_TABLE=1`` rewrites the table, one column per test, in a single process."""
     if name == "smolvlm":

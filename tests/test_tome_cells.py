@@ -23,12 +23,8 @@ from vlmfast.engine.between import Batched, Packed
 
 pytestmark = pytest.mark.cold
 
-NAMES = [name for name in vars(tiny_families) if name.startswith("build_")]
-BUILD = {
-    name.removeprefix("build_"): getattr(tiny_families, name)
-    for name in NAMES
-    if name != "build_fast_vlm"
-}
+BUILD = tiny_families.first()
+del BUILD["fast_vlm"]
 PACKED = ("qwen2_5_vl", "qwen3_vl")
 
 

@@ -100,6 +100,19 @@ QWEN = {
     "image_token": "<|image_pad|>",
     "video_token": "<|video_pad|>",
 }
+QWEN_TEMPLATE = template(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+)
+QWEN3_VISION = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 2],
+}
 
 
 def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
@@ -144,10 +157,7 @@ def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
         image_processor=Qwen2VLImageProcessor(**sizes),
         video_processor=Qwen2VLVideoProcessor(**sizes),
         tokenizer=tokens,
-        chat_template=template(
-            "<|vision_start|><|image_pad|><|vision_end|>",
-            "<|vision_start|><|video_pad|><|vision_end|>",
-        ),
+        chat_template=QWEN_TEMPLATE,
     )
     return filled(Qwen2_5_VLForConditionalGeneration, config, 8, seed), processor
 
@@ -163,17 +173,7 @@ def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
     )
 
     tokens = tokenizer(**QWEN)
-    vision = {
-        "depth": 4,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 2],
-    }
-    config = Qwen3VLConfig(**_qwen(tokens), vision_config=vision)
+    config = Qwen3VLConfig(**_qwen(tokens), vision_config=QWEN3_VISION)
     size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
     sizes = {"patch_size": PATCH, "size": size, "merge_size": 2, "temporal_patch_size": 2}
     processor = Qwen3VLProcessor(
@@ -182,10 +182,7 @@ def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
             **{**sizes, "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 64 * 64 * 6}}
         ),
         tokenizer=tokens,
-        chat_template=template(
-            "<|vision_start|><|image_pad|><|vision_end|>",
-            "<|vision_start|><|video_pad|><|vision_end|>",
-        ),
+        chat_template=QWEN_TEMPLATE,
     )
     return filled(Qwen3VLForConditionalGeneration, config, 8, seed), processor
 
@@ -467,6 +464,407 @@ def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
         chat_template=template("<image>\n"),
     )
     return filled(FastVlmForConditionalGeneration, config, 5, seed), processor
+
+
+def build_qwen2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """As Qwen2.5-VL; all blocks attend to the whole image."""
+    from transformers import (
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    tokens = tokenizer(**QWEN)
+    vision = {
+        "depth": 4,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+    }
+    config = Qwen2VLConfig(**_qwen(tokens), vision_config=vision)
+    sizes = {"patch_size": PATCH, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+    processor = Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        video_processor=Qwen2VLVideoProcessor(**sizes),
+        tokenizer=tokens,
+        chat_template=QWEN_TEMPLATE,
+    )
+    return filled(Qwen2VLForConditionalGeneration, config, 8, seed), processor
+
+
+def build_qwen3_vl_moe(seed: int = 0) -> tuple[nn.Module, Any]:
+    """As Qwen3-VL; each token takes two of four experts."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    _, processor = build_qwen3_vl(seed)
+    given = _qwen(processor.tokenizer)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    given["text_config"] |= experts
+    config = Qwen3VLMoeConfig(**given, vision_config=QWEN3_VISION)
+    return filled(Qwen3VLMoeForConditionalGeneration, config, 8, seed), processor
+
+
+GLM = {
+    "image_start_token": "<|begin_of_image|>",
+    "image_end_token": "<|end_of_image|>",
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "video_start_token": "<|begin_of_video|>",
+    "video_end_token": "<|end_of_video|>",
+}
+
+
+def _glm(kind: str, seed: int, sections: list[int], **text: Any) -> tuple[nn.Module, Any]:
+    import transformers
+
+    tokens = tokenizer(**GLM)
+    named = {
+        f"{name}_id": token for name, token in zip(GLM, ids(tokens, *GLM.values()), strict=True)
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**TEXT, "vocab_size": len(tokens), "rope_parameters": rope, **text},
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "image_size": 4 * PATCH,
+            "patch_size": PATCH,
+            "out_hidden_size": 64,
+        },
+        tie_word_embeddings=False,
+        **named,
+    )
+    sizes = {
+        "patch_size": PATCH,
+        "size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 64 * 64 * 2},
+    }
+    processor = transformers.Glm4vProcessor(
+        image_processor=transformers.Glm4vImageProcessor(**sizes),
+        video_processor=transformers.Glm4vVideoProcessor(
+            **{**sizes, "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 64 * 64 * 6}}
+        ),
+        tokenizer=tokens,
+        chat_template=template(
+            "<|begin_of_image|><|image|><|end_of_image|>",
+            "<|begin_of_video|><|video|><|end_of_video|>",
+        ),
+    )
+    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return filled(model_class, config, 10, seed), processor
+
+
+def build_glm4v(seed: int = 0) -> tuple[nn.Module, Any]:
+    """2 x 2 patches per token; images and videos have the same placeholder."""
+    return _glm("Glm4v", seed, [2, 3, 3])
+
+
+def build_glm4v_moe(seed: int = 0) -> tuple[nn.Module, Any]:
+    """As GLM-4.1V; layers after the first have experts, half of a head is rotated."""
+    return _glm(
+        "Glm4vMoe",
+        seed,
+        [1, 1, 2],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    )
+
+
+def build_mistral3(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Pixtral's tower; 2 x 2 patches per token, a token of text after each row."""
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        PixtralImageProcessor,
+        PixtralProcessor,
+    )
+
+    tokens = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    config = Mistral3Config(
+        text_config={
+            **TEXT,
+            "model_type": "mistral",
+            "vocab_size": len(tokens),
+            "sliding_window": None,
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 8 * PATCH,
+            "patch_size": PATCH,
+        },
+        image_token_index=ids(tokens, "[IMG]")[0],
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    processor = PixtralProcessor(
+        image_processor=PixtralImageProcessor(
+            size={"longest_edge": 8 * PATCH}, patch_size={"height": PATCH, "width": PATCH}
+        ),
+        tokenizer=tokens,
+        patch_size=PATCH,
+        spatial_merge_size=2,
+        chat_template=template("[IMG]"),
+    )
+    return filled(Mistral3ForConditionalGeneration, config, 7, seed), processor
+
+
+def _cohere(tokens: Any) -> dict[str, Any]:
+    text = {**TEXT, "model_type": "cohere2", "vocab_size": len(tokens), "sliding_window": 256}
+    return {
+        "text_config": text,
+        "vision_config": open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
+        "downsample_factor": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+def build_cohere2_vision(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Up to three crops and the whole image; a view costs 2 x 2 tokens."""
+    from transformers import (
+        Cohere2VisionConfig,
+        Cohere2VisionForConditionalGeneration,
+        Cohere2VisionImageProcessor,
+        Cohere2VisionProcessor,
+    )
+
+    tokens = tokenizer(
+        boi_token="<|START_OF_IMG|>",
+        eoi_token="<|END_OF_IMG|>",
+        image_token="<|IMG_PATCH|>",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+    )
+    config = Cohere2VisionConfig(
+        **_cohere(tokens),
+        alignment_intermediate_size=64,
+        image_token_id=ids(tokens, "<|IMG_PATCH|>")[0],
+    )
+    size = {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = Cohere2VisionProcessor(
+        # Its `patch_size` is the number of tokens in a row of a view.
+        image_processor=Cohere2VisionImageProcessor(size=size, max_patches=3, patch_size=2),
+        tokenizer=tokens,
+        chat_template=template("<|IMG_PATCH|>"),
+    )
+    return filled(Cohere2VisionForConditionalGeneration, config, 8, seed), processor
+
+
+def build_aya_vision(seed: int = 0) -> tuple[nn.Module, Any]:
+    """Two or three crops and the whole image; a view costs 2 x 2 tokens."""
+    from transformers import (
+        AyaVisionConfig,
+        AyaVisionForConditionalGeneration,
+        AyaVisionProcessor,
+        GotOcr2ImageProcessor,
+    )
+
+    marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
+    tokens = tokenizer("<image>", *marks, *(f"TILE_{i}" for i in (1, 2, 3)), "TILE_GLOBAL")
+    config = AyaVisionConfig(
+        **_cohere(tokens),
+        alignment_intermediate_size=64,
+        image_token_index=ids(tokens, "<|IMG_PATCH|>")[0],
+    )
+    size = {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = AyaVisionProcessor(
+        image_processor=GotOcr2ImageProcessor(
+            size=size, crop_to_patches=True, min_patches=1, max_patches=3
+        ),
+        tokenizer=tokens,
+        patch_size=PATCH,
+        img_size=4 * PATCH,
+        downsample_factor=2,
+        chat_template=template("<image>"),
+    )
+    return filled(AyaVisionForConditionalGeneration, config, len(tokens) - 256, seed), processor
+
+
+def build_ovis2(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The whole image and two or three crops; a view costs 2 x 2 tokens."""
+    from transformers import (
+        Ovis2Config,
+        Ovis2ForConditionalGeneration,
+        Ovis2ImageProcessor,
+        Ovis2Processor,
+    )
+
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    tokens = tokenizer("<image>", "<IMG_ATOM>", *marks)
+    config = Ovis2Config(
+        text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
+        vision_config=open_clip_models(vocab_size=64, hidden_stride=2),
+        image_token_id=ids(tokens, "<IMG_ATOM>")[0],
+        visual_indicator_token_ids=ids(tokens, *marks),
+        vocab_size=len(tokens),
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    processor = Ovis2Processor(
+        image_processor=Ovis2ImageProcessor(
+            size={"height": 4 * PATCH, "width": 4 * PATCH}, crop_to_patches=True, max_patches=3
+        ),
+        tokenizer=tokens,
+        image_seq_length=4,
+        chat_template=template("<image>"),
+    )
+    return filled(Ovis2ForConditionalGeneration, config, 11, seed), processor
+
+
+def build_paligemma(seed: int = 0) -> tuple[nn.Module, Any]:
+    """4 x 4 tokens per image; the whole prompt attends to itself."""
+    from transformers import (
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        PaliGemmaProcessor,
+        SiglipImageProcessor,
+    )
+
+    tokens = tokenizer(image_token="<image>")
+    config = PaliGemmaConfig(
+        text_config={**TEXT, "model_type": "gemma", "vocab_size": len(tokens)},
+        vision_config=open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
+        image_token_index=ids(tokens, "<image>")[0],
+        vocab_size=len(tokens),
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    images = SiglipImageProcessor(size={"height": 4 * PATCH, "width": 4 * PATCH})
+    images.image_seq_length = 16
+    processor = PaliGemmaProcessor(
+        image_processor=images, tokenizer=tokens, chat_template=template("<image>")
+    )
+    return filled(PaliGemmaForConditionalGeneration, config, 5, seed), processor
+
+
+def build_qwen3_5(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The first and the last layer have linear attention."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    _, processor = build_qwen3_vl(seed)
+    given = _qwen(processor.tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    given["text_config"] |= {
+        "layer_types": ["linear_attention", *["full_attention"] * 2, "linear_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
+    }
+    vision = {key: value for key, value in QWEN3_VISION.items() if "deepstack" not in key}
+    config = Qwen3_5Config(**given, vision_config=vision)
+    return filled(Qwen3_5ForConditionalGeneration, config, 8, seed), processor
+
+
+def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
+    """The first and the last layer are short convolutions; 2 x 2 patches per token."""
+    from transformers import (
+        Lfm2VlConfig,
+        Lfm2VlForConditionalGeneration,
+        Lfm2VlImageProcessor,
+        Lfm2VlProcessor,
+    )
+
+    tokens = tokenizer(
+        image_token="<image>",
+        image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+    )
+    kinds = ["conv", "full_attention", "full_attention", "conv"]
+    text = {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    vision = {key: v for key, v in open_clip_models().items() if key != "image_size"}
+    config = Lfm2VlConfig(
+        text_config={**TEXT, **text, "model_type": "lfm2", "vocab_size": len(tokens)},
+        vision_config={
+            **vision,
+            "model_type": "siglip2_vision_model",
+            "num_patches": 64,
+            "vision_use_head": False,
+        },
+        image_token_id=ids(tokens, "<image>")[0],
+        projector_hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    processor = Lfm2VlProcessor(
+        image_processor=Lfm2VlImageProcessor(
+            encoder_patch_size=PATCH,
+            tile_size=8 * PATCH,
+            min_image_tokens=4,
+            max_image_tokens=16,
+            do_image_splitting=False,
+        ),
+        tokenizer=tokens,
+        chat_template="<s>" + template("<image>"),  # its tokenizer adds none
+    )
+    return filled(Lfm2VlForConditionalGeneration, config, 8, seed), processor
+
+
+def llava_around_dinov2_and_gemma3(window: int, seed: int = 0) -> tuple[nn.Module, Any]:
+    """A LLaVA whose tower and language model are not those of the published ones."""
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    tokens = tokenizer(image_token="<image>")
+    config = LlavaConfig(
+        text_config={
+            **TEXT,
+            "model_type": "gemma3_text",
+            "vocab_size": len(tokens),
+            "query_pre_attn_scalar": 16,
+            "sliding_window": window,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        },
+        vision_config={**open_clip_models(model_type="dinov2"), "mlp_ratio": 2},
+        image_token_id=ids(tokens, "<image>")[0],
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    size = {"height": 4 * PATCH, "width": 4 * PATCH}
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 4 * PATCH}, crop_size=size),
+        tokenizer=tokens,
+        patch_size=PATCH,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=template("<image>"),
+    )
+    return filled(Llava, config, 5, seed), processor
+
+
+# Families with code of their own for the most part. Others share it with one of these: the kit and
+# the tables check all of them, other tests over families only these.
+FIRST = (
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "fast_vlm",
+)
+STATES = ("lfm2_vl", "qwen3_5")  # some layers hold a state
+
+
+def first(*more: str) -> dict[str, Any]:
+    """Builders of `FIRST` and of ``more`` families."""
+    found = builders()
+    return {name: found[name] for name in (*FIRST, *more)}
 
 
 def builders() -> dict[str, Any]:

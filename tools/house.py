@@ -23,7 +23,7 @@ MAX_FLOORS, MAX_ROOMS = 12, 22
 # packages no children may import each other in a circle, so that a new file needs no entry here.
 ORDER = {
     "vlmfast": """errors version weights scenes kernels media core models compressors drafters
-        engine api train eval tune check serve demos cli __init__ __main__""",
+        engine api testing train eval tune check serve demos cli __init__ __main__""",
     "vlmfast.compressors": """budget cells clip cover groups part select evictor reducer guard
         layered frames encoder tokens prefill cache __init__""",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.registry import stage_names
+from vlmfast.eval import robustness_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -161,6 +162,54 @@ def runs_where() -> str:
     return _table([["families", "saliency", *_KINDS], *rows])
 
 
+def robustness() -> str:
+    """Accuracy of each recipe on clean, noisy and attacked images."""
+    found = _attacked()["robustness"]
+    sizes, most = found["eps"], str(max(found["eps"]))
+    rows = [["recipe", "clean", f"noise, {most}/255"]]
+    rows[0] += [*(f"attack, {eps}/255" for eps in sizes), f"full model, attack, {most}/255"]
+    for recipe, own in found["recipes"].items():
+        cells = [own["clean"], own["eps"][most]["noise"]]
+        cells += [own["eps"][str(eps)].get("attack") for eps in sizes]
+        cells.append(own["eps"][most].get("full"))
+        shown = [f"{100 * of['accuracy']:.1f}" if of else "" for of in cells]
+        rows.append([f"`{recipe}`", *shown])
+    return _table(rows)
+
+
+def changed() -> str:
+    """Fraction of the kept tokens that noise and the attack replace, and the paired drop."""
+    found = _attacked()["robustness"]
+    rows = [["recipe"]]
+    for eps in found["eps"]:
+        rows[0] += [f"changed, {eps}/255", "drop"]
+    for recipe, own in found["recipes"].items():
+        if recipe == "none":
+            continue
+        cells = []
+        for of in own["eps"].values():
+            noise, attack = of["noise"], of["attack"]
+            cells.append(f"{100 * noise['changed']:.0f} % / {100 * attack['changed']:.0f} %")
+            cells.append("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in attack["drop"])))
+        rows.append([f"`{recipe}`", *cells])
+    return _table(rows)
+
+
+def guards() -> str:
+    """What guards win back."""
+    return robustness_report.guard_table(_attacked()["robustness"])
+
+
+def verbose() -> str:
+    """Lengths of answers on verbose images."""
+    return robustness_report.length_table(_attacked()["robustness-verbose"])
+
+
+def _attacked() -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _within(run: dict[str, Any], kind: str) -> str:
     low, high = run[f"accuracy_{kind}_ci"]
     return f"{100 * run[f'accuracy_{kind}']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
@@ -180,6 +229,10 @@ TABLES = {
     ("docs/saliency.md", "measured"): saliency,
     ("docs/accuracy.md", "positions"): positions,
     ("docs/accuracy.md", "fresh"): fresh,
+    ("docs/robustness.md", "attacked"): robustness,
+    ("docs/robustness.md", "changed"): changed,
+    ("docs/robustness.md", "guards"): guards,
+    ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,

@@ -300,7 +300,7 @@ def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
 
 
 # Tensors with the sizes of images and videos, and the numbers per item.
-_SIZES = {"image_sizes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
+_SIZES = {"image_sizes": 2, "spatial_shapes": 2, "image_grid_thw": 3, "video_grid_thw": 3}
 
 
 def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
@@ -335,6 +335,9 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             assert sizes is not None
             _check_patches(adapter, keys, pixels, sizes)
             continue
+        if adapter.pixel_dims == 3:
+            _check_padded(adapter, batch)
+            continue
         _check_views(adapter, keys[0], pixels)
         if sizes is not None and len(sizes) != len(pixels):
             raise VLMFastError(
@@ -342,7 +345,7 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
                 "have one for each image"
             )
     mask = batch.get("pixel_attention_mask")
-    if mask is not None and "pixel_values" in batch:
+    if mask is not None and "pixel_values" in batch and adapter.pixel_dims > 3:
         size = batch["pixel_values"].shape
         wanted = (*size[:-3], *size[-2:])
         if mask.shape != wanted:
@@ -376,11 +379,35 @@ def _check_patches(adapter: Adapter, keys: Many[str], pixels: Tensor, grids: Ten
         raise VLMFastError(f"{keys[-1]} must have rows and columns that are multiples of {merge}")
 
 
+def _check_padded(adapter: Adapter, batch: dict[str, Tensor]) -> None:
+    """Check the patches (N, P, D) of images, padded to each other, against their grids (N, 2)."""
+    pixels, grids, mask = (batch[key] for key in adapter.tensors)
+    vision = adapter.config.vision_config
+    most = int(grids.prod(-1).max())
+    width = vision.num_channels * vision.patch_size**2
+    if pixels.dim() != 3 or pixels.shape[1] < most or pixels.shape[2] != width:
+        raise VLMFastError(
+            f"pixel_values must have the shape (items, patches, {width}) with at least {most} "
+            f"patches, not {tuple(pixels.shape)}"
+        )
+    if len(grids) != len(pixels) or mask.shape != pixels.shape[:2]:
+        raise VLMFastError(
+            f"spatial_shapes and pixel_attention_mask must have shapes ({len(pixels)}, 2) and "
+            f"{tuple(pixels.shape[:2])}, not {tuple(grids.shape)} and {tuple(mask.shape)}"
+        )
+    if bool((grids % adapter.config.downsample_factor).any()):
+        raise VLMFastError(
+            "spatial_shapes must have rows and columns that are multiples of "
+            f"{adapter.config.downsample_factor}"
+        )
+
+
 def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
     """Check views (..., C, H, W) against the input shape of the tower."""
     vision = adapter.config.vision_config
-    side = getattr(vision, "image_size", None)
-    if side is None:
+    # Where the tower runs image by image, this is only the largest side.
+    side = None if adapter.one_by_one else getattr(vision, "image_size", None)
+    if side is None and not adapter.one_by_one:
         crop = getattr(adapter.processor.image_processor, "crop_size", None)
         side = None if crop is None else (crop["height"], crop["width"])
     elif isinstance(side, int):

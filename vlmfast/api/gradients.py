@@ -109,7 +109,7 @@ def logits_of(vlm: VLM, inputs: Inputs, seen: Seen | None = None) -> Tensor:
     stats, trace = (Stats(), Trace()) if seen is None else _after(vlm, seen)
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace, seen=seen)
-        cache = KVCache(adapter.depth, windows=adapter.windows)
+        cache = KVCache(adapter.depth, None, adapter.windows, adapter.state_layers)
         make = partial(TrainingContext, answer=prompt.answer)
         return prefill(adapter, prompt, recipe, cache, stats, trace, make=make)[0].float()
 

@@ -176,7 +176,7 @@ class Session:
         self._engine = engine_of(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.query_dependent for p in parts(recipe))
-        self._shares = not asks and (images is None or images.ends)
+        self._shares = group.adapter.reusable and not asks and (images is None or images.ends)
         self.reuses = "kv" if self._shares else "features"
         self._messages: list[dict] = []
         self._consumed: Consumed | None = None

@@ -501,6 +501,7 @@ def _quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", ".* is deprecated, use ", FutureWarning)
         warnings.filterwarnings("default", "kernels: ", RuntimeWarning)
+        warnings.filterwarnings("default", "vlmfast.(stages|families): ", UserWarning)
         warnings.showwarning = show
         yield
 

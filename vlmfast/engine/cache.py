@@ -13,7 +13,7 @@ last one, and the last one takes the place of a row that leaves, so that no othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from vlmfast.core.buffers import BufferPool, capacity_class
 from vlmfast.core.former import FormerAttribute
+from vlmfast.errors import ModelError
 from vlmfast.kernels.quantize_kv import Segment
 
 from .kv_layer import SLOTWISE, KVLayer
+from .state_layer import StateLayer
 
 _BY_ROW = {"length": 1, "seen": 0, "position": -2, "shifts": 1}  # with the axis of the rows
 
@@ -41,6 +43,8 @@ class KVCache(Cache):
         Where buffers come from.
     windows : sequence of int or None, optional
         One per layer; none by default.
+    states : collection of int
+        Layers that hold a state instead of keys and values.
 
     Attributes (frozen)
     -------------------
@@ -67,10 +71,17 @@ class KVCache(Cache):
         depth: int,
         pool: BufferPool | None = None,
         windows: Sequence[int | None] | None = None,
+        states: Collection[int] = (),
     ) -> None:
         self.pool = pool or BufferPool(0)
         windows = [None] * depth if windows is None else windows
-        super().__init__(layers=[KVLayer(self.pool, window) for window in windows])
+        super().__init__(
+            layers=[
+                StateLayer(self.pool) if index in states else KVLayer(self.pool, window)
+                for index, window in enumerate(windows)
+            ]
+        )
+        self.stateful = bool(states)
         self.position: Tensor | None = None
         self.shifts: Tensor | None = None
         self.live: Tensor | None = None
@@ -99,7 +110,7 @@ class KVCache(Cache):
         ``base``: to how many ids it can be cropped, if no layer has dropped or compressed rows; by
         default to none of them if each has a slot.
         """
-        first = self.layers[0]
+        first = next(layer for layer in self.layers if not layer.stateful)
         heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
         shape = (len(self.layers), 1, heads)
         self.track, self.attention_mass = track, attention_mass
@@ -110,6 +121,7 @@ class KVCache(Cache):
             layer.freeze(max_new_tokens, length, self.seen, logical, track, attention_mass)
         rows = logical if base is None else first.rows
         whole = all(layer.max_lengths == [rows] and layer.even for layer in self.layers)
+        whole = whole and not self.stateful
         self.base = [base or 0 if whole else logical]
 
     def sliding(self, layer: int, tokens: int) -> bool:
@@ -121,6 +133,42 @@ class KVCache(Cache):
         if cached.rank is not None:
             spans = [logical - gap for logical, gap in zip(self.logical, cached.gap, strict=True)]
         return max(spans) + tokens > cached.window
+
+    # --- states, as Hugging Face's layers read and write them -------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state(layer_idx).states.get(("conv", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        kernel = kwargs["conv_kernel_size"]
+        return self._state(layer_idx).append_inputs(conv_states, state_idx, kernel)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state(layer_idx).states.get(("recurrent", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return self._state(layer_idx).set("recurrent", state_idx, recurrent_states)
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        if layer_idx is not None:
+            layers = [self._state(layer_idx)]
+        return bool(layers) and all(layer.states for layer in layers)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def _state(self, layer: int) -> StateLayer:
+        found = self.layers[layer]
+        if not isinstance(found, StateLayer):
+            raise ModelError(f"layer {layer} of this model holds a state of an unknown kind")
+        return found
 
     def advance(self, tokens: int = 1) -> None:
         """Count ``tokens`` that the last forward pass wrote to every row."""
@@ -187,8 +235,9 @@ class KVCache(Cache):
         ValueError
             Where a layer does not hold them in its tail, one slot each.
         """
-        if self.track:
-            raise ValueError("a cache that decode stages modify cannot be cropped")
+        if self.track or self.stateful:
+            what = "that decode stages modify" if self.track else "with the states of layers"
+            raise ValueError(f"a cache {what} cannot be cropped")
         rows = range(self.rows) if row is None else [row]
         if any(self.logical[at] - tokens < self.base[at] for at in rows):
             raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
@@ -399,7 +448,9 @@ class KVCache(Cache):
         ``tokens``: how many more must fit in its buffers.
         """
         rows = slice(None) if row is None else slice(row, row + 1)
-        twin = KVCache(len(self.layers), self.pool, [layer.window for layer in self.layers])
+        states = [index for index, layer in enumerate(self.layers) if layer.stateful]
+        windows = [layer.window for layer in self.layers]
+        twin = KVCache(len(self.layers), self.pool, windows, states)
         twin.track, twin.attention_mass = self.track, self.attention_mass
         twin.logical, twin.base = self.logical[rows], self.base[rows]
         twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
@@ -408,6 +459,8 @@ class KVCache(Cache):
             copy.length, copy.seen, copy.evens = length, twin.seen, layer.evens[rows]
             copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
             copy.gap = layer.gap[rows]
+            if isinstance(copy, StateLayer):
+                copy.copied(layer, rows)
             for segment, stored in zip(layer.segments, layer.stored, strict=True):
                 if any(own := stored[rows]):
                     copy.segments.append(segment.select(rows).first(max(own)).clone())

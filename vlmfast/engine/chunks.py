@@ -5,8 +5,8 @@ pass. Chunks bound the memory of a long prompt, and other requests are decoded b
 
 A prompt is not split where a stage needs all of its rows in one layer before the next layer runs:
 stages that drop tokens between layers or compress the cache. Nor is it split inside a span whose
-rows attend to each other in both directions, such as an image of Gemma 3. Nor where its rotary
-tables depend on its length.
+rows attend to each other in both directions, such as an image of Gemma 3 or a prompt of PaliGemma.
+Nor where its rotary tables depend on its length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, total: int) -> 
     """
     if any(window is not None and total > window for window in adapter.windows):
         return False
-    if not adapter.is_short(prompt.next_position):
+    if adapter.prefix_lm or not adapter.is_short(prompt.next_position):
         return False
     return all(map(splits, recipe)) or not bool(prompt.layout.visual.any())
 

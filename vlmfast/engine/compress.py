@@ -58,6 +58,12 @@ class Compression:
         stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
         if not (stages or decoding) or not bool(context.layout.visual.any()):
             return None
+        whole = [s.name for s in stages if type(s).finish is not CacheStage.finish]
+        if whole and adapter.state_layers:
+            raise adapter.refusal(
+                f"{whole[0]} divides its budget among all layers, of which some of "
+                f"{adapter.config.model_type} hold a state instead of keys and values"
+            )
         compression = Compression(adapter, stages, decoding, context, cache, stats)
         context.after, context.rotate = compression.after, adapter.rotate
         return compression
@@ -110,7 +116,7 @@ class Compression:
 
     def finish(self) -> None:
         """Apply budgets that need all layers, after the last one has run."""
-        if self.context.extends:
+        if self.context.extends or self.adapter.state_layers:
             return
         start = clock(self.adapter.device)
         kvs: list[KV] = []

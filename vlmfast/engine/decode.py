@@ -292,7 +292,8 @@ class RowGroup:
                 if row.steps % stage.every == 0:
                     assert row.prompt_slots is not None
                     for layer, prompt in enumerate(row.prompt_slots):
-                        stage.step(self._slots(at, layer, prompt), layer)
+                        if not self.cache.layers[layer].stateful:
+                            stage.step(self._slots(at, layer, prompt), layer)
             row.steps += 1
 
     def _slots(self, number: int, layer: int, prompt: Tensor) -> RowSlots:
@@ -560,9 +561,9 @@ def verify(groups: Many[RowGroup], trees: Many[Tree]) -> Output:
 
 
 def run_step(groups: Many[RowGroup], *given: Tensor) -> Output:
-    """A step of all groups: one forward pass, or the captured step of each group."""
+    """A step of all groups: one forward pass, or one of each group."""
     first = groups[0]
-    if not first.captures:
+    if not first.captures and (len(groups) == 1 or not first.cache.stateful):
         caches = [group.cache for group in groups]
         cache = caches[0] if len(caches) == 1 else JointCache(caches)
         aux_layers = _aux_layers([row for group in groups for row in group.rows])
@@ -570,7 +571,10 @@ def run_step(groups: Many[RowGroup], *given: Tensor) -> Output:
     if len(groups) == 1:
         return first.captured(*given)
     parts = (x.split([len(group.rows) for group in groups]) for x in given)
-    outputs = [group.captured(*part) for group, *part in zip(groups, *parts, strict=True)]
+    if first.captures:
+        outputs = [group.captured(*part) for group, *part in zip(groups, *parts, strict=True)]
+    else:  # layers write states to one cache
+        outputs = [run_step([group], *part) for group, *part in zip(groups, *parts, strict=True)]
     aux = [output.aux_hidden_states for output in outputs]
     return Output(
         torch.cat([output.logits for output in outputs]),

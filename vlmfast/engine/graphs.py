@@ -135,7 +135,8 @@ def cuda_graph(step: Callable[[], None], state: Callable[[], State]) -> Callable
 
 def _advances(key: tuple) -> bool:
     """Whether a step changes more of this tensor than the free slot that it writes."""
-    return key[0] in ("position", "length", "seen") or key[-1] == "attention_mass"
+    states = len(key) == 3 and isinstance(key[1], str)  # see `StateLayer.state`
+    return states or key[0] in ("position", "length", "seen") or key[-1] == "attention_mass"
 
 
 class Graphs:

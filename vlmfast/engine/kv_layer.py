@@ -66,6 +66,7 @@ class KVLayer(CacheLayerMixin):
     """
 
     is_compileable = False  # True would make generate() compile the model
+    stateful = False  # whether it holds a state instead, see `StateLayer`
 
     # In Hugging Face's class these are `None` until the layer has run; only `update` and
     # `held_bytes` read them before. `length` and `seen` exist once the layer is `frozen`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -193,7 +193,7 @@ def prepare(
     order = torch.arange(ids.shape[1], device=ids.device)
     text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
     # Placeholder ids may lie outside the vocabulary, so only text is embedded.
-    text = adapter.embed(ids[:, ~is_visual])[0]
+    text = adapter.embed_around(ids[:, ~is_visual])[0]
     next_position = int(position.max()) + 1
     if not inputs.sizes and seen is None:
         if bool(is_visual.any()):
@@ -304,10 +304,10 @@ def prefill(
         prompt.layout,
         depth=adapter.depth,
         cache=cache,
-        mask_rule=adapter.mask_rule,
+        mask_rule=_mask_rule(adapter, prompt.answer),
         notes=prompt.notes,
         trained=prompt.trained,
-        norm=getattr(adapter.decoder, "norm", None),
+        norm=adapter.norm(),
         # Where nothing was merged, no bias is needed and attention is the model's own.
         proportional_attention=any(stage.proportional_attention for stage in merging)
         and bool((prompt.layout.weight != 1).any()),
@@ -318,6 +318,7 @@ def prefill(
         stages = []  # nothing to drop
     attending: dict[int, PrefillStage] = {}
     for stage in stages:
+        _in_attention(adapter, stage.attends(adapter.depth), stage)
         for layer in stage.attends(adapter.depth):
             if attending.setdefault(layer, stage) is not stage:
                 raise RecipeError(
@@ -331,6 +332,7 @@ def prefill(
         wanted = stage.text_stats(adapter.depth)
         for requests, early in ((context.requests, False), (ahead, True)):
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
+            _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     start = clock(prompt.embeds.device)
@@ -354,6 +356,31 @@ def prefill(
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
+
+
+def _mask_rule(adapter: Adapter, answer: int) -> Callable[[TokenLayout], Tensor] | None:
+    """`Adapter.mask_rule`; the last ``answer`` rows of a prompt see, and are seen, causally."""
+    rule = adapter.mask_rule
+    if rule is None or not (adapter.prefix_lm and answer):
+        return rule
+
+    def causal(layout: TokenLayout) -> Tensor:
+        mask, first = rule(layout), len(layout) - answer
+        mask[:, first:] = mask.new_ones(len(layout), answer).tril(-first)
+        return mask
+
+    return causal
+
+
+def _in_attention(adapter: Adapter, layers: Iterable[int], stage: Stage) -> None:
+    """Check that ``layers``, whose attention a stage uses, are layers with attention."""
+    if states := sorted(adapter.state_layers.intersection(layers)):
+        rest = sorted(set(range(adapter.depth)) - adapter.state_layers)
+        raise RecipeError(
+            f"{stage.name} uses the attention of layer {states[0]}, which holds a state in "
+            f"{adapter.config.model_type} and has none; layers with attention are "
+            f"{', '.join(map(str, rest))}"
+        )
 
 
 def rows_of(position: Tensor) -> Tensor:
@@ -467,7 +494,7 @@ class Drops:
         )
         with active(probe):
             module.get_submodule("self_attn")(
-                hidden_states=module.get_submodule("input_layernorm")(hidden),
+                hidden_states=self.adapter.attention_norm(module)(hidden),
                 attention_mask=None,
                 past_key_values=None,
                 **self._positions(index, kwargs),

@@ -167,7 +167,7 @@ class Prefiller:
         if bounded:  # a window as long as the whole sequence has no effect
             total = len(prompt.layout) + following + max_new_tokens
             windows = [None if window is None or total <= window else window for window in windows]
-        cache = KVCache(adapter.depth, adapter.pool, windows)
+        cache = KVCache(adapter.depth, adapter.pool, windows, adapter.state_layers)
         try:
             logits = prefill(
                 adapter,
@@ -399,7 +399,7 @@ class Prefiller:
             count = torch.arange(part.shape[1], device=part.device)
             position = group.position.reshape(-1, 1) + count
             prompt = Prompt(
-                self.adapter.embed(part)[0],
+                self.adapter.embed_around(part)[0],
                 TokenLayout.text(count + cache.logical[0], position),
                 part.shape[1],
                 int(position.max()) + 1,

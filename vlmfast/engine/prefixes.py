@@ -139,6 +139,8 @@ class Prefixes:
         whole = all(map(splits, recipe))
         if not self.cache.enabled or model.training or torch.is_inference_mode_enabled():
             return None
+        if not adapter.reusable:
+            return None
         if any(part.query_dependent for part in stages) or not (whole or apart):
             return None
         if sizes and not digests:

@@ -127,16 +127,13 @@ def encode(
     items : tuple of ItemGeometry
         The images.
     """
-    blocks, inside = adapter.vision_blocks(), list(wanted.inside)
-    context = VisionContext(
-        depth=len(blocks),
-        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
-        items=items,
-        requests=dict(wanted.requests),
+    inside = list(wanted.inside)
+    context = _context(
+        adapter,
+        items,
+        wanted,
         trained=trained,
         proportional_attention=any(stage.proportional_attention for stage in inside),
-        specials=adapter.specials(),
-        chunks={} if adapter.packed else None,
     )
     views = max(item.views[1] for item in items) if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
@@ -245,7 +242,7 @@ def _request_rows(
     own = stage.vision_stats(depth)
     family = adapter.config.model_type
     for layer, request in own.items():
-        if adapter.packed or not adapter.global_blocks():
+        if adapter.packed or adapter.one_by_one or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
                 f"view, which {family} does not expose"
@@ -281,6 +278,21 @@ def _request_saliency(
     return wanted
 
 
+def _context(
+    adapter: Adapter, items: tuple[ItemGeometry, ...], wanted: Wanted, **more: Any
+) -> VisionContext:
+    blocks = adapter.vision_blocks()
+    return VisionContext(
+        depth=len(blocks),
+        modules={id(adapter.vision_attention(block)): i for i, block in enumerate(blocks)},
+        items=items,
+        requests=dict(wanted.requests),
+        specials=adapter.specials(),
+        chunks={} if adapter.packed or adapter.one_by_one else None,
+        **more,
+    )
+
+
 def _saliencies(
     adapter: Adapter,
     context: VisionContext,
@@ -302,15 +314,7 @@ def _jittered(
     number: int,
 ) -> dict[str, tuple[Saliency, ...]]:
     """By key: the saliency in jittered view ``number``, without stages inside the tower."""
-    blocks = adapter.vision_blocks()
-    context = VisionContext(
-        depth=len(blocks),
-        modules={id(getattr(block, adapter.attention)): i for i, block in enumerate(blocks)},
-        items=items,
-        requests=dict(wanted.requests),
-        specials=adapter.specials(),
-        chunks={} if adapter.packed else None,
-    )
+    context = _context(adapter, items, wanted)
     requests = {key: of for key, of in wanted.saliency.items() if of[0].jitter > number}
     sources = {source for _, source in requests.values()}
     with (

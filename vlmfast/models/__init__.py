@@ -1,24 +1,87 @@
-"""Adapters, one file per model family, found by the checkpoint's ``model_type``."""
+"""Adapters, one file per model family, found by the checkpoint's ``model_type``.
+
+Families of other packages are found through their entry points ``vlmfast.families``. What an
+adapter of another package needs can be imported from here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.lazy import public_names
+from vlmfast.core.outside import FAMILIES, Found, found_outside
 from vlmfast.errors import ModelError
 
 if TYPE_CHECKING:
     from .base import Adapter
 
+_SHARED = {"base", "rope"}  # modules that are no family
+
+__getattr__, __dir__, __all__ = public_names(
+    __name__,
+    {
+        "vlmfast.models": "adapter_class adapter_for families",
+        "vlmfast.models.base": "Adapter Encoded Part by_views",
+        "vlmfast.models.internvl": "Tiled",
+        "vlmfast.models._media": "Media runs tiling",
+        "vlmfast.core.contexts": "VisionContext",
+        "vlmfast.core.layout": "Kind Numbering TokenLayout",
+        "vlmfast.core.statistics": "ItemGeometry VisionStats",
+        "vlmfast.errors": "ModelError RecipeError",
+    },
+)
+
 
 def families() -> list[str]:
-    """Supported ``model_type`` names."""
-    return sorted(
+    """Supported ``model_type`` names, with those of other packages."""
+    return sorted([*_own(), *_outside().values])
+
+
+@cache
+def _own() -> frozenset[str]:
+    return frozenset(
         info.name
         for info in pkgutil.iter_modules(__path__)
-        if not info.ispkg and info.name != "base" and not info.name.startswith("_")
+        if not info.ispkg and info.name not in _SHARED and not info.name.startswith("_")
     )
+
+
+def _outside() -> Found:
+    return found_outside(FAMILIES, _own(), _read)
+
+
+def _read(name: str, value: Any) -> type[Adapter]:
+    """The adapter that an entry point refers to: its class, or a module with `FamilyAdapter`."""
+    from .base import Adapter
+
+    cls = getattr(value, "FamilyAdapter", None) if isinstance(value, ModuleType) else value
+    if not (isinstance(cls, type) and issubclass(cls, Adapter)):
+        raise TypeError("it refers to no subclass of vlmfast.models.Adapter")
+    return cls
+
+
+def adapter_class(name: str) -> type[Adapter]:
+    """The adapter class of a ``model_type``.
+
+    Raises
+    ------
+    ModelError
+        If the family is not supported, or the package that provides it is skipped.
+    """
+    if name in _own():
+        return importlib.import_module(f"{__name__}.{name}").FamilyAdapter
+    found = _outside()
+    if name in found.skipped:
+        raise ModelError(found.skipped[name])
+    if name not in found.values:
+        raise ModelError(
+            f"model family {name!r} is not supported; supported are {', '.join(families())}"
+        )
+    return found.values[name]
 
 
 def adapter_for(model: Any, processor: Any) -> Adapter:
@@ -30,9 +93,4 @@ def adapter_for(model: Any, processor: Any) -> Adapter:
         If the family is not supported, or the processor belongs to another one.
     """
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if name not in families():
-        raise ModelError(
-            f"model family {name!r} is not supported; supported are {', '.join(families())}"
-        )
-    module = importlib.import_module(f"{__name__}.{name}")
-    return module.FamilyAdapter(model, processor)
+    return adapter_class(name)(model, processor)

@@ -63,9 +63,10 @@ def _media_of(
     adapter: Adapter, ids: Tensor, images: Iterator[Media], videos: Iterator[Media], row: int
 ) -> Iterator[Media]:
     """The images and videos of one row, in the order of their placeholders."""
-    marks, at = ids[adapter.visual(ids)], 0
+    here, at = adapter.visual(ids), 0
+    marks, modalities = ids[here], adapter.modalities(ids)[here].tolist()
     while at < len(marks):
-        is_image = int(marks[at]) == adapter.image_token_id
+        is_image = modalities[at] == 1
         one = next(images if is_image else videos, None)
         kind = "image" if is_image else "video"
         if one is None:

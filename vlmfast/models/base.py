@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +23,13 @@ from vlmfast.errors import ModelError, RecipeError
 
 from ._media import Media
 from .rope import longest, short
+
+# Text models that rotate neighboring dimensions, not the two halves of a head. Some layers of
+# `cohere2` and `llama4_text` have no rotary embedding at all.
+_INTERLEAVED = {"cohere", "cohere2", "glm4v_text", "llama4_text"}
+
+# Kinds of layers that hold a state of fixed size.
+_STATES = {"conv", "linear_attention"}
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -96,11 +104,14 @@ class Adapter:
     fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
     attention: ClassVar[str] = "self_attn"  # its name in a vision block
-    pixel_dims: ClassVar[int] = 4  # of a prompt's images; 5 if each has several views
+    # Of a prompt's images: 5 if each has several views, 3 if each is a sequence of patches.
+    pixel_dims: ClassVar[int] = 4
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
+    one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
+    prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     min_drop_layer: ClassVar[int] = 0
     # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
@@ -132,9 +143,23 @@ class Adapter:
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
-        # Prompt and answer must fit into it, unless the family sets the windows of its layers.
+        # The kinds of layers; empty where the config does not tell.
+        self.kinds: tuple[str, ...] = tuple(getattr(text, "layer_types", None) or ())
+        # Prompt and answer must fit into it, unless the config tells which layers have a window.
         self.window: int | None = getattr(text, "sliding_window", None)
         self.windows: tuple[int | None, ...] = (None,) * self.depth
+        if "sliding_attention" in self.kinds:
+            self.windows = tuple(
+                self.window if kind == "sliding_attention" else None for kind in self.kinds
+            )
+            self.window = None
+        # Whether layers of different kinds have different rotary tables.
+        rotary = inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self.rotary_by_kind = "layer_type" in rotary
+        # Layers that hold a state instead of keys and values.
+        self.state_layers = frozenset(
+            index for index, kind in enumerate(self.kinds) if kind in _STATES
+        )
         # Modules of trained stages, by method name, `weights` and kind.
         self.modules: dict[tuple[str, str, str], nn.Module] = {}
         self.pool = BufferPool()  # cache buffers, reused by later requests
@@ -166,6 +191,11 @@ class Adapter:
         """Maximum of positions of the language model, if its config sets one."""
         return longest(self.config.get_text_config())
 
+    @property
+    def reusable(self) -> bool:
+        """Whether another prompt with the same beginning can continue from the cache of one."""
+        return not (self.prefix_lm or self.state_layers)
+
     def is_short(self, positions: int) -> bool:
         """Whether the rotary tables of a prompt are those of each of its parts."""
         most = short(self.config.get_text_config())
@@ -185,6 +215,10 @@ class Adapter:
         """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
         return ids == self.image_token_id
 
+    def modalities(self, ids: Tensor) -> Tensor:
+        """0 for text, 1 for placeholders of images and 2 for those of videos, shape of ``ids``."""
+        return self.visual(ids) * (1 + (ids != self.image_token_id).int())
+
     def tower(self) -> nn.Module:
         """The vision tower, called with pixels."""
         return self.model.get_encoder(modality="image")
@@ -193,7 +227,20 @@ class Adapter:
         """Blocks of the vision tower, in order."""
         tower = self.model.get_encoder(modality="image")
         tower = getattr(tower, "vision_model", tower)  # some versions wrap CLIP
-        return list(tower.encoder.layers)
+        encoder = getattr(tower, "encoder", None)
+        blocks = getattr(encoder, "layers", None) or getattr(encoder, "layer", None)
+        if blocks is None:
+            raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
+        return list(blocks)
+
+    def vision_attention(self, block: nn.Module) -> nn.Module:
+        """The module of a vision block whose attention is replaced by the engine's."""
+        names = (self.attention, "self_attn", "attention")
+        found = next((m for name in names if (m := getattr(block, name, None)) is not None), None)
+        if found is None:
+            raise ModelError(f"{type(block).__name__} as vision block is not supported")
+        # The attention of ViTs consists of a part that attends and an output projection.
+        return getattr(found, "attention", found)
 
     def refusal(self, reason: str) -> RecipeError:
         """The error for a recipe that this model cannot run; it names one that runs."""
@@ -283,6 +330,14 @@ class Adapter:
             f"{rows} x {columns} visual tokens"
         )
 
+    def norm(self) -> nn.Module | None:
+        """The norm after the last layer of the language model."""
+        return getattr(self.decoder, "norm", None)
+
+    def attention_norm(self, layer: nn.Module) -> nn.Module:
+        """The norm before the attention of a layer of the language model."""
+        return layer.get_submodule("input_layernorm")
+
     def mergers(self) -> list[nn.Module]:
         """Modules that turn the rows of a packed tower into tokens, including `projector`."""
         return [self.projector()]
@@ -326,16 +381,24 @@ class Adapter:
         return (vision.image_size // vision.patch_size) ** 2
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token costs in the cache of all layers, uncompressed."""
+        """Bytes that one token costs in the cache of all layers, uncompressed.
+
+        Layers that hold a state are not counted.
+        """
         text = self.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * self.depth * heads * head * self.dtype.itemsize
+        layers = self.depth - len(self.state_layers)
+        return 2 * layers * heads * head * self.dtype.itemsize
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of an uncompressed cache after ``tokens``; layers keep what their windows show."""
-        slots = (tokens if w is None else min(tokens, w - 1) for w in self.windows)
-        return sum(slots) * self.bytes_per_token() // self.depth
+        slots = [
+            tokens if w is None else min(tokens, w - 1)
+            for layer, w in enumerate(self.windows)
+            if layer not in self.state_layers
+        ]
+        return sum(slots) * self.bytes_per_token() // len(slots)
 
     def signature(self) -> list[float]:
         """A few weights that identify this model for stages trained on it."""
@@ -535,6 +598,11 @@ class Adapter:
         """Input embeddings, through the module because some families scale inside it."""
         return self._embedding(ids)
 
+    def embed_around(self, ids: Tensor) -> Tensor:
+        """Input embeddings of a prompt's text, (..., D); some families have their own for markers
+        around images."""
+        return self.embed(ids)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of normalized hidden states (..., D)."""
         return self._head(hidden)
@@ -546,11 +614,12 @@ class Adapter:
 
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         """Rotary tables of rows at ``position``, (B, S) or (3, B, S), as ``layer`` takes them."""
-        return tuple(self.decoder.rotary_emb(hidden, position))
+        kind = self.rotary(layer)
+        return tuple(self.decoder.rotary_emb(hidden, position, *([kind] if kind else [])))
 
     def rotary(self, layer: int) -> str:
-        """The kind of rotary tables of a layer."""
-        return ""
+        """The kind of rotary tables of a layer; empty where all layers have the same."""
+        return self.kinds[layer] if self.rotary_by_kind else ""
 
     def compact(self, full: Numbering, kept: Tensor) -> Tensor:
         """Rotary ids (P, N) without gaps from dropped tokens; unchanged if none were dropped.
@@ -569,7 +638,18 @@ class Adapter:
         return full.position[:, :1] + count
 
     def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N)."""
+        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N).
+
+        Raises
+        ------
+        RecipeError
+            Where keys cannot be rotated, see `why_no_rotation`.
+        """
+        if reason := self.why_no_rotation():
+            raise RecipeError(
+                "this recipe changes the rotary ids of cached keys, which is not supported on "
+                f"{self.config.model_type}, {reason}; 'snapkv:0.5' works on this model"
+            )
         cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
         scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
         cos, sin = cos.float() / scale, sin.float() / scale
@@ -577,6 +657,15 @@ class Adapter:
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
         return torch.cat([turned, rest], dim=-1).to(keys.dtype)
+
+    def why_no_rotation(self) -> str:
+        """The reason why `rotate` is not supported; empty where it is."""
+        if self.rotary_by_kind:
+            return "whose layers differ in their rotary embedding"
+        text = self.config.get_text_config()
+        if text.model_type in _INTERLEAVED:
+            return "whose rotary embedding pairs neighboring dimensions"
+        return ""
 
     def decoder_kwargs(self, layout: TokenLayout, extra: tuple[Tensor, ...]) -> dict[str, Any]:
         """Additional arguments of the decoder in prefill."""

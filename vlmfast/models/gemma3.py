@@ -6,50 +6,27 @@ Most layers of the language model attend within a window: a row attends to itsel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError, RecipeError
+from vlmfast.errors import ModelError
 
 from .internvl import Tiled
-
-if TYPE_CHECKING:
-    from .base import Model
 
 
 class FamilyAdapter(Tiled):
     processors = ("Gemma3Processor",)
     nested, fixed = True, True
 
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, processor)
-        self.kinds = self.config.get_text_config().layer_types
-        self.windows = tuple(
-            self.window if kind == "sliding_attention" else None for kind in self.kinds
-        )
-        self.window = None  # prompts may be longer
-
     def mask_rule(self, layout: TokenLayout) -> Tensor:
         """Attention mask, bool (S, S): each row attends to rows before it and to its own image."""
         row = torch.arange(len(layout), device=layout.device)
         before = row[:, None] >= row
         return before | ((layout.item[:, None] == layout.item) & layout.visual[:, None])
-
-    def rotary(self, layer: int) -> str:
-        return self.kinds[layer]
-
-    def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
-        return tuple(self.decoder.rotary_emb(hidden, position, self.kinds[layer]))
-
-    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        raise RecipeError(
-            "this recipe changes the rotary ids of cached keys, which is not supported on gemma3, "
-            "whose layers differ in their rotary embedding; 'snapkv:0.5' works on this model"
-        )
 
     def image_token(self) -> str:
         return self.processor.boi_token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from .base import Adapter, Encoded
 
 
 class Tiled(Adapter):
-    """Families with text around the views of an image, the base view last."""
+    """Families with text around the views of an image, the base view last or first."""
 
     blocks = False
+    base_first: ClassVar[bool] = False
 
     def side(self) -> int:
         """Tokens in a row of a view."""
@@ -60,7 +61,7 @@ class Tiled(Adapter):
         )
         view, y, x = view.flatten(), y.flatten(), x.flatten()
         crops = geometry.tiles[0] * geometry.tiles[1]
-        tile = torch.where(view < crops, view + 1, 0)
+        tile = view if self.base_first else torch.where(view < crops, view + 1, 0)
         kind = torch.full_like(view, int(self.kind))
         layout = self.view_layout(tile, y, x, kind, item, geometry)
         return layout.replace(view=(view + first).to(torch.int32))
@@ -123,13 +124,14 @@ class FamilyAdapter(Tiled):
         counts = [tokens // side**2 for _, tokens in found]
         frames = frames or [(-1, 0, 1)] * len(sizes)
         for size, (video, *frame), count in zip(sizes, frames, counts, strict=True):
-            tiles = self._tiles(size) if count > 1 else (0, 0)
+            tiles = self.canvas(size) if count > 1 else (0, 0)
             views = (view, view + count)
             items.append(ItemGeometry(size, tiles, views, (side, side), video, tuple(frame[:2])))
             view += count
         return tuple(items)
 
-    def _tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+    def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the crops of an image that has crops."""
         from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
         images = self.processor.image_processor

@@ -31,7 +31,10 @@ def complete(model: Model, processor: Any) -> Any:
     tower = getattr(tower, "vision_model", tower)
     if not hasattr(tower, "encoder"):
         raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
-    has_cls = hasattr(tower.embeddings, "class_embedding")
+    if getattr(tower.embeddings, "register_tokens", None) is not None:
+        raise ModelError(f"{type(tower).__name__}, which has register tokens, is not supported")
+    names = ("class_embedding", "cls_token")
+    has_cls = any(getattr(tower.embeddings, name, None) is not None for name in names)
     processor = copy.copy(processor)
     patch_size = getattr(processor, "patch_size", None)
     processor.patch_size = patch_size or model.config.vision_config.patch_size

@@ -105,10 +105,11 @@ class FamilyAdapter(Adapter):
         ids = inputs["input_ids"]
         if not bool(self.visual(ids).any()):
             return super().positions(inputs).expand(3, -1)
-        kinds = (ids == self.config.image_token_id).int() + 2 * (ids == self.config.video_token_id)
         given = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         position, _ = self.model.base_model.get_rope_index(
-            ids, mm_token_type_ids=kinds, **{key: inputs[key] for key in given if key in inputs}
+            ids,
+            mm_token_type_ids=self.modalities(ids),
+            **{key: inputs[key] for key in given if key in inputs},
         )
         return position[:, 0]
 

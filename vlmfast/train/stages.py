@@ -295,7 +295,7 @@ def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str
     stats, trace = Stats(), Trace()
     with switched(vlm.model):
         prompt = prepare(adapter, inputs, recipe, stats, trace)
-        cache = KVCache(adapter.depth, windows=adapter.windows)
+        cache = KVCache(adapter.depth, None, adapter.windows, adapter.state_layers)
         make = partial(TrainingContext, answer=prompt.answer)
         logits = prefill(adapter, prompt, recipe, cache, stats, trace, make=make)
     notes = {} if stage is None else prompt.notes.get(stage.name, {})

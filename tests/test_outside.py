@@ -1,0 +1,179 @@
+"""Packages of other authors: three that work, and one that is broken in every way known.
+
+They are built and installed into a temporary folder, as pip installs them anywhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_families
+import vlmfast
+from vlmfast import VLM, ModelError, RecipeError
+from vlmfast.core import outside, registry
+from vlmfast.core.recipe import Recipe
+from vlmfast.models import adapter_class, families
+from vlmfast.testing import check_family, check_stage
+
+HERE = Path(__file__).parent / "outside"
+DOCS = Path(__file__).parents[1] / "docs"
+WORKING = {"large": "add-a-method.md", "vipllava": "add-a-family.md", "repeat": "add-a-drafter.md"}
+PUBLIC = {"vlmfast.compressors", "vlmfast.drafters", "vlmfast.models", "vlmfast.testing"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the four packages are installed."""
+    folder = tmp_path_factory.mktemp("site")
+    sources = tmp_path_factory.mktemp("sources")
+    packages = []
+    for package in sorted(HERE.iterdir()):  # building must not write beside the sources
+        (sources / package.name).mkdir()
+        for file in package.iterdir():
+            if file.is_file():
+                (sources / package.name / file.name).write_bytes(file.read_bytes())
+        packages.append(str(sources / package.name))
+    assert len(packages) == 4
+    how = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", "-q", *how, "--target", str(folder)]
+    subprocess.run([*command, *packages], check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The packages can be found; returns what was reported about them."""
+    monkeypatch.syspath_prepend(str(site))
+    caches = outside.found_outside, registry.stage_class
+    for cached in caches:
+        cached.cache_clear()
+    with pytest.warns(outside.OutsideWarning) as warned:
+        assert registry.stage_names() and families()
+    yield [str(warning.message) for warning in warned]
+    for cached in caches:
+        cached.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("vlmfast_")]:
+        del sys.modules[name]
+
+
+def test_working_packages_pass_the_kits(installed: list[str], tiny: VLM) -> None:
+    assert {"large", "draft-repeat"} < set(registry.stage_names())
+    assert "vipllava" in families()
+    for recipe in ("large:0.3", "draft-repeat:3", "large:0.4+draft-repeat"):
+        assert str(Recipe.parse(recipe)) == recipe
+    assert "effect" in check_stage("large:0.3", tiny).names()
+    assert "effect" in check_stage("draft-repeat", tiny).names()
+    report = check_family(*vipllava())
+    assert report.of == "vipllava" and not report.names(ran=False)
+
+
+def vipllava() -> tuple[Any, Any]:
+    """A LLaVA whose projector takes two layers of the tower."""
+    from transformers import VipLlavaConfig, VipLlavaForConditionalGeneration
+
+    import tiny_models
+
+    llava, processor = tiny_models.build_llava()
+    config = VipLlavaConfig(
+        text_config=llava.config.text_config,
+        vision_config=llava.config.vision_config,
+        vision_feature_layer=[-2, 1],
+        image_token_index=llava.config.image_token_id,
+        tie_word_embeddings=False,
+    )
+    return tiny_families.filled(VipLlavaForConditionalGeneration, config, 5), processor
+
+
+def test_broken_packages_are_reported_and_skipped(installed: list[str], tiny: VLM) -> None:
+    reasons = {
+        ("stages", "broken"): "ModuleNotFoundError: No module named 'a_package_that_is_not_in",
+        ("stages", "hired"): "vlmfast has this name itself; names are not replaced",
+        ("stages", "other-name"): "TypeError: its class HiRED has the name 'hired'",
+        ("stages", "no-stage"): "TypeError: it refers to no stage class with the name 'no-stage'",
+        ("families", "broken_vl"): "ModuleNotFoundError: No module named 'a_package_that_is_not",
+        ("families", "llava"): "vlmfast has this name itself; names are not replaced",
+        ("families", "no_adapter"): "TypeError: it refers to no subclass of vlmfast.models.Adapter",
+    }
+    assert len(installed) == len(reasons)
+    for (group, name), reason in reasons.items():
+        start = f"vlmfast.{group}: {name!r} of vlmfast-broken 0.1 is skipped: {reason}"
+        assert any(line.startswith(start) for line in installed), name
+    assert registry.stage_class("hired").__module__ == "vlmfast.compressors.tokens.hired"
+    assert adapter_class("llava").__module__ == "vlmfast.models.llava"
+    assert not {"broken", "other-name", "no-stage"} & set(registry.stage_names())
+    # All others are still found; asking for a broken one says why.
+    assert {method["name"] for method in vlmfast.methods()} == set(registry.stage_names())
+    with pytest.raises(RecipeError, match=r"'broken' of vlmfast-broken 0\.1 is skipped: Mod"):
+        Recipe.parse("broken:0.3")
+    with pytest.raises(ModelError, match=r"'broken_vl' of vlmfast-broken 0\.1 is skipped: M"):
+        adapter_class("broken_vl")
+
+
+@pytest.mark.filterwarnings("ignore::vlmfast.core.outside.OutsideWarning")
+def test_two_packages_with_one_name_are_both_skipped(
+    site: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whichever is found first must not decide."""
+    import importlib.metadata
+
+    twin = importlib.metadata.EntryPoint("large", "vlmfast_stray", outside.STAGES)
+    found = [*importlib.metadata.entry_points(group=outside.STAGES), twin]
+    monkeypatch.setattr(outside, "entry_points", lambda group: found)
+    outside.found_outside.cache_clear()
+    registry.stage_class.cache_clear()
+    with pytest.warns(outside.OutsideWarning, match="several packages have this name"):
+        assert "large" not in registry.stage_names()
+    with pytest.raises(RecipeError, match="several packages have this name"):
+        registry.stage_class("large")
+
+
+def test_methods_command_survives_a_broken_package(site: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    command = [sys.executable, "-m", "vlmfast", "methods", "large", "draft-repeat"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Keeps the tokens with the largest norms." in done.stdout
+    assert "draft-repeat  (drafter, training-free, query-independent)" in done.stdout
+    assert "warning: vlmfast.stages: 'hired' of vlmfast-broken 0.1 is skipped" in done.stderr
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of vlmfast from which a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "vlmfast"}
+
+
+@pytest.mark.parametrize("package", WORKING)
+def test_guides_show_the_packages(package: str) -> None:
+    """Line by line, with public imports alone."""
+    (file,) = (HERE / package).glob("*.py")
+    assert imported(file) <= PUBLIC
+    page = DOCS / WORKING[package]
+    if not page.is_file():
+        pytest.skip("the pages are not part of this distribution")
+    text = page.read_text(encoding="utf-8")
+    assert file.read_text(encoding="utf-8") in text
+    assert (HERE / package / "pyproject.toml").read_text(encoding="utf-8") in text
+
+
+def test_public_names_exist() -> None:
+    import importlib
+
+    for name in sorted(PUBLIC):
+        module = importlib.import_module(name)
+        assert module.__all__ == sorted(module.__all__)
+        assert all(getattr(module, public) is not None for public in module.__all__)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            module.no_such_name  # noqa: B018

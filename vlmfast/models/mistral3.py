@@ -1,0 +1,144 @@
+"""Mistral Small 3.1 and 3.2, with the tower of Pixtral: images keep their aspect ratio.
+
+A visual token consists of 2 x 2 patches; a token of text stands between the rows of an image. The
+tower attends within each image, and images pass through it one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+
+from ._media import Media
+from .base import Adapter, Encoded, Part
+
+
+class Shaped(Adapter):
+    """Families whose images have grids of their own, without crops."""
+
+    blocks, one_by_one = False, True
+
+    def merge(self) -> int:
+        """Rows, and columns, of patches in a visual token."""
+        raise NotImplementedError(f"{type(self).__name__}.merge")
+
+    def grids(self, tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
+        """Rows and columns of patches of each image."""
+        raise NotImplementedError(f"{type(self).__name__}.grids")
+
+    def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+        """The tensors of one image, without what pads it to others."""
+        raise NotImplementedError(f"{type(self).__name__}.own")
+
+    def features(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Features (N, D) of one image."""
+        raise NotImplementedError(f"{type(self).__name__}.features")
+
+    def specials(self) -> int:
+        return 0
+
+    def patches(self) -> int:
+        return 0  # depends on the image
+
+    def cells(self, item: ItemGeometry) -> None:
+        return None
+
+    def why_no_cells(self, item: ItemGeometry) -> str:
+        return "what its vision tower adds for positions belongs to whole images"
+
+    def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        assert context.chunks is not None
+        return [(rows[:, :, 0], keys) for rows, keys in context.chunks[layer]]
+
+    def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
+        return [call.flatten(0, -2)[None] for call in calls]
+
+    def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
+        (rows, columns), m = item.patches, self.merge()
+        return patches.unflatten(-1, (rows, m, columns, m)).mean((-3, -1)).flatten(-2)
+
+    def views_of(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[ItemGeometry, ...]:
+        m = self.merge()
+        return tuple(
+            ItemGeometry(size, (0, 0), (i, i + 1), (rows // m, columns // m))
+            for i, (size, (rows, columns)) in enumerate(
+                zip(sizes, self.grids(tensors) if sizes else [], strict=True)
+            )
+        )
+
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        patch, m = self.config.vision_config.patch_size, self.merge()
+        grids = self.grids(batch) if self.tensors[0] in batch else []
+        return [
+            Media((rows // m) * (columns // m), self.own(batch, i), (rows * patch, columns * patch))
+            for i, (rows, columns) in enumerate(grids)
+        ]
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        if len(self.grids(tensors)) != len(items):
+            return None
+        return [Part((i,), self.own(tensors, i)) for i in range(len(items))]
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        padded = {}
+        for key in parts[0] if parts else ():
+            values = [part[key] for part in parts]
+            shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in values), strict=True)]
+            sides = [
+                [n for most, own in zip(shape[::-1], x.shape[:0:-1], strict=True)
+                 for n in (0, most - own)]
+                for x in values
+            ]  # fmt: skip
+            padded[key] = torch.cat([pad(x, by) for x, by in zip(values, sides, strict=True)])
+        return padded
+
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+        features = [self.features(self.own(inputs, i)) for i in range(len(context.items))]
+        layouts = []
+        for i, geometry in enumerate(context.items):
+            rows, columns = geometry.patches
+            raster = torch.arange(rows * columns, device=self.device)
+            none, kind = torch.zeros_like(raster), torch.full_like(raster, int(self.kind))
+            layouts.append(
+                self.view_layout(none, raster // columns, raster % columns, kind, i, geometry)
+            )
+        stats = VisionStats(context.items, {})
+        return Encoded(features, layouts, stats, [()] * len(features))
+
+
+class FamilyAdapter(Shaped):
+    tensors = ("pixel_values", "image_sizes")
+    processors = ("PixtralProcessor",)
+    attention = "attention"
+
+    def vision_blocks(self) -> list[nn.Module]:
+        return list(self.model.get_encoder(modality="image").transformer.layers)
+
+    def merge(self) -> int:
+        return self.config.spatial_merge_size
+
+    def grids(self, tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
+        sizes = tensors["image_sizes"] // self.config.vision_config.patch_size
+        return [(rows, columns) for rows, columns in sizes.tolist()]
+
+    def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+        sizes = tensors["image_sizes"][i : i + 1]
+        height, width = sizes[0].tolist()
+        pixels = tensors["pixel_values"][i : i + 1, :, :height, :width]
+        return {"pixel_values": pixels, "image_sizes": sizes}
+
+    def features(self, tensors: dict[str, Tensor]) -> Tensor:
+        output = self.model.base_model.get_image_features(
+            tensors["pixel_values"], image_sizes=tensors["image_sizes"]
+        )
+        return torch.cat(list(output.pooler_output))
