@@ -36,6 +36,7 @@ from vlmfast.kernels._triton import use_triton
 from vlmfast.kernels.biased_attention import biased_attention
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
+from vlmfast.kernels.decode_slots import decode_slots, gathered
 from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
@@ -289,20 +290,18 @@ def _listed(
     query: Tensor, layer: KVLayer, view: SlotList, sliding: bool, scaling: float | None
 ) -> Tensor:
     """Attention of one new token of each row over some slots of the tail, (B, 1, Hq, D)."""
-    end = layer.length + 1
-    start = torch.minimum(view.start, layer.length)
-    newest = start[..., None] + torch.arange(view.new(layer.max_lengths) + 1, device=layer.device)
-    index = torch.cat([view.slots, newest.clamp(max=layer.capacity - 1)], 2)
-    listed = torch.arange(view.slots.shape[2], device=layer.device) < view.counts[..., None]
-    mask = torch.cat([listed, newest < end[..., None]], 2)
+    end, start = layer.length + 1, torch.minimum(view.start, layer.length)
+    lists = view.slots, view.counts, start, end, view.new(layer.max_lengths) + 1
+    if not sliding and _kernels(query, layer.keys):
+        given = query, layer.keys, layer.values, *lists, scaling, layer.bias
+        return decode_slots(*given)[0].transpose(1, 2)
+    at, mask = gathered(*lists)
     if sliding:
-        mask = mask & layer.mask(1, None, True)[:, :, 0].gather(2, index)
-    rows, heads = (torch.arange(n, device=layer.device) for n in index.shape[:2])
-    at = rows[:, None, None], heads[:, None], index
-    given = mask[:, :, None]
+        mask = mask & layer.mask(1, None, True)[:, :, 0].gather(2, at[2])
+    mask = mask[:, :, None]
     if layer.bias is not None:
-        given = _with_bias(given, layer.bias[at][:, :, None], query.dtype)
-    return _buffer_attention(query, layer.keys[at], layer.values[at], given, scaling)
+        mask = _with_bias(mask, layer.bias[at][:, :, None], query.dtype)
+    return _buffer_attention(query, layer.keys[at], layer.values[at], mask, scaling)
 
 
 def _observe(
