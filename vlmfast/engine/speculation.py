@@ -194,10 +194,11 @@ class Speculation:
             self._open()
             self.first = True
         assert self.drafters is not None
+        # Generators start after all others: these may write to the free slots of other rows.
+        found = [drafter.propose(root, budget) for drafter in self.drafters]
         trees = []
-        for drafter in self.drafters:
-            found = drafter.propose(root, budget)
-            trees.append(found if isinstance(found, Tree) else (yield from found))
+        for each in found:
+            trees.append(each if isinstance(each, Tree) else (yield from each))
         tree, *others = trees
         for other in others:
             tree = tree.joined(other)
