@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import tiny_families
+import vlmfast.engine.decode as decode
 import vlmfast.engine.rounds as rounds
 from test_draft_product import covering, met_by
+from test_graphs import captured_by_stand_in
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
@@ -290,15 +292,13 @@ def test_slots_outside_the_cache_are_refused(llava, planted, far: int) -> None:
 
 def test_rows_share_the_passes_of_drafts(llava, monkeypatch) -> None:
     """A batch drafts with as many forward passes as one row; a row that fails ends alone."""
-    from vlmfast.engine.decode import Batch
-
-    calls, draft = [], Batch.draft
+    calls, draft = [], decode.Batch.draft
 
     def counted(self, tokens, *args):
         calls.append(len(tokens))
         return draft(self, tokens, *args)
 
-    monkeypatch.setattr(Batch, "draft", counted)
+    monkeypatch.setattr(decode.Batch, "draft", counted)
     recipe = "draft-self:keep=1,confidence=0,steps=3"
     more = given(max_new_tokens=21)
     requests = [Request(QUESTION, more["images"], recipe=recipe) for _ in range(3)]
@@ -319,6 +319,31 @@ def test_rows_share_the_passes_of_drafts(llava, monkeypatch) -> None:
     got = llava.ask_many(requests, errors="keep", **generation)
     assert isinstance(got[1], ArithmeticError)
     assert [got[0].token_ids, got[2].token_ids] == [wanted] * 2
+
+
+@pytest.mark.parametrize("decoding", ["eager", "captured"])
+def test_rows_of_several_groups(monkeypatch, decoding: str) -> None:
+    """Of different capacities, beside rows without this drafter; steps are captured, drafts not."""
+    vlm = VLM(*build_llava(layers=2, dtype=torch.float64))
+    if decoding == "captured":
+        captured_by_stand_in(vlm, monkeypatch)
+    recipe = "draft-self:keep=1,confidence=0,refresh=2"
+    requests = [
+        Request(QUESTION, [make_image(seed=n)] * images, recipe=own)
+        for n, (images, own) in enumerate([(1, recipe), (24, recipe), (1, "draft-ngram")])
+    ]
+    more = {"max_new_tokens": 21, "eos_token_id": None, "do_sample": True, "seed": 3}
+    wanted = vlm.ask_many([replace(r, recipe="none") for r in requests], **more)
+    groups, draft = [], decode.draft
+    monkeypatch.setattr(
+        decode, "draft", lambda given, *args: groups.append(len(given)) or draft(given, *args)
+    )
+    got = vlm.ask_many(requests, **more)
+    assert [a.token_ids for a in got] == [a.token_ids for a in wanted]
+    assert [a.stats.accepted == a.stats.drafted > 0 for a in got[:2]] == [True, True]
+    assert max(groups) == 2
+    if decoding == "captured":
+        assert vlm.adapter.kept["graphs"].reused > 0
 
 
 def test_a_prompt_without_images_is_not_drafted(llava) -> None:
