@@ -146,6 +146,26 @@ def test_product(models: Models, case: tuple) -> None:
     check(models, case, tokens=32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BUILD)
+def test_in_float32_answers_differ_at_near_ties_alone(family: str) -> None:
+    if family == "smolvlm":
+        pytest.importorskip("num2words")  # needed by its processor
+    vlm, ties = VLM(*BUILD[family]()), 0
+    for recipe, seed in itertools.product(("draft-self:keep=0.4,confidence=0", VIEWS[2]), range(3)):
+        more = given(images=make_image(seed=seed), max_new_tokens=40)
+        plain = vlm.ask(QUESTION, **more, top_logprobs=2)
+        got = vlm.ask(QUESTION, recipe=recipe, **more)
+        assert got.stats.drafted > 0
+        pairs = zip(plain.token_ids, got.token_ids, plain.logprobs, strict=True)
+        first = next((of for token, other, of in pairs if token != other), None)
+        if first is not None:
+            (_, best), (_, second) = first.top
+            assert best - second < 1e-4
+            ties += 1
+    assert ties <= 1
+
+
 # --- what a draft reads --------------------------------------------------------------------------
 
 
