@@ -194,12 +194,34 @@ class Budget:
         return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a batch reads.
+
+    Parameters
+    ----------
+    step : int
+        In a decode step: the weights, and the caches of all rows.
+    draft : int
+        For one drafted token of each row; see `DrafterStage.draft_bytes`.
+    """
+
+    step: int
+    draft: int
+
+    def relative(self, drafted: int) -> float:
+        """Bytes of a round that drafts a chain of ``drafted`` tokens, relative to a step's."""
+        return 1 + drafted * self.draft / self.step
+
+
 class Governor(Protocol):
     """Decides how much the drafters of one answer draft."""
 
     reason: str
 
-    def choose(self, rows: int, count: int, max_new_tokens: int) -> tuple[int, int]:
+    def choose(
+        self, rows: int, count: int, max_new_tokens: int, traffic: Traffic | None = None
+    ) -> tuple[int, int]:
         """Nodes and depth of the next tree, where ``rows`` sequences are decoded together."""
 
     def observe(

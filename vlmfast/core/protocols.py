@@ -357,6 +357,10 @@ class DrafterStage(Stage):
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
 
+    def draft_bytes(self, weights: int, cache: int) -> int:
+        """Bytes that one drafted token reads, where a decode step reads these; 0: hardly any."""
+        return 0
+
     def check_recipe(self, recipe: Stages) -> None:
         """Check that it can draft under the other stages of a recipe.
 

@@ -153,6 +153,9 @@ class DraftSelf(DrafterStage):
     def largest(self) -> tuple[int, int]:
         return 1 + self.steps, self.steps
 
+    def draft_bytes(self, weights: int, cache: int) -> int:
+        return weights + int(getattr(self.selects, "keep", self.keep) * cache)
+
     def check_recipe(self, recipe: Stages) -> None:
         for stage in recipe:
             for part in stage.expand():

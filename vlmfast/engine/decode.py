@@ -536,6 +536,12 @@ class Batch(Generic[R]):
             group, at = self._place(row)
             group.run_decode_stages(at)
 
+    def cache_bytes(self) -> int:
+        """Bytes of all slots that are not quantized, as the longest head has them. No host sync."""
+        adapter = self.groups[0].adapter
+        slots = sum(sum(layer.max_lengths) for group in self.groups for layer in group.cache.layers)
+        return slots * adapter.bytes_per_token() // adapter.depth
+
     def spare(self, number: int) -> int:
         """As in `RowGroup`."""
         group, row = self._place(self.rows[number])

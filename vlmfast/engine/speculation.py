@@ -33,6 +33,7 @@ from vlmfast.core.drafting import (
     Round,
     SlotList,
     Target,
+    Traffic,
     ViewDrafter,
 )
 from vlmfast.core.protocols import DrafterStage
@@ -153,6 +154,7 @@ class Speculation:
         # What it measures of a model and these drafters is kept for later requests.
         known = _remembered(adapter, "drafting", *self.stages)
         self.governor = governing[0].govern(self.limit, known) if governing else None
+        self.weights = _weights(adapter) if governing else 0
         self.drafters: list[Drafter] | None = None
         self.viewing: ViewDrafter | None = None
         self.warp = _warper(sequence)
@@ -176,7 +178,9 @@ class Speculation:
         nodes, depth = self.limit
         self.rows = len(batch.rows)
         if self.governor is not None:
-            nodes, depth = self.governor.choose(self.rows, sequence.count, sequence.max_new_tokens)
+            nodes, depth = self.governor.choose(
+                self.rows, sequence.count, sequence.max_new_tokens, self._traffic(batch)
+            )
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
         self.seat = batch, number
@@ -211,6 +215,13 @@ class Speculation:
         start = clock(self.adapter.device)
         yield
         self.sequence.stats.time_draft_s += clock(self.adapter.device) - start
+
+    def _traffic(self, batch: Batch) -> Traffic:
+        """Bytes that the next forward passes read."""
+        weights, cache = self.weights, batch.cache_bytes()
+        return Traffic(
+            weights + cache, sum(stage.draft_bytes(weights, cache) for stage in self.stages)
+        )
 
     def _noise(self) -> Callable[[int], Tensor] | None:
         return self.noise if self.sequence.sampler.sampled else None
@@ -374,6 +385,12 @@ def drafting(stages: Many[DrafterStage], adapter: Adapter) -> list[DrafterStage]
     """The drafters of a recipe, or those that its governor chooses."""
     chosen = [stage for stage in stages if not stage.governs]
     return chosen or stages[0].choice(adapter.ships)
+
+
+def _weights(adapter: Adapter) -> int:
+    """Bytes of the weights that a decode step reads: of the layers and of the head."""
+    parts = [*adapter.decoder.layers, adapter.model.get_output_embeddings()]
+    return sum(weight.nbytes for part in parts for weight in part.parameters())
 
 
 def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:
