@@ -6,9 +6,11 @@ The product of views, families, ways of asking and samplers is tested by pairs, 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from test_draft_product import covering, met_by
 from test_graphs import captured_by_stand_in
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
+from vlmfast.core.drafting import SlotList
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
@@ -339,6 +342,44 @@ def test_rows_share_the_passes_of_drafts(llava, monkeypatch) -> None:
     got = llava.ask_many(requests, errors="keep", **generation)
     assert isinstance(got[1], ArithmeticError)
     assert [got[0].token_ids, got[2].token_ids] == [wanted] * 2
+
+
+def test_lists_of_a_batch_follow_its_rows() -> None:
+    """Views are replaced, removed and longer than before; rows join and leave."""
+    draw = random.Random(0)
+
+    def view() -> tuple[SlotList, ...]:
+        parts = []
+        for _ in range(2):
+            start = draw.randint(1, 9)
+            counts = torch.tensor([draw.randint(0, start) for _ in range(3)])
+            slots = torch.arange(int(counts.max())).repeat(3, 1)
+            parts.append(SlotList(slots, counts, torch.full((3,), start), (start,)))
+        return tuple(parts)
+
+    group = SimpleNamespace(cache=SimpleNamespace(layers=[0, 1]), _listed=([], []))
+    views = [view(), None]
+    for _ in range(60):
+        kind = draw.choice(["none", "replace", "remove", "join", "leave"])
+        row = draw.randrange(len(views))
+        if kind in ("replace", "remove"):
+            views[row] = view() if kind == "replace" else None
+        elif kind == "join" and len(views) < 5:
+            views.append(view())
+        elif kind == "leave" and len(views) > 1:
+            views[row] = views[-1]
+            views.pop()
+        if not any(views):
+            views[0] = view()
+        found = decode.RowGroup.listed(group, list(views))
+        assert len(found) == 2
+        for layer, got in enumerate(found):
+            fresh = SlotList.stacked([own and own[layer] for own in views])
+            assert got.least == fresh.least
+            assert torch.equal(got.counts, fresh.counts) and torch.equal(got.start, fresh.start)
+            used = torch.arange(fresh.slots.shape[2]) < fresh.counts[..., None]
+            width = got.slots[..., : fresh.slots.shape[2]]
+            assert torch.equal(width * used, fresh.slots * used)
 
 
 @pytest.mark.parametrize("decoding", ["eager", "captured"])

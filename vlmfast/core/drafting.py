@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -82,12 +82,28 @@ class SlotList:
         slots = given[0].slots.new_zeros(len(lists), heads, width)
         counts = slots.new_zeros(len(lists), heads)
         start = torch.full_like(counts, _NOWHERE)
+        stacked = SlotList(slots, counts, start, (_NOWHERE,) * len(lists))
         for row, part in enumerate(lists):
             if part is not None:
-                slots[row, :, : part.slots.shape[1]] = part.slots
-                counts[row], start[row] = part.counts, part.start
-        least = tuple(_NOWHERE if part is None else part.least[0] for part in lists)
-        return SlotList(slots, counts, start, least)
+                wider = stacked.put(row, part)
+                assert wider is not None
+                stacked = wider
+        return stacked
+
+    def put(self, row: int, part: SlotList | None) -> SlotList | None:
+        """This list of a batch with another list of one row, or ``None`` where that is longer.
+
+        The tensors are modified.
+        """
+        if part is None:
+            self.counts[row], self.start[row] = 0, _NOWHERE
+        elif (width := part.slots.shape[1]) > self.slots.shape[2]:
+            return None
+        else:
+            self.slots[row, :, :width] = part.slots
+            self.counts[row], self.start[row] = part.counts, part.start
+        least = _NOWHERE if part is None else part.least[0]
+        return replace(self, least=(*self.least[:row], least, *self.least[row + 1 :]))
 
     def new(self, lengths: Sequence[int]) -> int:
         """The most slots that a row of ``lengths`` slots reads from ``start`` on."""

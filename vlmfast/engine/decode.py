@@ -287,15 +287,17 @@ class RowGroup:
             cache.advance(-drafted)
 
     def listed(self, views: Many[tuple[SlotList, ...] | None]) -> list[SlotList]:
-        """The slots that the rows read at each layer; stored as long as ``views`` are the same."""
+        """The slots that the rows read at each layer; only views that differ are written again."""
         before, lists = self._listed
-        if len(before) != len(views) or any(a is not b for a, b in zip(before, views, strict=True)):
-            by_layer = range(len(self.cache.layers))
-            lists = [
-                SlotList.stacked([None if view is None else view[layer] for view in views])
-                for layer in by_layer
-            ]
-            self._listed = list(views), lists
+        same = len(before) == len(views)
+        changed = [row for row, view in enumerate(views) if not same or view is not before[row]]
+        for layer in range(len(self.cache.layers)) if changed else ():
+            parts = [None if view is None else view[layer] for view in views]
+            found: SlotList | None = lists[layer] if same else None
+            for row in changed:
+                found = None if found is None else found.put(row, parts[row])
+            lists[layer : layer + 1] = [SlotList.stacked(parts) if found is None else found]
+        self._listed = list(views), lists
         return lists
 
     def run_decode_stages(self, number: int | None = None) -> None:

@@ -83,7 +83,8 @@ def _modules(
         shifted(adapter, cache, context, position),
         capture_layer_inputs(decoder, aux_layers, context) as seen,
     ):
-        if adapter.decoding == "compile":
+        # Lists of slots and observers change from one pass to the next.
+        if adapter.decoding == "compile" and context.views is context.observers is None:
             decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
         hidden = decoder(
             inputs_embeds=embeds,

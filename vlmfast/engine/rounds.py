@@ -122,10 +122,10 @@ class Rounds:
             proposal = sequence.drafts.propose(batch, row, sequence.sampler.tokens[-1])
             trees.append(self._tree(sequence, proposal, None, row, waiting))
         drafted = 0
+        drafts = {row: sequence.drafts for row, sequence in enumerate(batch.rows)}
+        views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
         while waiting:
             tokens = {row: token for row, (_, token) in waiting.items()}
-            drafts = {row: batch.rows[row].drafts for row in tokens}
-            views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
             logits = batch.draft(tokens, views, drafted)
             drafted += 1
             for row, (proposal, _) in list(waiting.items()):
