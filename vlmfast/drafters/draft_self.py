@@ -32,8 +32,8 @@ Different from these, and why:
 
 - The view is any selection that a compression method of this library makes, per layer and head
   where it selects so.
-- Drafts are one chain of at most ``steps`` tokens. It ends before where a token is less likely than
-  ``confidence`` under the view. There is no second level of drafts as in TriForce; other drafters
+- Drafts are one chain of at most ``steps`` tokens. It ends with the first one that is less likely
+  than ``confidence`` under the view. There is no second level of drafts as in TriForce; other drafters
   of the recipe add branches to the same tree.
 - Sparse-to-Dense selects once, before the answer; with ``refresh=0`` so does ``topk``.
 - All nodes of a verified tree vote at a refresh, rejected ones included: they are few, and they
