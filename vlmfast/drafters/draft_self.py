@@ -33,16 +33,16 @@ Different from these, and why:
 - The view is any selection that a compression method of this library makes, per layer and head
   where it selects so.
 - Drafts are one chain of at most ``steps`` tokens. It ends with the first one that is less likely
-  than ``confidence`` under the view. There is no second level of drafts as in TriForce; other drafters
-  of the recipe add branches to the same tree.
+  than ``confidence`` under the view. There is no second level of drafts as in TriForce; other
+  drafters of the recipe add branches to the same tree.
 - Sparse-to-Dense selects once, before the answer; with ``refresh=0`` so does ``topk``.
 - All nodes of a verified tree vote at a refresh, rejected ones included: they are few, and they
   attend to the prompt as the tokens next to them do.
 
 Evictors keep a window of the last slots. Where ``keep`` leaves no more than that, a view has the
 fewest slots that the method allows. A prompt without visual tokens has no view, and nothing is
-drafted. Methods that quantize the cache
-or modify it during the answer move slots, so that the recipe cannot contain them.
+drafted. Methods that quantize the cache or modify it during the answer move slots, so that the
+recipe cannot contain them.
 """
 
 from __future__ import annotations
