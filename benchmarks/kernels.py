@@ -287,6 +287,35 @@ def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1
     )
 
 
+def decode_slots(s: Shape, share: float, batch: int = 1) -> Work:
+    """One token over a share of the prompt's slots, listed per KV head, and 32 newest ones."""
+    from vlmfast.kernels.decode_slots import decode_slots as kernel
+
+    newest = min(32, s.length // 2)
+    start = s.length - newest
+    count = max(int(share * start), 1)
+    query = randn(batch, s.hq, 1, s.d)
+    keys, values = (randn(batch, s.hk, s.length, s.d) for _ in range(2))
+    order = torch.rand(batch, s.hk, start, device=query.device).argsort(-1)
+    slots = order[..., :count].sort(-1).values
+    counts = torch.full((batch, s.hk), count, device=query.device)
+    first, end = torch.full_like(counts, start), torch.full_like(counts, s.length)
+    new = torch.arange(start, s.length, device=query.device).expand(batch, s.hk, -1)
+    index = torch.cat([slots, new], 2)[..., None].expand(-1, -1, -1, s.d)
+
+    def gathered() -> Tensor:
+        tail = keys.gather(2, index), values.gather(2, index)
+        return fused_attention(query, *tail, enable_gqa=s.hq != s.hk)
+
+    read = 2 * batch * s.hk * (count + newest) * s.d * keys.element_size()
+    return Work(
+        lambda: kernel(query, keys, values, slots, counts, first, end, newest)[0],
+        read + slots.nbytes + 2 * query.nbytes,
+        4 * batch * s.hq * s.d * (count + newest),
+        {"gather, SDPA in bf16": Other(gathered)},
+    )
+
+
 def drafted(nodes: int) -> tuple[Tensor, Tensor]:
     """A binary tree: bits of the ancestors (T, 1), and the same as bool (T, T)."""
     rows: list[int] = []
@@ -527,6 +556,11 @@ CASES = [
     Case(
         "decode_mixed", "decode, 4 bit, 16 at once", "BCD",
         partial(decode_mixed, parts=FOUR, batch=16),
+    ),
+    Case("decode_slots", "decode, a tenth", "ABCDE", partial(decode_slots, share=0.1)),
+    Case(
+        "decode_slots", "decode, a tenth, 16 at once", "BCD",
+        partial(decode_slots, share=0.1, batch=16),
     ),
     Case("tree_verify", "tree of 26, bf16", "ABCDE", partial(tree_verify, nodes=26)),
     Case("tree_verify", "tree of 60, bf16", "ABCDE", partial(tree_verify, nodes=60)),

@@ -91,6 +91,8 @@ DRAFTERS = (
     "draft-recycle",
     "draft-ngram+draft-recycle",
     "draft-layerskip",
+    "draft-self",
+    "draft-self:view=hired,keep=0.2",
     "draft-eagle",
     *(f"draft-eagle:{branch}" for branch in BRANCHES),
     *(["draft-vispec"] if (WEIGHTS / "tiny-draft-vispec").is_dir() else []),

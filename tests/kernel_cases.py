@@ -19,6 +19,7 @@ from vlmfast.kernels import (
     biased_attention,
     col_stats,
     decode_mixed,
+    decode_slots,
     diversity,
     gather_rows,
     merge,
@@ -137,6 +138,27 @@ def _tree(
         "ancestors": ancestors,
         "segments": [segment(b, h, n, dim, **how) for n, how in parts.items()],
         "bias": noise(b, h, slots, seed=5),
+    }
+
+
+def _slots(
+    listed: int, newest: int, groups: int, dim: int = 16, b: int = 2, h: int = 2, total: int = 0
+) -> Call:
+    """Lists of different lengths; the last head reads all slots, the first one only the newest."""
+    total = total or listed + newest + 3
+    counts = torch.arange(b * h).view(b, h) * 7 % (listed + 1)
+    counts[-1, -1] = listed
+    start = torch.full((b, h), total - newest)
+    return decode_slots.decode_slots, {
+        "query": turned(noise(b, h * groups, 1, dim)),
+        "keys": turned(noise(b, h, total, dim, seed=1)),
+        "values": turned(noise(b, h, total, dim, seed=2)),
+        "slots": indices(total - newest, listed, b, h) if listed else torch.zeros(b, h, 0).long(),
+        "counts": counts,
+        "start": start,
+        "end": start + newest,
+        "newest": newest,
+        "bias": noise(b, h, total, seed=3),
     }
 
 
@@ -271,6 +293,7 @@ _THREE: dict[str, Callable[[], Call]] = {
     "col_stats": partial(_stats, 5, 3, h=3),
     "decode_mixed one row": partial(_mixed, 1, 4, 1, {3: FOUR}, b=3, h=3),
     "decode_mixed rows": partial(_mixed, 3, 3, 2, {3: TWO}, b=3, h=3),
+    "decode_slots": partial(_slots, 2, 1, 1, b=3, h=3, total=3),
     "tree_verify": partial(_tree, 3, 4, 1, {3: FOUR}, b=3, h=3),
     "norm_rope_append": partial(_rotate, 3, 5, b=3, h=3),
     "norm_rope_append norm": partial(_norm, 3, 24),
@@ -306,6 +329,10 @@ _CASES: dict[str, Callable[[], Call]] = {
     "decode_mixed block - 1": partial(_mixed, 3, 63, 1, {31: TWO}, 24),
     "decode_mixed block + 1": partial(_mixed, 17, 33, 1, {65: FOUR}),
     "decode_mixed one query head, block + 1": partial(_mixed, 1, 65, 1, {33: TWO}, 24),
+    "decode_slots small": partial(_slots, 5, 2, 2),
+    "decode_slots newest alone": partial(_slots, 0, 1, 1),
+    "decode_slots block - 1": partial(_slots, 60, 3, 1, 24),
+    "decode_slots block + 1": partial(_slots, 64, 1, 17),
     "tree_verify small": partial(_tree, 2, 4, 1, {9: FOUR}),
     "tree_verify one node": partial(_tree, 1, 1, 1, {}),
     "tree_verify empty context": partial(_tree, 3, 0, 2, {5: TWO}),

@@ -92,7 +92,8 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     large = replace(SMALL[0], large=True)
     timed = [case for kernel in CASES for case in cases_of(kernel, [large])]
     assert {case.kernel for case in timed if case.bytes} == {
-        "decode_mixed", "tree_verify", "gather_rows", "quantize_kv", "norm_rope_append", "swiglu",
+        "decode_mixed", "decode_slots", "tree_verify", "gather_rows", "quantize_kv",
+        "norm_rope_append", "swiglu",
     }  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 
-from vlmfast import VLM
+from tiny_models import build_llava, make_image
+from vlmfast import VLM, Request
+from vlmfast.core.drafting import Traffic
 from vlmfast.drafters.draft_auto import DraftAuto, Governor
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.errors import RecipeError
@@ -16,10 +18,16 @@ LIMIT = (26, 4)
 
 
 class World:
-    """A model with given costs per step, tree node and draft level, and random acceptance."""
+    """A model with given costs per step, tree node and draft level, and random acceptance.
 
-    def __init__(self, step=1.0, node=0.01, level=0.05, opening=0.0, right=0.7, seed=0) -> None:
-        self.step, self.node, self.level = step, node, level
+    ``opening``: of the drafter; ``None`` if it need not be opened. ``traffic``: the bytes that the
+    governor is told.
+    """
+
+    def __init__(
+        self, step=1.0, node=0.01, level=0.05, opening=0.0, right=0.7, seed=0, traffic=None
+    ) -> None:
+        self.step, self.node, self.level, self.traffic = step, node, level, traffic
         self.opening, self.right, self.random = opening, right, random.Random(seed)
 
     def answer(self, known: dict, tokens: int, rows: int = 1, **given) -> tuple[float, list]:
@@ -27,15 +35,15 @@ class World:
         governor = Governor(DraftAuto(**given), LIMIT, known)
         count, seconds, sizes = 1, 0.0, []
         while count < tokens:
-            nodes, depth = governor.choose(rows, count, tokens)
+            nodes, depth = governor.choose(rows, count, tokens, self.traffic)
             sizes.append((nodes, depth))
-            first = depth > 0 and not governor.opened
+            first = depth > 0 and not governor.opened and self.opening is not None
             depth = min(depth, tokens - count - 1)
             emitted = 1
             while emitted <= depth and self.random.random() < self.right:
                 emitted += 1
             spent = self.step + (self.level * depth + self.node * nodes if depth else 0.0)
-            spent += self.opening * first
+            spent += (self.opening or 0.0) * first
             governor.observe(
                 rows, sizes[-1], nodes if depth else 1, emitted, spent, first and depth > 0
             )
@@ -106,6 +114,68 @@ def test_batch_sizes_are_measured_separately() -> None:
     sizes = World(right=0.85).answer(known, 60)[1]
     assert Counter(sizes).most_common(1)[0][0] != (1, 0)
     assert World(node=0.3).answer(known, 60, rows=16)[1].count((1, 0)) > 50
+
+
+def test_drafts_that_read_too_many_bytes_are_not_tried() -> None:
+    """A chain gains at most (1 + D) S / (D T + S), which grows with the cache."""
+    known: dict = {}
+    short = World(level=0.99, right=1.0, opening=None, traffic=Traffic(100, 99))
+    sizes = [size for _ in range(3) for size in short.answer(known, 60)[1]]
+    tried = [size for size in sizes if size != (1, 0)]
+    assert tried == [(4, 1)] * 2  # whether bytes decide
+    assert known["bytes", 1] == pytest.approx(1.0, rel=0.1)
+    governor = Governor(DraftAuto(), LIMIT, known)
+    for draft, reason in (
+        (99, "off: drafts would read more bytes than they can save"),
+        (80, "trying"),
+        (0, "trying"),
+    ):
+        governor.choose(1, 20, 60, Traffic(100, draft))
+        assert governor.reason == reason
+    # Where a session's cache has grown, the same drafter is tried, and found to pay.
+    long = World(level=0.3, right=0.9, opening=None, traffic=Traffic(100, 30))
+    for _ in range(3):
+        seconds, _ = long.answer(known, 60)
+    assert seconds < 0.75 * 59
+
+
+def test_bytes_that_do_not_predict_times_are_ignored() -> None:
+    known: dict = {}
+    world = World(level=0.05, right=0.9, opening=None, traffic=Traffic(100, 99))
+    answers = [world.answer(known, 60) for _ in range(8)]
+    assert set(answers[0][1]) == {(1, 0)} and known["bytes", 1] < 0.8
+    assert answers[-1][0] < 0.6 * 59
+
+
+def test_bytes_are_those_of_the_model() -> None:
+    """The engine counts weights and caches of all rows."""
+    vlm = VLM(*build_llava(layers=2))
+    seen: list[Traffic] = []
+
+    class Spy(Governor):
+        def choose(self, rows, count, limit, traffic=None):
+            seen.append(traffic)
+            return super().choose(rows, count, limit, traffic)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftAuto, "govern", lambda self, limit, known: Spy(self, limit, known))
+        requests = [
+            Request("what is here ?", make_image(seed=n), recipe="draft-self:keep=0.5+draft-auto")
+            for n in range(2)
+        ]
+        answers = vlm.ask_many(requests, max_new_tokens=12, eos_token_id=None)
+    layers = vlm.model.get_decoder().layers
+    weights = sum(p.nbytes for p in layers.parameters()) + vlm.model.lm_head.weight.nbytes
+    caches = [traffic.step - weights for traffic in seen]
+    prompts = sum(a.stats.kv_bytes for a in answers)
+    assert prompts <= max(caches) <= prompts * (1 + 12 / answers[0].stats.prompt_tokens)
+    assert [t.draft for t in seen] == [weights + cache // 2 for cache in caches]
+    # A view of everything reads as much as a step.
+    recipe = "draft-self:keep=1+draft-auto"
+    given = {"max_new_tokens": 24, "eos_token_id": None}
+    whole = vlm.ask("what is here ?", make_image(), recipe=recipe, **given)
+    assert whole.stats.drafted == 0
+    assert whole.token_ids == vlm.ask("what is here ?", make_image(), **given).token_ids
 
 
 def test_reasons_are_given() -> None:

@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from vlmfast.kernels import (
     col_stats,
     decode_mixed,
+    decode_slots,
     gather_rows,
     norm_rope_append,
     quantize_kv,
@@ -50,6 +51,7 @@ JITFunction.__getitem__ = bind
 for module in (
     col_stats,
     decode_mixed,
+    decode_slots,
     gather_rows,
     norm_rope_append,
     quantize_kv,
@@ -89,6 +91,10 @@ one = (queries[:, :3, :1], keys[:, :, :0], values[:, :, :0], lengths, tree[0][:,
 tree_verify.tree_verify(*one, tree[1][:, :, :1], bits[:1], bias=torch.zeros(2, 3, 0))
 mask = torch.ones(2, 1, 1, 70, dtype=torch.bool)
 decode_mixed.decode_mixed(queries[:, :, :1], segments, keys, values, mask, want_attention_mass=True)
+
+listed = torch.arange(14).expand(2, 3, -1), lengths - 60, lengths - 4, lengths
+decode_slots.decode_slots(queries[:, :, :1], keys, values, *listed, 4)
+decode_slots.decode_slots(queries[:, :3, :1], keys, values, *listed, 4, bias=torch.zeros(2, 3, 70))
 
 x, table = torch.randn(2, 1, 48).bfloat16(), torch.randn(2, 1, 128).bfloat16()
 norm_rope_append.residual_norm(x, x[0, 0], 1e-6)

@@ -38,6 +38,7 @@ BOUNDED = {
 # Functions with products of that kind, or of a head and its columns.
 WITHIN_ONE_HEAD = {
     "decode_mixed": {"_attend", "_attend_one"},
+    "decode_slots": {"_attend_list"},
     "tree_verify": {"_attend", "_attend_one"},
     "quantize_kv": {"_extent", "_pack", "_value_parameters"},
     "pool": {"_mix", "_read", "_share"},

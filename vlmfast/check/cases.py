@@ -18,6 +18,7 @@ from vlmfast.kernels import (
     biased_attention,
     col_stats,
     decode_mixed,
+    decode_slots,
     diversity,
     gather_rows,
     merge,
@@ -207,6 +208,27 @@ def _tree_verify(s: Shape, draw: Draws) -> Iterator[Case]:
         yield _case(s, tree_verify, "tree_verify", args, 2 * terms, "4 bits", segments=segments)
 
 
+def _decode_slots(s: Shape, draw: Draws) -> Iterator[Case]:
+    """A tenth of the slots, and the newest ones; of the smaller shapes ragged lists and a bias."""
+    batch = 1 if s.large else 2
+    query = draw.normal(batch, s.heads, 1, s.dim)
+    keys, values = (draw.normal(batch, s.kv_heads, s.length, s.dim) for _ in "kv")
+    count, start = max(s.length // 10, 1), s.length - 5
+    slots = draw.indices(start, count, batch, s.kv_heads)
+    counts = torch.full((batch, s.kv_heads), count, device=s.device)
+    first, end = torch.full_like(counts, start), torch.full_like(counts, s.length - 2)
+    read, terms = count + 3, s.dim + count + 3
+    moved = 2 * batch * s.kv_heads * read * s.dim * keys.element_size() + slots.nbytes
+    args = query, keys, values, slots, counts, first, end, 3
+    about = f"{read} slots"
+    yield _case(s, decode_slots, "decode_slots", args, terms, about, moved)
+    if not s.large:
+        counts = draw.integers(0, count + 1, batch, s.kv_heads)
+        args = query, keys, values, slots, counts, first, first + counts % 4, 3
+        bias = draw.uniform(batch, s.kv_heads, s.length)
+        yield _case(s, decode_slots, "decode_slots", args, terms, "ragged", bias=bias)
+
+
 def _biased_attention(s: Shape, draw: Draws) -> Iterator[Case]:
     if s.large:
         return
@@ -387,6 +409,7 @@ CASES: dict[str, tuple[bool, Build]] = {
     "biased_attention": (True, _biased_attention),
     "col_stats": (True, _col_stats),
     "decode_mixed": (True, _decode_mixed),
+    "decode_slots": (True, _decode_slots),
     "diversity": (False, _diversity),
     "gather_rows": (True, _gather_rows),
     "merge": (True, _merge),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .drafting import Observer, SlotList
 from .former import FormerAttribute
 from .layout import TokenLayout
 from .statistics import ItemGeometry, StatRequest
@@ -200,12 +201,18 @@ class DecodeContext:
         The same as bits, for up to 64 tokens.
     lengths : Tensor, int64, (L, B, H), optional
         Slots of each layer's tail with the new token, where there is one for each row.
+    views : sequence of sequence of SlotList, optional
+        By cache and layer, the slots that one new token of each row reads; all by default.
+    observers : sequence of (int, Observer) or None, optional
+        For rows whose attention is observed: how many of the new tokens count, and who reads it.
     """
 
     cache: Any
     tree: Tensor | None = None
     ancestors: Tensor | None = None
     lengths: Tensor | None = None
+    views: Sequence[Sequence[SlotList]] | None = None
+    observers: Sequence[tuple[int, Observer] | None] | None = None
 
 
 Context = VisionContext | PrefillContext | DecodeContext

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from .former import FormerAttribute
 from .layout import TokenLayout
 from .tree import Tree
+
+_NOWHERE = 1 << 60  # a slot after all others
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,8 @@ class Target:
         model alone, where ``drafted`` such tokens follow the cache.
     kept : dict
         State of the drafter for this model, kept from one request to the next.
+    notes : dict
+        As in `PrefillContext`, of the request; of its own method alone.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -45,6 +50,65 @@ class Target:
     trained: nn.Module | None = None
     shallow: Callable[..., Tensor] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotList:
+    """The slots of one layer's cache that a draft reads: some of the first ones, and all later.
+
+    Parameters
+    ----------
+    slots : Tensor, int64, (H, K), or (B, H, K) of a batch
+        Indices into the tail of each KV head, below ``start``.
+    counts : Tensor, int64, (H,) or (B, H)
+        How many of the K each head reads; the others are padding.
+    start : Tensor, int64, (H,) or (B, H)
+        Every slot from here on is read, those of new tokens included.
+    least : tuple of int
+        The smallest ``start`` of each row, on the host.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    start: Tensor
+    least: tuple[int, ...]
+
+    @staticmethod
+    def stacked(lists: Sequence[SlotList | None]) -> SlotList:
+        """The lists of the rows of a batch; a row without one reads its new tokens alone."""
+        given = [part for part in lists if part is not None]
+        heads, width = len(given[0].counts), max(part.slots.shape[1] for part in given)
+        slots = given[0].slots.new_zeros(len(lists), heads, width)
+        counts = slots.new_zeros(len(lists), heads)
+        start = torch.full_like(counts, _NOWHERE)
+        stacked = SlotList(slots, counts, start, (_NOWHERE,) * len(lists))
+        for row, part in enumerate(lists):
+            if part is not None:
+                wider = stacked.put(row, part)
+                assert wider is not None
+                stacked = wider
+        return stacked
+
+    def put(self, row: int, part: SlotList | None) -> SlotList | None:
+        """This list of a batch with another list of one row, or ``None`` where that is longer.
+
+        The tensors are modified.
+        """
+        if part is None:
+            self.counts[row], self.start[row] = 0, _NOWHERE
+        elif (width := part.slots.shape[1]) > self.slots.shape[2]:
+            return None
+        else:
+            self.slots[row, :, :width] = part.slots
+            self.counts[row], self.start[row] = part.counts, part.start
+        least = _NOWHERE if part is None else part.least[0]
+        return replace(self, least=(*self.least[:row], least, *self.least[row + 1 :]))
+
+    def new(self, lengths: Sequence[int]) -> int:
+        """The most slots that a row of ``lengths`` slots reads from ``start`` on."""
+        pairs = zip(lengths, self.least, strict=True)
+        return max(max(length - least, 0) for length, least in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +210,34 @@ class Budget:
         return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a batch reads.
+
+    Parameters
+    ----------
+    step : int
+        In a decode step: the weights, and the caches of all rows.
+    draft : int
+        For one drafted token of each row; see `DrafterStage.draft_bytes`.
+    """
+
+    step: int
+    draft: int
+
+    def relative(self, drafted: int) -> float:
+        """Bytes of a round that drafts a chain of ``drafted`` tokens, relative to a step's."""
+        return 1 + drafted * self.draft / self.step
+
+
 class Governor(Protocol):
     """Decides how much the drafters of one answer draft."""
 
     reason: str
 
-    def choose(self, rows: int, count: int, max_new_tokens: int) -> tuple[int, int]:
+    def choose(
+        self, rows: int, count: int, max_new_tokens: int, traffic: Traffic | None = None
+    ) -> tuple[int, int]:
         """Nodes and depth of the next tree, where ``rows`` sequences are decoded together."""
 
     def observe(
@@ -166,14 +252,45 @@ class Governor(Protocol):
         """Record the tokens and the time of a round whose tree had ``nodes`` of ``size`` nodes."""
 
 
+Proposal = Generator[int, Tensor, Tree]
+
+
 class Drafter(Protocol):
     """Drafts the answer of one request."""
 
     def prefill(self, read: Read) -> None:
         """Process a prompt, or the next part of one."""
 
-    def propose(self, root: int, budget: Budget) -> Tree:
-        """A tree below ``root``, the token that was emitted last; it may be the root alone."""
+    def propose(self, root: int, budget: Budget) -> Tree | Proposal:
+        """A tree below ``root``, the token that was emitted last; it may be the root alone.
+
+        A `ViewDrafter` returns a generator of it.
+        """
 
     def extend(self, done: Round) -> None:
         """Process the target's results for a tree."""
+
+
+# ``(layer, attention (Hq, T, N), keys (H, N, D), values (H, N, D))``: float32 attention that the T
+# nodes of a tree gave to the first N slots of one sequence's tail.
+Observer = Callable[[int, Tensor, Tensor, Tensor], None]
+
+
+class ViewDrafter:
+    """Base of drafters that run the model itself over a part of its cache.
+
+    `propose` is a generator: it yields a token, which follows those that it has yielded before in
+    the round, and receives the model's logits (V,) after it. The drafters of a batch share these
+    forward passes.
+
+    Attributes
+    ----------
+    view : tuple of SlotList, optional
+        One for each layer; without it nothing is drafted. Not modified, but replaced.
+    """
+
+    view: tuple[SlotList, ...] | None = None
+
+    def observer(self) -> Observer | None:
+        """Called with the attention of the next verification, where the drafter reads it."""
+        return None

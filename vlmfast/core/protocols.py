@@ -20,7 +20,7 @@ from .drafting import Drafter, Governor, Target
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
 from .saliency import SaliencyRequest
-from .stage import Stage
+from .stage import Stage, Stages
 from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
 PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
@@ -356,6 +356,18 @@ class DrafterStage(Stage):
             When it does not fit ``target``.
         """
         raise NotImplementedError(f"{type(self).__name__}.open")
+
+    def draft_bytes(self, weights: int, cache: int) -> int:
+        """Bytes that one drafted token reads, where a decode step reads these; 0: hardly any."""
+        return 0
+
+    def check_recipe(self, recipe: Stages) -> None:
+        """Check that it can draft under the other stages of a recipe.
+
+        Raises
+        ------
+        RecipeError
+        """
 
     def choice(self, ships: Callable[[Stage], bool]) -> list[DrafterStage]:
         """Where `governs` is set: the drafters of a recipe that names none.

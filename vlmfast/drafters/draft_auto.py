@@ -10,6 +10,11 @@ next round takes the arm with the most tokens per second, by the goodput rule of
 
 The measurements stay with the model, so that later answers reuse them. Nothing is drafted
 
+- while a round would read too many bytes even if every draft were accepted. With ``S`` bytes of
+  weights and cache in a step and ``T`` for a drafted token, a chain of D tokens gains at most
+  ``(1 + D) S / (D T + S)``. Only drafters that run the model itself have a large T. The rule counts
+  until a size has been tried, and as long as rounds that draft do not take clearly less time than
+  their bytes predict, which is measured in every drafted round, and occasionally in a trial;
 - before the answer has ``after`` tokens: short answers never pay for a drafter's prefill;
 - while opening the drafter costs more than the rest of the answer could save, where an answer is
   expected to double in length (or to reach its limit);
@@ -26,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vlmfast.core.drafting import Target
+from vlmfast.core.drafting import Target, Traffic
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.registry import stage_class
@@ -35,6 +40,7 @@ _TRIES = 5  # rounds of each arm before it is judged
 _AGAIN = 64  # plain rounds from one trial of the best arm to the next
 _OTHER = 12  # drafting rounds from one trial of another size to the next
 _NEAR = 0.6  # of the best rate that another size needs for such a trial
+_TRUSTED = 0.8  # of the predicted time that drafted rounds take at the least if bytes count
 _KEEP = 0.95  # weight of the running mean in each round
 _PREFERRED = ("draft-eagle", "draft-vispec")
 _FREE = ("draft-ngram", "draft-recycle")
@@ -104,12 +110,15 @@ class Governor:
         self.stage, self.known, self.off = stage, known, (1, 0)
         self.sizes = sorted(size for size in sizes if size[0] > 1 and size[1] > 0)
         self.opened, self.plain = False, 0
+        self.traffic: Traffic | None = None
         self.reason = ""
 
     def arm(self, rows: int, size: tuple[int, int]) -> Arm:
         return self.known.setdefault((rows, size), Arm())
 
-    def choose(self, rows: int, count: int, max_new_tokens: int) -> tuple[int, int]:
+    def choose(
+        self, rows: int, count: int, max_new_tokens: int, traffic: Traffic | None = None
+    ) -> tuple[int, int]:
         """Nodes and depth of the next tree.
 
         Parameters
@@ -118,7 +127,10 @@ class Governor:
             Sequences that are decoded together.
         count, max_new_tokens : int
             Tokens of the answer so far, and their limit.
+        traffic : Traffic, optional
+            Bytes that the next forward passes read.
         """
+        self.traffic = traffic
         size, self.reason = self._choose(rows, count, max_new_tokens)
         return size
 
@@ -129,8 +141,13 @@ class Governor:
         if arms[self.off].rounds < _TRIES:
             return self.off, "off: timing plain decoding"
         untried = [size for size in self.sizes if arms[size].rounds < _TRIES]
-        if untried:
-            return untried[0], "trying"
+        if hopeful := [size for size in untried if self._may_pay(rows, size)]:
+            return hopeful[0], "trying"
+        if len(untried) == len(self.sizes):
+            turns = self.known["hopeless", rows] = self.known.get(("hopeless", rows), 0) + 1
+            if turns % _AGAIN == 0:
+                return untried[0], "trying whether bytes decide"
+            return self.off, "off: drafts would read more bytes than they can save"
         best = max(self.sizes, key=lambda size: arms[size].rate)
         last = self.known.get(("last", rows), best)
         if arms[best].rate < self.stage.hold * arms[last].rate:
@@ -150,6 +167,13 @@ class Governor:
         if turns % _OTHER == 0 and near:
             return near[turns // _OTHER % len(near)], "trying another size"
         return best, "drafting"
+
+    def _may_pay(self, rows: int, size: tuple[int, int]) -> bool:
+        """Whether a size that was not tried pays by its bytes if every draft is accepted."""
+        if self.traffic is None or self.known.get(("bytes", rows), 1.0) < _TRUSTED:
+            return True
+        _, depth = size
+        return 1 + depth >= self.stage.margin * self.traffic.relative(depth)
 
     def observe(
         self,
@@ -172,3 +196,12 @@ class Governor:
             self.known["open"] = keep * self.known.get("open", 0.0) + (1 - keep) * spent
         elif (size == self.off) == (nodes == 1):  # otherwise the limit left nothing to draft
             self.arm(rows, size).add(emitted, seconds)
+            self._check_bytes(rows, min(size[1], nodes - 1), seconds)
+
+    def _check_bytes(self, rows: int, drafted: int, seconds: float) -> None:
+        """Compare the time of a round with what its bytes predict."""
+        plain = self.arm(rows, self.off).seconds
+        if drafted and plain and self.traffic is not None and self.traffic.draft:
+            found = seconds / plain / self.traffic.relative(drafted)
+            before = self.known.get(("bytes", rows), found)
+            self.known["bytes", rows] = _KEEP * before + (1 - _KEEP) * found

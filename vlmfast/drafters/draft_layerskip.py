@@ -55,6 +55,9 @@ class DraftLayerSkip(DrafterStage):
     def largest(self) -> tuple[int, int]:
         return 1 + self.depth, self.depth
 
+    def draft_bytes(self, weights: int, cache: int) -> int:
+        return int((1 - self.skip) * (weights + cache))
+
     def open(self, target: Target) -> Chain:
         layers = list(self.layers) or kept(target.depth, self.skip)
         if not all(0 <= layer < target.depth for layer in layers) or layers != sorted(set(layers)):

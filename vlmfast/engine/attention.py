@@ -9,7 +9,7 @@ need their mask.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -29,16 +29,19 @@ from vlmfast.core.contexts import (
     VisionContext,
     current_context,
 )
+from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
 from vlmfast.kernels._triton import use_triton
 from vlmfast.kernels.biased_attention import biased_attention
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.decode_mixed import decode_mixed
+from vlmfast.kernels.decode_slots import decode_slots, gathered
 from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
 from .cache import JointCache
+from .kv_layer import KVLayer
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
@@ -185,6 +188,11 @@ def _cached(
         return _grouped(module, query, context, scaling, dropout)
     layer = context.cache.layers[index]
     sliding = context.cache.sliding(index, tokens)
+    if context.observers is not None:
+        mask = layer.mask(tokens, context.tree, sliding, layer.extent(tokens))
+        _observe(index, query, layer, mask, context.observers, scaling)
+    if context.views is not None:
+        return _listed(query, layer, context.views[0][index], sliding, scaling)
     plain = not layer.segments and layer.attention_mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
@@ -264,16 +272,61 @@ def _grouped(
 ) -> Tensor:
     """`_cached` for rows of several groups, one group after another."""
     outputs, first = [], 0
-    for cache in context.cache.caches:
+    for number, cache in enumerate(context.cache.caches):
         layer, rows = cache.layers[module.layer_idx], slice(first, first + cache.rows)
         tree, ancestors = (
             None if x is None else x[rows] for x in (context.tree, context.ancestors)
         )
-        own = DecodeContext(cache, tree, ancestors)
+        observers = None if context.observers is None else context.observers[rows]
+        views = None if context.views is None else [context.views[number]]
+        own = DecodeContext(cache, tree, ancestors, views=views, observers=observers)
         given = query[rows], layer.keys, layer.values, own, scaling, dropout
         outputs.append(_cached(module, *given, alone=False))
         first += cache.rows
     return torch.cat(outputs)
+
+
+def _listed(
+    query: Tensor, layer: KVLayer, view: SlotList, sliding: bool, scaling: float | None
+) -> Tensor:
+    """Attention of one new token of each row over some slots of the tail, (B, 1, Hq, D)."""
+    end, start = layer.length + 1, torch.minimum(view.start, layer.length)
+    lists = view.slots, view.counts, start, end, view.new(layer.max_lengths) + 1
+    if not sliding and _kernels(query, layer.keys):
+        given = query, layer.keys, layer.values, *lists, scaling, layer.bias
+        return decode_slots(*given)[0].transpose(1, 2)
+    at, mask = gathered(*lists)
+    if sliding:
+        mask = mask & layer.mask(1, None, True)[:, :, 0].gather(2, at[2])
+    mask = mask[:, :, None]
+    if layer.bias is not None:
+        mask = _with_bias(mask, layer.bias[at][:, :, None], query.dtype)
+    return _buffer_attention(query, layer.keys[at], layer.values[at], mask, scaling)
+
+
+def _observe(
+    index: int,
+    query: Tensor,
+    layer: KVLayer,
+    mask: Tensor,
+    observers: Sequence[tuple[int, Observer] | None],
+    scaling: float | None,
+) -> None:
+    """Show observers the attention of new tokens over the first N slots of the tail.
+
+    ``mask`` (B, H, T, N): what each token sees.
+    """
+    for row, wanted in enumerate(observers):
+        if wanted is None:
+            continue
+        nodes, observer = wanted
+        keys, values = (x[row, :, : mask.shape[3]] for x in (layer.keys, layer.values))
+        q = query[row, :, :nodes].float().unflatten(0, (len(keys), -1)) * _scale(scaling, query)
+        logits = q @ keys.float().transpose(-1, -2)[:, None]
+        if layer.bias is not None:
+            logits = logits + layer.bias[row, :, None, None, : keys.shape[1]]
+        logits = logits.masked_fill(~mask[row, :, None, :nodes], -torch.inf)
+        observer(index, logits.softmax(-1).flatten(0, 1), keys, values)
 
 
 def _extended(

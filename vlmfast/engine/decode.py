@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import Context, DecodeContext
+from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
@@ -82,6 +83,7 @@ class RowGroup:
     ) -> None:
         self.adapter, self.cache, self.size = adapter, cache, size
         self.graphs: StepGraphs | None = None
+        self._listed: tuple[list[tuple[SlotList, ...] | None], list[SlotList]] = [], []
         self.seat(rows)
         cache.start(position)
 
@@ -284,6 +286,20 @@ class RowGroup:
         finally:
             cache.advance(-drafted)
 
+    def listed(self, views: Many[tuple[SlotList, ...] | None]) -> list[SlotList]:
+        """The slots that the rows read at each layer; only views that differ are written again."""
+        before, lists = self._listed
+        same = len(before) == len(views)
+        changed = [row for row, view in enumerate(views) if not same or view is not before[row]]
+        for layer in range(len(self.cache.layers)) if changed else ():
+            parts = [None if view is None else view[layer] for view in views]
+            found: SlotList | None = lists[layer] if same else None
+            for row in changed:
+                found = None if found is None else found.put(row, parts[row])
+            lists[layer : layer + 1] = [SlotList.stacked(parts) if found is None else found]
+        self._listed = list(views), lists
+        return lists
+
     def run_decode_stages(self, number: int | None = None) -> None:
         """Run the decode stages of one row, or of each row, on its cache."""
         for at in range(len(self.rows)) if number is None else (number,):
@@ -483,10 +499,34 @@ class Batch(Generic[R]):
         tokens = tokens if self._orders is None else tokens.index_select(0, self._orders[0])
         return self._arranged(feed(self.groups, tokens))
 
-    def verify(self, trees: Many[Tree]) -> Output:
-        """As in `RowGroup`."""
+    def verify(self, trees: Many[Tree], observers: Many[Observer | None] = ()) -> Output:
+        """As in `RowGroup`; ``observers``, one per row, read the attention of its tree."""
         ordered = [tree for own in self._by_group(trees) for tree in own]
-        return self._arranged(verify(self.groups, ordered))
+        seen = [each for own in self._by_group(observers) for each in own] if observers else []
+        return self._arranged(verify(self.groups, ordered, seen))
+
+    def draft(
+        self, tokens: dict[int, int], views: dict[int, tuple[SlotList, ...]], drafted: int
+    ) -> dict[int, Tensor]:
+        """Logits (V,) after one drafted token of some rows; nothing is counted.
+
+        Parameters
+        ----------
+        tokens : dict of int to int
+            By row.
+        views : dict of int to tuple of SlotList
+            By row and layer, the slots that the token reads.
+        drafted : int
+            Tokens that were drafted in this way before it.
+        """
+        places = [self._place(self.rows[number]) for number in tokens]
+        groups = [group for group in self.groups if any(group is own for own, _ in places)]
+        number = {id(row): at for at, row in enumerate(self.rows)}
+        order = [number[id(row)] for group in groups for row in group.rows]
+        of = [[views.get(number[id(row)]) for row in group.rows] for group in groups]
+        fed = torch.tensor([[tokens.get(row, 0)] for row in order])
+        logits = draft(groups, fed, of, drafted)
+        return {row: logits[at] for at, row in enumerate(order) if row in tokens}
 
     def accept(self, paths: Many[Many[int]]) -> None:
         """As in `RowGroup`."""
@@ -498,6 +538,12 @@ class Batch(Generic[R]):
         for row in self.rows if number is None else [self.rows[number]]:
             group, at = self._place(row)
             group.run_decode_stages(at)
+
+    def cache_bytes(self) -> int:
+        """Bytes of all slots that are not quantized, as the longest head has them. No host sync."""
+        adapter = self.groups[0].adapter
+        slots = sum(sum(layer.max_lengths) for group in self.groups for layer in group.cache.layers)
+        return slots * adapter.bytes_per_token() // adapter.depth
 
     def spare(self, number: int) -> int:
         """As in `RowGroup`."""
@@ -537,8 +583,42 @@ def feed(groups: Many[RowGroup], tokens: Tensor) -> Output:
     return output
 
 
-def verify(groups: Many[RowGroup], trees: Many[Tree]) -> Output:
-    """Check one tree per row of all groups, in this order, after its cached tokens."""
+def draft(
+    groups: Many[RowGroup],
+    tokens: Tensor,
+    views: Many[Many[tuple[SlotList, ...] | None]],
+    drafted: int,
+) -> Tensor:
+    """Logits (B, V) after ``tokens`` (B, 1), which read the slots of ``views`` alone.
+
+    By group and row; rows without a view are computed, but not used. As in `RowGroup.shallow`,
+    nothing is counted, and the next forward pass overwrites what is written.
+    """
+    for group in groups:
+        group.reserve(drafted + 1)
+    lists = [group.listed(own) for group, own in zip(groups, views, strict=True)]
+    device = groups[0].position.device
+    caches = [group.cache for group in groups]
+    cache = caches[0] if len(caches) == 1 else JointCache(caches)
+    for own in caches:
+        own.advance(drafted)
+    try:
+        tokens = tokens.to(device)
+        given = tokens, torch.full_like(tokens, drafted), torch.ones_like(tokens, dtype=torch.bool)
+        output = forward(groups[0].adapter, cache, (), *given[:2], given[2][..., None], views=lists)
+        return output.logits[:, -1]
+    finally:
+        for own in caches:
+            own.advance(-drafted)
+
+
+def verify(
+    groups: Many[RowGroup], trees: Many[Tree], observers: Many[Observer | None] = ()
+) -> Output:
+    """Check one tree per row of all groups, in this order, after its cached tokens.
+
+    ``observers``: by row, who reads the attention of its tree, if anyone.
+    """
     width = max(len(tree) for tree in trees)
     if groups[0].captures:  # few widths, so that few steps are captured
         width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
@@ -557,17 +637,26 @@ def verify(groups: Many[RowGroup], trees: Many[Tree]) -> Output:
     device = groups[0].position.device
     for group in groups:
         group.reserve(width)
-    return run_step(groups, *(x.to(device) for x in (tokens, offset, mask)))
+    pairs = zip(trees, observers, strict=True) if any(observers) else ()
+    seen = [None if observer is None else (len(tree), observer) for tree, observer in pairs]
+    return run_step(groups, *(x.to(device) for x in (tokens, offset, mask)), observers=seen)
 
 
-def run_step(groups: Many[RowGroup], *given: Tensor) -> Output:
-    """A step of all groups: one forward pass, or one of each group."""
+def run_step(
+    groups: Many[RowGroup],
+    *given: Tensor,
+    observers: Many[tuple[int, Observer] | None] = (),
+) -> Output:
+    """A step of all groups: one forward pass, or one of each group.
+
+    A step that is observed is not captured.
+    """
     first = groups[0]
-    if not first.captures and (len(groups) == 1 or not first.cache.stateful):
+    if observers or (not first.captures and (len(groups) == 1 or not first.cache.stateful)):
         caches = [group.cache for group in groups]
         cache = caches[0] if len(caches) == 1 else JointCache(caches)
         aux_layers = _aux_layers([row for group in groups for row in group.rows])
-        return forward(first.adapter, cache, aux_layers, *given)
+        return forward(first.adapter, cache, aux_layers, *given, observers=observers or None)
     if len(groups) == 1:
         return first.captured(*given)
     parts = (x.split([len(group.rows) for group in groups]) for x in given)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import Context, DecodeContext
+from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
@@ -25,6 +26,9 @@ def forward(
     tokens: Tensor,
     offset: Tensor | None = None,
     tree: Tensor | None = None,
+    *,
+    views: Sequence[Sequence[SlotList]] | None = None,
+    observers: Sequence[tuple[int, Observer] | None] | None = None,
 ) -> Output:
     """The device part of a step, from embedding to logits, which can be captured.
 
@@ -39,11 +43,13 @@ def forward(
         counted.
     tree : Tensor, bool, (B, T, T), optional
         Which of the tokens see each other.
+    views, observers : optional
+        As in `DecodeContext`.
     """
     position = cache.position
     assert position is not None
     position = position if offset is None else position + offset
-    context = DecodeContext(cache, tree)
+    context = DecodeContext(cache, tree, views=views, observers=observers)
     if tree is not None and tree.shape[1] <= WORD:
         bits = torch.arange(tree.shape[1], device=tree.device)
         context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
@@ -77,7 +83,8 @@ def _modules(
         shifted(adapter, cache, context, position),
         capture_layer_inputs(decoder, aux_layers, context) as seen,
     ):
-        if adapter.decoding == "compile":
+        # Lists of slots and observers change from one pass to the next.
+        if adapter.decoding == "compile" and context.views is context.observers is None:
             decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
         hidden = decoder(
             inputs_embeds=embeds,

@@ -41,6 +41,8 @@ def fitted(adapter: Adapter, recipe: Recipe) -> tuple[Recipe, Watch | None]:
     drafters = recipe.acting(DrafterStage)
     if not drafters:
         return recipe, None
+    for stage in drafters:
+        stage.check_recipe(recipe)
     check(drafters, adapter)
     return recipe, Watch(drafting(drafters, adapter), adapter.depth)
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vlmfast.core.drafting import Proposal
 from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
 
@@ -72,11 +73,12 @@ class Rounds:
         """One round of rows that have drafters."""
         sequences = batch.rows
         batch.reserve(max(_TREE, *(s.drafts.limit[0] for s in sequences if s.drafts is not None)))
-        trees = [self._tree(batch, row, sequence) for row, sequence in enumerate(sequences)]
+        trees = self._trees(batch)
         start = clock(self.adapter.device)
         drafted = any(len(tree) > 1 for tree in trees)
         if drafted:
-            output = batch.verify(trees)
+            observers = [s.drafts.observer() for s in sequences if s.drafts is not None]
+            output = batch.verify(trees, *([observers] if any(observers) else []))
         else:
             roots = [[tree.tokens[0]] for tree in trees]
             output = batch.feed(torch.tensor(roots, device=self.adapter.device))
@@ -108,15 +110,48 @@ class Rounds:
                 sequence.drifted -= 1
             self._redecode(batch, sequence)
 
-    def _tree(self, batch: Batch[Sequence], row: int, sequence: Sequence) -> Tree:
-        """What a row's drafters propose."""
-        root = sequence.sampler.tokens[-1]
-        try:
+    def _trees(self, batch: Batch[Sequence]) -> list[Tree]:
+        """What the drafters of each row propose.
+
+        Rows that draft with the model itself share its forward passes.
+        """
+        trees: list[Tree | None] = []
+        waiting: dict[int, tuple[Proposal, int]] = {}  # by row, with the token that is fed next
+        for row, sequence in enumerate(batch.rows):
             assert sequence.drafts is not None
-            return sequence.drafts.propose(batch, row, root)
+            proposal = sequence.drafts.propose(batch, row, sequence.sampler.tokens[-1])
+            trees.append(self._tree(sequence, proposal, None, row, waiting))
+        drafted = 0
+        drafts = {row: sequence.drafts for row, sequence in enumerate(batch.rows)}
+        views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
+        while waiting:
+            tokens = {row: token for row, (_, token) in waiting.items()}
+            logits = batch.draft(tokens, views, drafted)
+            drafted += 1
+            for row, (proposal, _) in list(waiting.items()):
+                trees[row] = self._tree(batch.rows[row], proposal, logits[row], row, waiting)
+        assert all(tree is not None for tree in trees)
+        return trees  # type: ignore[return-value]  # see the line above
+
+    def _tree(
+        self,
+        sequence: Sequence,
+        proposal: Proposal,
+        logits: Tensor | None,
+        row: int,
+        waiting: dict[int, tuple[Proposal, int]],
+    ) -> Tree | None:
+        """Continue a proposal: its tree, or ``None`` while it waits for logits."""
+        waiting.pop(row, None)
+        try:
+            token = next(proposal) if logits is None else proposal.send(logits)
+        except StopIteration as end:
+            return end.value
         except Exception as error:
             fail(sequence, error)
-            return Tree.chain([root])
+            return Tree.chain([sequence.sampler.tokens[-1]])
+        waiting[row] = proposal, token
+        return None
 
     def _redecode(self, batch: Batch[Sequence], sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""

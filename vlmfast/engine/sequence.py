@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from vlmfast.core.drafting import Observer, Proposal, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
@@ -35,8 +36,15 @@ class Drafts(Protocol):
 
     limit: tuple[int, int]
 
-    def propose(self, batch: Batch, number: int, root: int) -> Tree:
+    @property
+    def view(self) -> tuple[SlotList, ...] | None:
+        """The slots that the tokens of `propose` read, see `ViewDrafter`."""
+
+    def propose(self, batch: Batch, number: int, root: int) -> Proposal:
         """A tree of drafts after ``root``, which is not in the cache of row ``number`` yet."""
+
+    def observer(self) -> Observer | None:
+        """Who reads the attention of the next verification."""
 
     def learn(
         self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int

@@ -21,12 +21,24 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
+from vlmfast.core.drafting import (
+    Budget,
+    Drafter,
+    Observer,
+    Proposal,
+    Read,
+    Round,
+    SlotList,
+    Target,
+    Traffic,
+    ViewDrafter,
+)
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.tree import Tree
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .decode import Batch
@@ -142,7 +154,9 @@ class Speculation:
         # What it measures of a model and these drafters is kept for later requests.
         known = _remembered(adapter, "drafting", *self.stages)
         self.governor = governing[0].govern(self.limit, known) if governing else None
+        self.weights = _weights(adapter) if governing else 0
         self.drafters: list[Drafter] | None = None
+        self.viewing: ViewDrafter | None = None
         self.warp = _warper(sequence)
         self.names = sequence.stats.speculation = "+".join(stage.name for stage in self.stages)
         self.taken, self.rows, self.began = self.limit, 1, 0.0
@@ -154,7 +168,7 @@ class Speculation:
 
     # --- a round ---------------------------------------------------------------------------------
 
-    def propose(self, batch: Batch, number: int, root: int) -> Tree:
+    def propose(self, batch: Batch, number: int, root: int) -> Proposal:
         """A tree of drafts after ``root``, which the model has not processed yet."""
         sequence, stats = self.sequence, self.sequence.stats
         left = (
@@ -164,7 +178,9 @@ class Speculation:
         nodes, depth = self.limit
         self.rows = len(batch.rows)
         if self.governor is not None:
-            nodes, depth = self.governor.choose(self.rows, sequence.count, sequence.max_new_tokens)
+            nodes, depth = self.governor.choose(
+                self.rows, sequence.count, sequence.max_new_tokens, self._traffic(batch)
+            )
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
         self.seat = batch, number
@@ -175,14 +191,19 @@ class Speculation:
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
         with self._drafting():
-            return self._tree(root, Budget(nodes, depth, self.warp, self._noise()))
+            return (yield from self._tree(root, Budget(nodes, depth, self.warp, self._noise())))
 
-    def _tree(self, root: int, budget: Budget) -> Tree:
+    def _tree(self, root: int, budget: Budget) -> Proposal:
         if self.drafters is None:
             self._open()
             self.first = True
         assert self.drafters is not None
-        tree, *others = (drafter.propose(root, budget) for drafter in self.drafters)
+        # Generators start after all others: these may write to the free slots of other rows.
+        found = [drafter.propose(root, budget) for drafter in self.drafters]
+        trees = []
+        for each in found:
+            trees.append(each if isinstance(each, Tree) else (yield from each))
+        tree, *others = trees
         for other in others:
             tree = tree.joined(other)
         banned = self.adapter.placeholders()
@@ -194,6 +215,13 @@ class Speculation:
         start = clock(self.adapter.device)
         yield
         self.sequence.stats.time_draft_s += clock(self.adapter.device) - start
+
+    def _traffic(self, batch: Batch) -> Traffic:
+        """Bytes that the next forward passes read."""
+        weights, cache = self.weights, batch.cache_bytes()
+        return Traffic(
+            weights + cache, sum(stage.draft_bytes(weights, cache) for stage in self.stages)
+        )
 
     def _noise(self) -> Callable[[int], Tensor] | None:
         return self.noise if self.sequence.sampler.sampled else None
@@ -253,11 +281,22 @@ class Speculation:
             sorted({at for stage in self.stages for at in stage.aux_hidden_state_layers(depth)})
         )
 
+    @property
+    def view(self) -> tuple[SlotList, ...] | None:
+        """The slots that the tokens of `propose` read."""
+        return None if self.viewing is None else self.viewing.view
+
+    def observer(self) -> Observer | None:
+        """Who reads the attention of the next verification."""
+        return None if self.viewing is None else self.viewing.observer()
+
     def _open(self) -> None:
         adapter, ids = self.adapter, self.sequence.ids[0, : self.sequence.prompt_length].tolist()
         tenant = self.sequence.inputs.tenant
-        targets = [_target(adapter, stage, self._shallow, tenant) for stage in self.stages]
+        notes = self.sequence.notes
+        targets = [_target(adapter, stage, self._shallow, tenant, notes) for stage in self.stages]
         self.drafters = [stage.open(t) for stage, t in zip(self.stages, targets, strict=True)]
+        self._check_view()
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
                 own = Read(
@@ -270,6 +309,28 @@ class Speculation:
                 drafter.prefill(own)
         self.prompt.clear()
         self._catch_up()
+
+    def _check_view(self) -> None:
+        """Find the drafter that reads a view, and check that the view is of this cache.
+
+        Raises
+        ------
+        VLMFastError
+        """
+        assert self.drafters is not None
+        self.viewing = next((d for d in self.drafters if isinstance(d, ViewDrafter)), None)
+        if (view := self.view) is None:
+            return
+        lengths = self.sequence.prompt_slots
+        assert lengths is not None
+        for layer, (part, length) in enumerate(zip(view, lengths, strict=True)):
+            used = torch.arange(part.slots.shape[1], device=length.device) < part.counts[:, None]
+            wrong = used & ((part.slots < 0) | (part.slots >= part.start[:, None]))
+            if bool(wrong.any() | (part.start > length).any()):
+                raise VLMFastError(
+                    f"{self.names}: the view of layer {layer} is of another cache: it has slots "
+                    f"beyond the {int(length.max())} of this prompt"
+                )
 
     def _catch_up(self) -> None:
         """Show the drafters the rounds that they have not seen."""
@@ -290,6 +351,7 @@ def _target(
     stage: DrafterStage,
     shallow: Callable[..., Tensor] | None = None,
     tenant: str = "",
+    notes: dict[str, dict[str, Any]] | None = None,
 ) -> Target:
     return Target(
         adapter.embed,
@@ -302,6 +364,7 @@ def _target(
         shallow,
         # Some remember answers, and which drafts are accepted would tell others of them.
         _remembered(adapter, "drafter", stage, tenant=tenant),
+        (notes or {}).get(stage.name, {}),
     )
 
 
@@ -322,6 +385,12 @@ def drafting(stages: Many[DrafterStage], adapter: Adapter) -> list[DrafterStage]
     """The drafters of a recipe, or those that its governor chooses."""
     chosen = [stage for stage in stages if not stage.governs]
     return chosen or stages[0].choice(adapter.ships)
+
+
+def _weights(adapter: Adapter) -> int:
+    """Bytes of the weights that a decode step reads: of the layers and of the head."""
+    parts = [*adapter.decoder.layers, adapter.model.get_output_embeddings()]
+    return sum(weight.nbytes for part in parts for weight in part.parameters())
 
 
 def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:

@@ -169,7 +169,7 @@ def drawn(size: int, seed: int = 9) -> Image.Image:
 # --- whether drafts change answers ---------------------------------------------------------------
 
 NEAR = 4.0  # largest gap of a near tie, in ulp
-_FREE = ("draft-ngram+draft-recycle", "draft-layerskip")
+_FREE = ("draft-ngram+draft-recycle", "draft-layerskip", "draft-self")
 _TRAINED = ("draft-eagle", "draft-vispec")
 
 Asked = Callable[..., Any]  # (vlm, recipe, **generation) -> Answer to one fixed question

@@ -89,6 +89,10 @@ TABLE = {
         "join": Blocks({"entries": 2048}),
         "attention mass": Blocks({"BLOCK_M": 8, "BLOCK_N": 128}),
     },
+    "decode_slots": {
+        "wide": Blocks({"BLOCK_M": 16, "BLOCK_N": 64}),
+        "narrow": Blocks({"BLOCK_M": 16, "BLOCK_N": 32}),
+    },
     "gather_rows": {  # at most; 4,096 entries of 2 bytes are eight 16-byte loads in 128 threads
         "tile": Blocks({"rows": 256, "columns": 256, "entries": 4096}),
     },

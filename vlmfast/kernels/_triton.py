@@ -31,6 +31,7 @@ KERNELS = {
     "biased_attention": ("biased_attention",),
     "col_stats": ("col_stats", "row_lse"),
     "decode_mixed": ("decode_mixed",),
+    "decode_slots": ("decode_slots",),
     "diversity": ("density_peaks", "dpp", "max_min"),
     "fused": ("fused_step",),  # of the engine: fused decode steps
     "gather_rows": ("gather_rows",),

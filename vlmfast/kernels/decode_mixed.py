@@ -188,7 +188,7 @@ LENGTHS, MASK, ANCESTORS = 0, 1, 2
 
 
 @triton.jit
-def _tile_range(tiles):
+def tile_range(tiles):
     """First and last (exclusive) tile of this program's split."""
     size = tl.cdiv(tiles, tl.num_programs(0))
     first = tl.program_id(0) * size
@@ -196,7 +196,7 @@ def _tile_range(tiles):
 
 
 @triton.jit
-def _head_base(base, strides, b, h, ALIGN: tl.constexpr):
+def head_base(base, strides, b, h, ALIGN: tl.constexpr):
     """Pointer to a head's first slot, and the stride of slots.
 
     Dividing and multiplying by ``ALIGN`` shows Triton alignments other than 16.
@@ -422,8 +422,8 @@ def _attend_one(
     p_q = query + (b * stride_query[0] + h * stride_query[1] + c)
     if KEY_GROUP == 0:
         b_q = _load_parts(p_q, m_c, scaling, PARTS, PART_D)
-    p_k, next_key = _head_base(keys, stride_keys, b, h, ALIGN)
-    p_v, next_value = _head_base(values, stride_values, b, h, ALIGN)
+    p_k, next_key = head_base(keys, stride_keys, b, h, ALIGN)
+    p_v, next_value = head_base(values, stride_values, b, h, ALIGN)
     p_seen = seen + (b * stride_seen[0] + h * stride_seen[1])
     if bias is not None:
         p_bias = bias + (b * stride_bias[0] + h * stride_bias[1])
@@ -442,7 +442,7 @@ def _attend_one(
     acc = ()  # one [BN, BD] for each part of the channels
     for _ in tl.static_range(PARTS):
         acc = acc + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
-    first, last = _tile_range(tl.cdiv(slots, ROWS * BLOCK_N))
+    first, last = tile_range(tl.cdiv(slots, ROWS * BLOCK_N))
     for tile in range(first, last):
         start = (tile * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * ROWS
         m_slots, b_s, m_any = (), (), start < 0
@@ -599,8 +599,8 @@ def _attend(
     p_q += (h * G + r // tokens) * stride_query[1] + r % tokens * stride_query[2]
     p_q += c  # [BM, BD]
     b_q = _load_parts(p_q, m_r & m_c, 1.0, PARTS, PART_D)
-    p_k, next_key = _head_base(keys, stride_keys, b, h, ALIGN)
-    p_v, next_value = _head_base(values, stride_values, b, h, ALIGN)
+    p_k, next_key = head_base(keys, stride_keys, b, h, ALIGN)
+    p_v, next_value = head_base(values, stride_values, b, h, ALIGN)
     p_seen = seen + (b * stride_seen[0] + h * stride_seen[1])
     if bias is not None:
         p_bias = bias + (b * stride_bias[0] + h * stride_bias[1])
@@ -621,9 +621,9 @@ def _attend(
     for _ in tl.static_range(PARTS):
         acc = acc + (tl.zeros((BLOCK_M, BLOCK_D), tl.float32),)
     if KEY_GROUP:
-        first, last = _tile_range(tl.cdiv(slots, KEY_GROUP) * GROUP_TILES)
+        first, last = tile_range(tl.cdiv(slots, KEY_GROUP) * GROUP_TILES)
     else:
-        first, last = _tile_range(tl.cdiv(slots, BLOCK_N))
+        first, last = tile_range(tl.cdiv(slots, BLOCK_N))
     for tile in range(first, last):
         start, end = tile * BLOCK_N, slots
         if KEY_GROUP:  # a tile never crosses the border of a group
@@ -794,7 +794,7 @@ MAX_PROGRAMS = 1024  # of one batch row: about eight for each multiprocessor of 
 MIN_SLOTS = 128  # of a split; their bytes are many times those of the partial result
 
 
-def _splits(slots: int, heads: int, rows: int) -> int:
+def count_splits(slots: int, heads: int, rows: int) -> int:
     """Number of splits of ``slots``. Independent of the batch, and so are the results."""
     if not slots or not rows:
         return 0
@@ -819,7 +819,7 @@ def attend(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=query.device)
 
-    counts = [_splits(len(piece), heads, rows) for piece in pieces]
+    counts = [count_splits(len(piece), heads, rows) for piece in pieces]
     num_splits = sum(counts)
     # The interpreter truncates to bfloat16 instead of rounding.
     out = empty(*query.shape, dtype=torch.float32 if INTERPRETED else query.dtype)
@@ -833,14 +833,13 @@ def attend(
     if mass_of is not None:
         logits, attention_mass = empty(flat, rows, len(mass_of)), empty(batch, heads, len(mass_of))
     if query.numel():
-        first_split, query = 0, _contiguous_last(query)
+        first_split, query = 0, contiguous_last(query)
         for piece, count in zip(pieces, counts, strict=True):
             if count:
                 outputs = (logits if piece is mass_of else None, *partial)
                 _launch(query, piece, outputs, scaling, count, num_splits, first_split)
             first_split += count
-        join = _join_blocks(dim, architecture(query.device))
-        _join[rows, flat](*partial, out, lse, num_splits, rows, D=dim, **join.options())
+        join(partial, out, lse)
     if attention_mass is not None and attention_mass.numel():
         tile = blocks("decode_mixed", "attention mass", architecture(query.device))
         _attention_mass[triton.cdiv(len(mass_of), tile.sizes["BLOCK_N"]), flat](
@@ -853,6 +852,22 @@ def attend(
             **tile.options(),
         )
     return out.to(query.dtype), lse, attention_mass
+
+
+def join(partial: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+    """Reduce the partial results of all splits to one softmax.
+
+    Parameters
+    ----------
+    partial : Tensor, float32, (B*Hk, splits, G*T), the same, and (B*Hk, splits, G*T, D)
+        Largest logit, sum of exponentials, and weighted values, which are read where the sum is
+        not zero.
+    out : Tensor, (B*Hk, G*T, D) entries
+        Written, as is ``lse``, float32, (B*Hk, G*T) entries.
+    """
+    flat, num_splits, rows, dim = partial[2].shape
+    tile = _join_blocks(dim, architecture(out.device))
+    _join[rows, flat](*partial, out, lse, num_splits, rows, D=dim, **tile.options())
 
 
 def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: int) -> None:
@@ -879,7 +894,7 @@ def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: 
         )
 
 
-def _contiguous_last(x: Tensor) -> Tensor:
+def contiguous_last(x: Tensor) -> Tensor:
     """With a contiguous last axis, as the kernels require."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -887,7 +902,7 @@ def _contiguous_last(x: Tensor) -> Tensor:
 def _same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """With equal strides and a contiguous last axis."""
     alike = len({x.stride() for x in tensors}) == 1
-    return tuple(_contiguous_last(x) if alike else x.contiguous() for x in tensors)
+    return tuple(contiguous_last(x) if alike else x.contiguous() for x in tensors)
 
 
 def _launch(
@@ -903,22 +918,22 @@ def _launch(
     (batch, query_heads, tokens, dim), bias = query.shape, piece.bias
     none = (None, None)
     if isinstance(piece, Segment):
-        keys, values = _contiguous_last(piece.key_codes), _contiguous_last(piece.value_codes)
+        keys, values = contiguous_last(piece.key_codes), contiguous_last(piece.value_codes)
         key_parameters = _same_strides(piece.key_step, piece.key_min)
         value_parameters = (piece.value_step, piece.value_min)
         if piece.value_step.shape[-1] == 1:  # the kernels expect neighboring slots
             value_parameters = tuple(x.squeeze(-1) for x in value_parameters)
         value_parameters = _same_strides(*value_parameters)
-        scale = None if piece.value_scale is None else _contiguous_last(piece.value_scale)
+        scale = None if piece.value_scale is None else contiguous_last(piece.value_scale)
         seen, kind = piece.lengths, LENGTHS
         layout = (piece.bits, piece.group, dim // piece.value_step.shape[-1])
     else:
-        keys, values = _contiguous_last(piece.keys), _contiguous_last(piece.values)
+        keys, values = contiguous_last(piece.keys), contiguous_last(piece.values)
         key_parameters, value_parameters, scale = none, none, None
         seen, kind, layout = piece.seen, piece.kind, (0, 0, dim)
     heads = keys.shape[1]
     if bias is not None:
-        bias = _contiguous_last(bias.expand(keys.shape[:3]))
+        bias = contiguous_last(bias.expand(keys.shape[:3]))
     if seen.dtype == torch.bool:
         seen = seen.view(torch.uint8)
 

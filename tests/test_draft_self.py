@@ -1,0 +1,464 @@
+"""Drafts over a view of the model's own cache: answers are those of plain decoding.
+
+The product of views, families, ways of asking and samplers is tested by pairs, in float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_families
+import vlmfast.engine.decode as decode
+import vlmfast.engine.rounds as rounds
+from test_draft_product import covering, met_by
+from test_graphs import captured_by_stand_in
+from tiny_models import build_llava, make_image
+from vlmfast import VLM, Request
+from vlmfast.core.drafting import SlotList
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
+from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
+from vlmfast.errors import RecipeError, VLMFastError
+
+BUILD = tiny_families.first()
+BUILD["gemma3 windows"] = lambda: tiny_families.build_gemma3(window=40)
+VIEWS = (
+    "draft-self:keep=0.3,confidence=0",
+    "draft-self:keep=1,confidence=0,refresh=1",
+    "draft-self:view=snapkv,keep=0.5,confidence=0,refresh=2",
+    "draft-self:view=vlcache,keep=0.5,confidence=0,refresh=2",
+    "draft-self:view=divprune,keep=0.5,confidence=0",
+    "draft-ngram+draft-self:view=h2o,keep=0.5,refresh=3",
+)
+MORE_VIEWS = (
+    *VIEWS,
+    "draft-self:keep=0.5,steps=6,refresh=0",
+    "draft-self:view=pyramidkv,keep=0.4,steps=2",
+    "draft-self:view=cake,keep=0.6,confidence=0,refresh=1",
+    "draft-self:view=streamingllm,keep=0.6,confidence=0",
+    "draft-self:view=random,keep=0.6,confidence=0",
+    "draft-self:view=visionzip,keep=0.5,confidence=0",
+    "hired:0.5+draft-self:keep=0.5",
+    "snapkv:0.9,window=4+draft-self:keep=0.5,confidence=0",
+)
+FAST = ("llava", "qwen2_5_vl", "gemma3 windows", "llava_next", "internvl")
+PENALIZED = {"do_sample": False, "repetition_penalty": 1.1}
+SAMPLED = {"do_sample": True, "seed": 5, "temperature": 0.8, "top_k": 50, "top_p": 0.98}
+SAMPLERS = {
+    "greedy": {"do_sample": False},
+    "penalized": PENALIZED,
+    "sampled": SAMPLED,
+    "min-p": {"do_sample": True, "seed": 7, "min_p": 0.02, "repetition_penalty": 1.2},
+}
+WAYS = ("single", "batch", "session")
+QUESTION = "what is here, and where does it stand in the image ?"
+PAIRS = covering((list(VIEWS), list(FAST), list(WAYS), list(SAMPLERS)))
+PRODUCT = covering((list(MORE_VIEWS), list(BUILD), list(WAYS), list(SAMPLERS)), seed=1)
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models({})
+
+
+@dataclass
+class Models:
+    made: dict[str, VLM]
+
+    def __call__(self, family: str) -> VLM:
+        if family == "smolvlm":
+            pytest.importorskip("num2words")  # needed by its processor
+        if family not in self.made:
+            model, processor = BUILD[family]()
+            self.made[family] = VLM(model.double(), processor)
+        return self.made[family]
+
+
+@pytest.fixture(scope="module")
+def llava() -> VLM:
+    return VLM(*build_llava(dtype=torch.float64))
+
+
+def given(**more) -> dict:
+    return {"images": make_image(seed=1), "max_new_tokens": 24, "eos_token_id": None, **more}
+
+
+def answers(vlm: VLM, recipe: str, way: str, tokens: int, **sampler) -> list:
+    more = {"max_new_tokens": tokens, "eos_token_id": None, **sampler}
+    if way == "single":
+        return [vlm.ask(QUESTION, images=make_image(seed=1), recipe=recipe, **more)]
+    if way == "session":
+        with vlm.session(images=make_image(seed=1), recipe=recipe) as session:
+            return [session.ask(text, **more) for text in (QUESTION, "and there ?")]
+    requests = [
+        Request(
+            QUESTION + " and there ?" * number,
+            [make_image(seed=seed) for seed in range(1 + number // 2)],
+            recipe=recipe,
+            generation={**more, "max_new_tokens": tokens - 3 * number},
+        )
+        for number in range(3)
+    ]
+    return vlm.ask_many(requests, batch_size=3)
+
+
+def without(recipe: str) -> str:
+    """A recipe without its drafters."""
+    return "+".join(word for word in recipe.split("+") if "draft" not in word) or "none"
+
+
+def check(models: Models, case: tuple, tokens: int = 16) -> None:
+    recipe, family, way, sampler = case
+    vlm, more = models(family), SAMPLERS[sampler]
+    if "streamingllm" in recipe and family.startswith(("qwen", "gemma3")):
+        with pytest.raises(RecipeError, match="rotary ids"):
+            answers(vlm, recipe, way, tokens, **more)
+        return
+    wanted = answers(vlm, without(recipe), way, tokens, **more)
+    got = answers(vlm, recipe, way, tokens, **more)
+    assert [a.token_ids for a in got] == [a.token_ids for a in wanted]
+    for answer in got:
+        stats = answer.stats
+        assert stats.drafted > 0
+        assert stats.rounds + stats.accepted == len(answer.token_ids) - 1
+        if "keep=1," in recipe and "repetition_penalty" not in more:  # drafts do not know of it
+            assert stats.accepted == stats.drafted
+
+
+def test_the_pairs_are_covered() -> None:
+    axes = (VIEWS, FAST, WAYS, SAMPLERS)
+    assert set().union(*map(met_by, PAIRS)) == set().union(*map(met_by, itertools.product(*axes)))
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
+def test_pairs(models: Models, case: tuple) -> None:
+    check(models, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: "-".join(map(str, case)))
+def test_product(models: Models, case: tuple) -> None:
+    check(models, case, tokens=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BUILD)
+def test_in_float32_answers_differ_at_near_ties_alone(family: str) -> None:
+    if family == "smolvlm":
+        pytest.importorskip("num2words")  # needed by its processor
+    vlm, ties = VLM(*BUILD[family]()), 0
+    for recipe, seed in itertools.product(("draft-self:keep=0.4,confidence=0", VIEWS[2]), range(3)):
+        more = given(images=make_image(seed=seed), max_new_tokens=40)
+        plain = vlm.ask(QUESTION, **more, top_logprobs=2)
+        got = vlm.ask(QUESTION, recipe=recipe, **more)
+        assert got.stats.drafted > 0
+        pairs = zip(plain.token_ids, got.token_ids, plain.logprobs, strict=True)
+        first = next((of for token, other, of in pairs if token != other), None)
+        if first is not None:
+            (_, best), (_, second) = first.top
+            assert best - second < 1e-4
+            ties += 1
+    assert ties <= 1
+
+
+# --- what a draft reads --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trees(monkeypatch) -> list[Tree]:
+    """The trees that are verified."""
+    walk, found = rounds.walk, []
+
+    def noted(tree, *args, **more):
+        found.append(tree)
+        return walk(tree, *args, **more)
+
+    monkeypatch.setattr(rounds, "walk", noted)
+    return found
+
+
+@pytest.fixture
+def chains(monkeypatch) -> list[Chain]:
+    """The drafters that are opened for a sequence."""
+    found = []
+
+    def opened(self, target):
+        found.append(Chain(self, target))
+        return found[-1]
+
+    monkeypatch.setattr(DraftSelf, "open", opened)
+    return found
+
+
+@pytest.mark.parametrize(
+    "method", ["snapkv:0.5,window=8", "pyramidkv:0.5", "h2o:0.5,decode=false", "vlcache:0.4"]
+)
+def test_drafts_are_those_of_the_evicted_cache(llava, trees, tmp_path, method: str) -> None:
+    """The first chain is what the model answers where the method has evicted all other slots."""
+    wanted = llava.ask(QUESTION, recipe=method, **given()).token_ids
+    plain = llava.ask(QUESTION, **given()).token_ids
+    assert wanted[:8] != plain[:8]
+    Recipe.parse(method).save(tmp_path / "view.yaml")
+    trees.clear()
+    drafter = f"draft-self:view={tmp_path / 'view.yaml'},steps=7,confidence=0"
+    assert llava.ask(QUESTION, recipe=drafter, **given()).token_ids == plain
+    assert list(trees[0].tokens) == wanted[:8]
+
+
+def test_a_draft_ends_with_its_confidence(llava, trees) -> None:
+    plain = llava.ask(QUESTION, **given())
+    for confidence, most in ((0.0, 4), (1.0, 1)):
+        trees.clear()
+        recipe = f"draft-self:confidence={confidence}"
+        got = llava.ask(QUESTION, recipe=recipe, **given())
+        assert got.token_ids == plain.token_ids
+        assert max(tree.depth for tree in trees) == most
+
+
+def test_a_view_follows_the_attention_of_the_verified_tree(llava, trees, chains) -> None:
+    """Against the attention that Hugging Face's own forward returns for prompt and tree."""
+    # Only the first round is observed.
+    llava.ask(QUESTION, recipe="draft-self:keep=0.4,confidence=0,refresh=99", **given())
+    chain, tree = next(chain for chain in chains if chain.view is not None), trees[0]
+    assert tree.depth == 4
+    attention = attention_of(llava, list(tree.tokens))
+    visual = chain.visual[0][0]
+    count = int(0.4 * int(visual.sum()))
+    changed = False
+    for layer, part in enumerate(chain.view):
+        heads = len(part.slots)
+        received = attention[layer][:, -len(tree) :, : len(visual)].sum(1).unflatten(0, (heads, -1))
+        for head, scores in enumerate(received.sum(1)):
+            best = scores.masked_fill(~visual, -1).topk(count).indices
+            wanted = set(best.tolist()) | set((~visual).nonzero().flatten().tolist())
+            assert set(part.slots[head, : int(part.counts[head])].tolist()) == wanted
+        changed |= layer > 0 and not torch.equal(part.slots, chain.view[0].slots)
+    assert changed
+
+
+@torch.no_grad()
+def attention_of(vlm: VLM, answer: list[int]) -> list[torch.Tensor]:
+    """By layer, Hugging Face's attention (Hq, S, S) over prompt and answer, all tokens a chain."""
+    from vlmfast.api.request import messages_of, render, tensors_of
+
+    prompt = render(vlm.adapter, messages_of(QUESTION, images=make_image(seed=1)), Recipe())
+    tensors = tensors_of(vlm.adapter, prompt)
+    tensors["input_ids"] = torch.cat([tensors["input_ids"], torch.tensor([answer])], 1)
+    tensors.pop("attention_mask", None)
+    before = vlm.model.config._attn_implementation
+    vlm.model.set_attn_implementation("eager")
+    try:
+        found = vlm.model(**tensors, output_attentions=True).attentions
+    finally:
+        vlm.model.set_attn_implementation(before)
+    return [layer[0] for layer in found]
+
+
+# --- stale views ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planted(monkeypatch) -> Iterator:
+    """Change the notes of all layers after the prompt."""
+
+    def plant(change) -> None:
+        finish = KeptSlots.finish
+
+        def changed(self, context, cache):
+            cache = finish(self, context, cache)
+            layers = context.notes[self.name]["layers"]
+            layers.update({layer: change(*note) for layer, note in layers.items()})
+            return cache
+
+        monkeypatch.setattr(KeptSlots, "finish", changed)
+
+    return plant
+
+
+def test_a_stale_view_lowers_acceptance_alone(llava, planted) -> None:
+    recipe = "draft-self:keep=1,confidence=0,refresh=0"
+    plain = llava.ask(QUESTION, **given())
+    whole = llava.ask(QUESTION, recipe=recipe, **given())
+    assert whole.stats.accepted == whole.stats.drafted
+    planted(lambda slots, counts, start, visual: (slots % 2, counts, start, visual))
+    stale = llava.ask(QUESTION, recipe=recipe, **given())
+    assert stale.token_ids == whole.token_ids == plain.token_ids
+    assert stale.stats.accepted < whole.stats.accepted / 2
+    # The first verified round replaces it.
+    fresh = llava.ask(QUESTION, recipe=recipe.replace("refresh=0", "refresh=9"), **given())
+    assert fresh.stats.accepted > stale.stats.accepted
+
+
+def test_a_view_of_another_cache_is_refused(llava, planted) -> None:
+    planted(lambda slots, counts, start, visual: (slots, counts, start + 1, visual))
+    with pytest.raises(VLMFastError, match="draft-self: the stored view of layer 0 is damaged"):
+        llava.ask(QUESTION, recipe="draft-self", **given())
+
+
+@pytest.mark.parametrize("far", [-1, 1000])
+def test_slots_outside_the_cache_are_refused(llava, planted, far: int) -> None:
+    planted(lambda slots, counts, start, visual: (slots * 0 + far, counts, start, visual))
+    with pytest.raises(VLMFastError, match="the view of layer 0 is of another cache"):
+        llava.ask(QUESTION, recipe="draft-self", **given())
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def test_rows_share_the_passes_of_drafts(llava, monkeypatch) -> None:
+    """A batch drafts with as many forward passes as one row; a row that fails ends alone."""
+    calls, draft = [], decode.Batch.draft
+
+    def counted(self, tokens, *args):
+        calls.append(len(tokens))
+        return draft(self, tokens, *args)
+
+    monkeypatch.setattr(decode.Batch, "draft", counted)
+    recipe = "draft-self:keep=1,confidence=0,steps=3"
+    more = given(max_new_tokens=21)
+    requests = [Request(QUESTION, more["images"], recipe=recipe) for _ in range(3)]
+    generation = {name: value for name, value in more.items() if name != "images"}
+    wanted = llava.ask(QUESTION, **more).token_ids
+    assert [a.token_ids for a in llava.ask_many(requests, **generation)] == [wanted] * 3
+    assert calls.count(3) == 15
+    propose = Chain.propose
+
+    def fails(self, root, budget):
+        tree = yield from propose(self, root, replace(budget, depth=1))
+        if self.stage.steps == 2:
+            raise ArithmeticError("planted")
+        return tree
+
+    monkeypatch.setattr(Chain, "propose", fails)
+    requests[1] = replace(requests[1], recipe=recipe.replace("steps=3", "steps=2"))
+    got = llava.ask_many(requests, errors="keep", **generation)
+    assert isinstance(got[1], ArithmeticError)
+    assert [got[0].token_ids, got[2].token_ids] == [wanted] * 2
+
+
+def test_lists_of_a_batch_follow_its_rows() -> None:
+    """Views are replaced, removed and longer than before; rows join and leave."""
+    draw = random.Random(0)
+
+    def view() -> tuple[SlotList, ...]:
+        parts = []
+        for _ in range(2):
+            start = draw.randint(1, 9)
+            counts = torch.tensor([draw.randint(0, start) for _ in range(3)])
+            slots = torch.arange(int(counts.max())).repeat(3, 1)
+            parts.append(SlotList(slots, counts, torch.full((3,), start), (start,)))
+        return tuple(parts)
+
+    group = SimpleNamespace(cache=SimpleNamespace(layers=[0, 1]), _listed=([], []))
+    views = [view(), None]
+    for _ in range(60):
+        kind = draw.choice(["none", "replace", "remove", "join", "leave"])
+        row = draw.randrange(len(views))
+        if kind in ("replace", "remove"):
+            views[row] = view() if kind == "replace" else None
+        elif kind == "join" and len(views) < 5:
+            views.append(view())
+        elif kind == "leave" and len(views) > 1:
+            views[row] = views[-1]
+            views.pop()
+        if not any(views):
+            views[0] = view()
+        found = decode.RowGroup.listed(group, list(views))
+        assert len(found) == 2
+        for layer, got in enumerate(found):
+            fresh = SlotList.stacked([own and own[layer] for own in views])
+            assert got.least == fresh.least
+            assert torch.equal(got.counts, fresh.counts) and torch.equal(got.start, fresh.start)
+            used = torch.arange(fresh.slots.shape[2]) < fresh.counts[..., None]
+            width = got.slots[..., : fresh.slots.shape[2]]
+            assert torch.equal(width * used, fresh.slots * used)
+
+
+@pytest.mark.parametrize("decoding", ["eager", "captured"])
+def test_rows_of_several_groups(monkeypatch, decoding: str) -> None:
+    """Of different capacities, beside rows without this drafter; steps are captured, drafts not."""
+    vlm = VLM(*build_llava(layers=2, dtype=torch.float64))
+    if decoding == "captured":
+        captured_by_stand_in(vlm, monkeypatch)
+    recipe = "draft-self:keep=1,confidence=0,refresh=2"
+    requests = [
+        Request(QUESTION, [make_image(seed=n)] * images, recipe=own)
+        for n, (images, own) in enumerate([(1, recipe), (24, recipe), (1, "draft-ngram")])
+    ]
+    more = {"max_new_tokens": 21, "eos_token_id": None, "do_sample": True, "seed": 3}
+    wanted = vlm.ask_many([replace(r, recipe="none") for r in requests], **more)
+    groups, draft = [], decode.draft
+    monkeypatch.setattr(
+        decode, "draft", lambda given, *args: groups.append(len(given)) or draft(given, *args)
+    )
+    got = vlm.ask_many(requests, **more)
+    assert [a.token_ids for a in got] == [a.token_ids for a in wanted]
+    assert [a.stats.accepted == a.stats.drafted > 0 for a in got[:2]] == [True, True]
+    assert max(groups) == 2
+    if decoding == "captured":
+        assert vlm.adapter.kept["graphs"].reused > 0
+
+
+def test_a_prompt_without_images_is_not_drafted(llava) -> None:
+    more = {"max_new_tokens": 12, "eos_token_id": None}
+    got = llava.ask("what ?", recipe="draft-self", **more)
+    assert got.token_ids == llava.ask("what ?", **more).token_ids
+    assert got.stats.drafted == 0
+
+
+def test_a_saved_session_keeps_its_view(llava, tmp_path: Path) -> None:
+    more = {name: value for name, value in given().items() if name != "images"}
+    recipe = "draft-self:keep=0.5,confidence=0"
+    with llava.session(images=make_image(seed=1), recipe=recipe) as session:
+        session.ask(QUESTION, **more)
+        session.save(tmp_path / "a")
+        wanted = session.ask("and there ?", **more)
+    with llava.load_session(tmp_path / "a") as session:
+        got = session.ask("and there ?", **more)
+    assert got.token_ids == wanted.token_ids
+    assert got.stats.drafted == wanted.stats.drafted > 0
+    assert got.stats.accepted == wanted.stats.accepted
+
+
+def test_strict_answers_and_bytes(llava) -> None:
+    plain = llava.ask(QUESTION, **given())
+    got = llava.ask(QUESTION, recipe="draft-self", strict=True, **given())
+    assert got.token_ids == plain.token_ids
+    assert got.stats.kv_bytes == plain.stats.kv_bytes  # a view is no copy
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("draft-self:keep=0", "keep=0 is out of range, allowed is > 0 and <= 1"),
+        ("draft-self:keep=1.5", "keep=1.5 is out of range"),
+        ("draft-self:view=nothing", "view=nothing: there is no such method; allowed are topk"),
+        ("draft-self:view=elastic", "view=elastic needs weights of its own"),
+        ("draft-self:view=pyramiddrop", "view=pyramiddrop selects no slots of a whole cache"),
+        ("draft-self:view=kivi", "view=kivi selects no slots of a whole cache"),
+        ("draft-self:view=tome", "view=tome selects no slots of a whole cache"),
+        ("draft-self:view=draft-ngram", "view=draft-ngram selects no slots of a whole cache"),
+        ("draft-self:view=absent.yaml", "recipe file absent.yaml cannot be read"),
+        ("kivi+draft-self", "kivi quantizes the cache, so draft-self cannot follow it"),
+        ("h2o+draft-self", "which h2o quantizes or moves during the answer; use h2o:decode=false"),
+        ("cake+draft-self", "which cake quantizes or moves during the answer"),
+    ],
+)
+def test_bad_input(llava, recipe: str, reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason.replace("(", r"\(")):
+        llava.ask(QUESTION, recipe=recipe, **given())
+
+
+def test_bad_recipe_files(llava, tmp_path: Path) -> None:
+    for text, reason in (("hired:0.5+divprune:0.5", "exactly one method"), ("none", "exactly one")):
+        Recipe.parse(text).save(tmp_path / "view.yaml")
+        with pytest.raises(RecipeError, match=reason):
+            llava.ask(QUESTION, recipe=f"draft-self:view={tmp_path / 'view.yaml'}", **given())

@@ -1,0 +1,411 @@
+"""Self-speculation over a view: the model drafts with a part of its own cache.
+
+Attention of a long prompt reads all of its keys and values for every token. A method that
+compresses them knows a part that gives almost the same tokens. Here this part, the *view*, only
+drafts: the model itself generates a few tokens over it, and one forward pass over the whole cache
+verifies them, so that nothing is lost. With the slots ``V[l, h]`` that the view keeps of the prompt
+in layer l and KV head h, and all slots after the prompt::
+
+    x_{t+1} = argmax softmax(head(f(x_t)))      f attends to V[l, h] and to all slots written since
+    verify    x_1 ... x_steps over the full cache, which also writes their keys and values again
+
+The view is held as indices into the cache; nothing is copied. Its sources:
+
+- ``topk``: all text, and in each layer and KV head the visual slots that receive the most attention
+  from the text after them.
+- A method that evicts from the cache (``snapkv``, ``pyramidkv``, ``h2o``, ``streamingllm``,
+  ``vlcache``, ``cake``): the slots that it would keep.
+- A method that reduces the visual tokens before the language model (``hired``, ``divprune``, ...):
+  all text, and the visual tokens that it would keep.
+- A recipe file (``.yaml``) with one of these methods under its own parameters.
+
+Views of ``topk`` and of evictors are computed again every ``refresh`` verified rounds, from the
+attention that the nodes of the verified tree gave to the prompt. The first round of each answer is
+such a round: in a session the images were read before the question.
+
+TriForce (arXiv 2404.11912) drafts with retrieved chunks of the cache and a smaller model below,
+QuantSpec (arXiv 2502.10424) with a cache in 4 bits, Sparse-to-Dense (arXiv 2505.19155) with the
+visual keys that the text attends to most, SpecVLM (arXiv 2508.16201) with a second model that reads
+a part of the video.
+
+Different from these, and why:
+
+- The view is any selection that a compression method of this library makes, per layer and head
+  where it selects so.
+- Drafts are one chain of at most ``steps`` tokens. It ends with the first one that is less likely
+  than ``confidence`` under the view. There is no second level of drafts as in TriForce; other
+  drafters of the recipe add branches to the same tree.
+- Sparse-to-Dense selects once, before the answer; with ``refresh=0`` so does ``topk``.
+- All nodes of a verified tree vote at a refresh, rejected ones included: they are few, and they
+  attend to the prompt as the tokens next to them do.
+
+Evictors keep a window of the last slots. Where ``keep`` leaves no more than that, a view has the
+fewest slots that the method allows. A prompt without visual tokens has no view, and nothing is
+drafted. Methods that quantize the cache or modify it during the answer move slots, so that the
+recipe cannot contain them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vlmfast.compressors.evictor import Evictor, least_share
+from vlmfast.compressors.part import Part
+from vlmfast.compressors.select import best
+from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.drafting import (
+    Budget,
+    Observer,
+    Proposal,
+    Read,
+    Round,
+    SlotList,
+    Target,
+    ViewDrafter,
+)
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.params import param
+from vlmfast.core.protocols import CacheStage, DecodeStage, DrafterStage, EncodeStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.stage import Stage, Stages
+from vlmfast.core.statistics import ColumnRequest, ColumnStats, StatRequest, VisionStats
+from vlmfast.core.tree import Tree
+from vlmfast.errors import RecipeError, VLMFastError
+
+TOP_K = "topk"
+
+
+@dataclass(frozen=True)
+class DraftSelf(DrafterStage):
+    """Drafts with the model itself over a compressed view of its own cache."""
+
+    name: ClassVar[str] = "draft-self"
+    paper: ClassVar[str] = "Sparse-to-Dense, arXiv 2505.19155"
+    lead: ClassVar[str] = "view"
+    merges: ClassVar[bool] = True
+    # Not annotated: it is no parameter, but the parts read it.
+    positions = "keep"
+
+    view: str = param(
+        TOP_K,
+        "what selects the slots: topk, a method that evicts from the cache or reduces visual "
+        "tokens, or a recipe file (.yaml) with one such method",
+    )
+    keep: float = param(
+        0.1, "its keep (of topk, fraction of the visual tokens); not used of a file", gt=0.0, le=1.0
+    )
+    steps: int = param(4, "most drafted tokens", ge=1)
+    confidence: float = param(0.3, "a token below this probability ends the draft", ge=0, le=1)
+    refresh: int = param(
+        8, "verified rounds from one view to the next, of topk and evictors; 0: never", ge=0
+    )
+
+    @cached_property
+    def selects(self) -> Stage:
+        """The stage that selects the slots.
+
+        Raises
+        ------
+        RecipeError
+            Where it cannot.
+        """
+        if self.view == TOP_K:
+            return TopK(self.keep)
+        if self.view.endswith(".yaml"):
+            stages = Recipe.load(self.view)
+            if len(stages) != 1:
+                raise RecipeError(
+                    f"{self.name}: view={self.view} has the recipe '{stages}'; it must have "
+                    "exactly one method"
+                )
+            (stage,) = stages
+        else:
+            if self.view not in stage_names():
+                raise RecipeError(f"{self.name}: view={self.view}: {_known(self.view)}")
+            cls = stage_class(self.view)
+            named = any(f.name == "keep" for f in fields(cls))
+            stage = cls(keep=self.keep) if named else cls()
+        parts = [part for part in stage.expand() if not isinstance(part, DecodeStage)]
+        if parts != [stage] or not isinstance(stage, Evictor | EncodeStage):
+            raise RecipeError(
+                f"{self.name}: view={self.view} selects no slots of a whole cache; {_allowed()}"
+            )
+        if stage.trained:
+            raise RecipeError(
+                f"{self.name}: view={self.view} needs weights of its own, which views do not "
+                f"load; {_allowed()}"
+            )
+        return stage
+
+    def expand(self) -> tuple[Stage, ...]:
+        if isinstance(self.selects, EncodeStage):
+            return (self, KeptTokens(self), KeptSlots(self))
+        return (self, KeptSlots(self))
+
+    def largest(self) -> tuple[int, int]:
+        return 1 + self.steps, self.steps
+
+    def draft_bytes(self, weights: int, cache: int) -> int:
+        return weights + int(getattr(self.selects, "keep", self.keep) * cache)
+
+    def check_recipe(self, recipe: Stages) -> None:
+        for stage in recipe:
+            for part in stage.expand():
+                if isinstance(part, DecodeStage) or getattr(part, "quantizes", False):
+                    evicts = any(f.name == "decode" for f in fields(stage))
+                    raise RecipeError(
+                        f"{self.name} drafts over slots of the prompt's cache, which {stage.name} "
+                        "quantizes or moves during the answer; use "
+                        + (f"{stage.name}:decode=false" if evicts else "one of them alone")
+                    )
+
+    def open(self, target: Target) -> Chain:
+        return Chain(self, target)
+
+
+def _allowed() -> str:
+    return (
+        "allowed are topk, methods that evict from the cache (snapkv, pyramidkv, h2o, "
+        "streamingllm, vlcache, cake), and methods that reduce visual tokens before the language "
+        "model without weights of their own (hired, divprune, ...)"
+    )
+
+
+def _known(view: str) -> str:
+    return f"there is no such method; {_allowed()}"
+
+
+# --- what is selected ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopK(CacheStage):
+    """All text, and the visual slots that receive the most attention from the text after them."""
+
+    name: ClassVar[str] = TOP_K
+
+    keep: float = param(0.1, "fraction of the visual slots kept", gt=0.0, le=1.0)
+
+    def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
+        return dict.fromkeys(range(depth), ColumnRequest("text"))
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        visual = kv.visual & kv.valid
+        counts = (self.keep * visual.sum(1)).long().clamp(min=1)
+        scores = stats.sum.sum(1).masked_fill(~visual, -torch.inf)
+        return kv.select_mask((best(scores, counts) & visual) | (~kv.visual & kv.valid))
+
+
+@dataclass(frozen=True)
+class KeptTokens(Part, EncodeStage):
+    """Notes the visual tokens that the view's method would keep, and keeps all."""
+
+    name: ClassVar[str] = DraftSelf.name
+
+    @property
+    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
+        return self.of.selects.query_dependent
+
+    @property
+    def wants_cls(self) -> bool:  # type: ignore[override]
+        return self.of.selects.wants_cls
+
+    @property
+    def wants_digest(self) -> bool:  # type: ignore[override]
+        return self.of.selects.wants_digest
+
+    def vision_stats(self, depth: int) -> dict[int, StatRequest]:
+        return self.of.selects.vision_stats(depth)
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        return self.of.selects.saliencies()
+
+    def reduce(
+        self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
+    ) -> VisualTokens:
+        kept = self.of.selects.reduce(tokens, stats, request)
+        request.notes.setdefault(self.name, {})["kept"] = kept.layout.order
+        return tokens
+
+
+@dataclass(frozen=True)
+class KeptSlots(Part, CacheStage):
+    """Notes the slots that the view keeps of each layer, and keeps all.
+
+    The note of a layer is ``(slots, counts, start, visual)``: a `SlotList`, and which of the first
+    slots belong to visual tokens.
+    """
+
+    name: ClassVar[str] = DraftSelf.name
+
+    def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
+        selects = self.of.selects
+        return {} if isinstance(selects, EncodeStage) else selects.text_stats(depth)
+
+    def compress(
+        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        notes = context.notes.setdefault(self.name, {})
+        if isinstance(self.of.selects, EncodeStage):
+            kept = numbered(kv).select_mask(
+                (torch.isin(kv.order, notes["kept"]) | ~kv.visual) & kv.valid
+            )
+        else:
+            own = replace(context, notes=notes.setdefault("state", {}))
+            selects = allowed(self.of.selects, own, layer, kv)
+            kept = selects.compress(own, layer, numbered(kv), stats)
+        notes.setdefault("layers", {})[layer] = indices(kept)
+        return kv
+
+    def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        notes = context.notes[self.name]
+        kept = [notes["layers"][layer] for layer in range(len(cache))]
+        if not isinstance(self.of.selects, EncodeStage):
+            kept = self.of.selects.finish(replace(context, notes=notes.pop("state")), kept)
+        notes.pop("kept", None)
+        notes["layers"] = {
+            layer: (*chosen(view), kv.lengths.clone(), kv.visual.clone())
+            for layer, (view, kv) in enumerate(zip(kept, cache, strict=True))
+        }
+        return cache
+
+
+def allowed(stage: CacheStage, context: PrefillContext, layer: int, kv: KV) -> CacheStage:
+    """``stage``, with the least ``keep`` that it allows here where its own is too small."""
+    if not isinstance(stage, Evictor):
+        return stage
+    keep = stage.keep
+    for n in set(kv.lengths.tolist()):
+        count = min(stage.capacity(context, layer, n), n)
+        if count < n and count <= stage.sinks + stage.last(count):
+            least = next((c for c in range(1, n) if c > stage.sinks + stage.last(c)), n)
+            keep = max(keep, least_share(least, n))
+    return replace(stage, keep=keep)
+
+
+def numbered(kv: KV) -> KV:
+    """``kv`` with the index of each slot in place of its token's, so that a selection names it."""
+    slots = torch.arange(len(kv), device=kv.keys.device)
+    return replace(kv, order=slots.expand(len(kv.keys), -1))
+
+
+def indices(kept: KV) -> KV:
+    """A selection without its keys and values."""
+    nothing = kept.keys.new_empty(*kept.keys.shape[:2], 0)
+    return replace(kept, keys=nothing, values=nothing, bias=None, attention_mass=None)
+
+
+def chosen(kept: KV) -> tuple[Tensor, Tensor]:
+    """The slots of a selection from `numbered`, and how many there are of each head."""
+    return kept.order.masked_fill(~kept.valid, 0).contiguous(), kept.lengths.clone()
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+class Chain(ViewDrafter):
+    """Drafts one path, token by token, over the view."""
+
+    def __init__(self, stage: DraftSelf, target: Target) -> None:
+        self.stage, self.target = stage, target
+        noted = target.notes.get("layers")
+        self.visual: list[Tensor] = []
+        if noted:
+            layers = [_of_layer(noted, layer) for layer in range(target.depth)]
+            least = torch.stack([start.min() for _, _, start, _ in layers]).tolist()
+            self.view = tuple(
+                SlotList(slots, counts, start, (int(first),))
+                for (slots, counts, start, _), first in zip(layers, least, strict=True)
+            )
+            self.visual = [visual for *_, visual in layers]
+        self.asked = {} if self.view is None else KeptSlots(stage).text_stats(target.depth)
+        self.age = stage.refresh  # verified rounds since the last refresh
+        self.state: dict[str, Any] = {}
+        self.kept: list[KV] = []  # of the layers that have been observed in this round
+
+    def prefill(self, read: Read) -> None:
+        pass
+
+    def extend(self, done: Round) -> None:
+        self.age += 1
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        chain = [root]
+        for depth in range(1, min(budget.depth, self.stage.steps) + 1):
+            if self.view is None:
+                break
+            logits = (yield chain[-1]).float()
+            logits[list(self.target.banned)] = -float("inf")
+            chain.append(int(budget.rank(logits[None], depth)[0].argmax()))
+            if float(logits.softmax(-1)[chain[-1]]) < self.stage.confidence:
+                break
+        return Tree.chain(chain)
+
+    # --- refresh ---------------------------------------------------------------------------------
+
+    def observer(self) -> Observer | None:
+        if not self.asked or not self.stage.refresh or self.age < self.stage.refresh:
+            return None
+        self.age, self.state, self.kept = 0, {}, []
+        return self._observe
+
+    def _observe(self, layer: int, attention: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Select the slots of a layer again, from the attention (Hq, T, N) of verified nodes."""
+        assert self.view is not None
+        visual, start = self.visual[layer], self.view[layer].start
+        n = visual.shape[1]
+        slots = torch.arange(n, device=keys.device).expand(len(keys), -1)
+        kv = KV(keys[:, :n], values[:, :n], slots, slots, visual, start)
+        stats = columns(attention[..., :n], self.asked[layer], len(keys))
+        context = self._context(visual)
+        selects = allowed(self.stage.selects, context, layer, kv)
+        kept = selects.compress(context, layer, kv, stats)
+        self.kept.append(indices(kept))
+        if len(self.kept) == len(self.view):
+            final = self.stage.selects.finish(self._context(visual), self.kept)
+            pairs = zip(final, self.view, strict=True)
+            self.view = tuple(SlotList(*chosen(kv), old.start, old.least) for kv, old in pairs)
+            self.kept = []
+
+    def _context(self, visual: Tensor) -> PrefillContext:
+        order = torch.arange(visual.shape[1], device=visual.device)
+        layout = TokenLayout.text(order, order[None]).replace(kind=visual[0].to(torch.uint8))
+        return PrefillContext(layout, depth=self.target.depth, notes=self.state)
+
+
+def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor, ...]:
+    """The note of a layer, see `KeptSlots`; it may come from a file."""
+    note = noted.get(layer, ())
+    whole = len(note) == 4 and all(isinstance(x, Tensor) for x in note)
+    if not whole or [x.dim() for x in note] != [2, 1, 1, 2] or len({len(x) for x in note}) != 1:
+        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
+    slots, counts, start, visual = note
+    if bool((counts > slots.shape[1]).any() | (start > visual.shape[1]).any()):
+        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
+    return slots.long(), counts.long(), start.long(), visual.bool()
+
+
+def columns(attention: Tensor, request: ColumnRequest, heads: int) -> ColumnStats:
+    """Statistics over all rows of ``attention``, float32, (Hq, T, N); see `ColumnRequest`."""
+    rows = torch.arange(attention.shape[1], device=attention.device)
+    reach = (attention >= request.threshold * attention.amax(-1, keepdim=True)) & (attention > 0)
+    found = {
+        "sum": attention.sum(1),
+        "sumsq": attention.square().sum(1),
+        "max": attention.amax(1),
+        "entropy": -torch.xlogy(attention, attention + 1e-10).sum(1),
+        "count": (reach & (request.threshold > 0)).sum(1, dtype=torch.int32),
+    }
+    of = {name: found[name].unflatten(0, (heads, -1)) for name in request.want}
+    nnz = torch.full((heads, attention.shape[2]), len(rows), device=attention.device)
+    return ColumnStats(**of, nnz=nnz, rows=rows)
