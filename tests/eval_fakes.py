@@ -110,6 +110,7 @@ def meta(recipe: str = "none", **changes: Any) -> dict[str, Any]:
         "task_version": "1",
         "model": "tiny",
         "weights_sha256": "0123456789abcdef",
+        "options": None,
         "recipe": recipe,
         "method": method,
         "budget": budget,
