@@ -115,6 +115,16 @@ def upload(page: Page, path: Path, kind: str = "image", words: str = "Ready") ->
     expect(page.locator(f"#{kind}-status")).to_contain_text(re.compile(words))
 
 
+def settled(page: Page, kind: str) -> None:
+    """Wait until the first answer is shown and its button has its final color."""
+    expect(page.locator(f"#{kind}-trace")).to_be_enabled()
+    page.evaluate(
+        """() => Promise.all(document.getAnimations()
+            .filter(a => a.effect.getComputedTiming().iterations !== Infinity)
+            .map(a => a.finished))"""
+    )
+
+
 def ask(page: Page, question: str = QUESTION, kind: str = "image") -> None:
     page.locator(f"#{kind}-question textarea, #{kind}-question input").fill(question)
     page.locator(f"#{kind}-ask").click()
@@ -482,6 +492,7 @@ def test_closing_the_page_during_an_answer(browser: Browser, address: str, page:
     for _ in range(2):
         users = opened(browser, address)
         other = next(users)
+        settled(other, "image")
         upload(other, IMAGE)
         ask(other, "Describe the image.")
         expect(other.locator("#image-full")).to_contain_text("There")
@@ -618,6 +629,7 @@ def test_accessibility(browser: Browser, address: str, scheme: str) -> None:
             expect(page.locator("#measured-plot .legend").first).to_be_visible()
         else:
             answered(page, tab.lower())
+            settled(page, tab.lower())
         unfold(page)
         results = Axe().run(page).response["violations"]
         for rule in results:
