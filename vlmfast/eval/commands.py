@@ -315,6 +315,17 @@ def _load(name: str, device: str | None) -> VLM:
     return VLM.from_pretrained(name, device=device)
 
 
+def _about(task: Task, args: Namespace, weights: str | None) -> dict[str, Any]:
+    return {
+        "task": task.name,
+        "task_version": task.version,
+        "model": args.model,
+        "weights_sha256": weights,
+        "limit": args.limit,
+        "seed": args.seed,
+    }
+
+
 def _run_task(
     vlm: VLM,
     task: Task,
@@ -363,12 +374,7 @@ def _run_task(
     numbers = {row.run.name: row.numbers for row in rows}
     measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
     return {
-        "task": task.name,
-        "task_version": task.version,
-        "model": args.model,
-        "weights_sha256": weights,
-        "limit": args.limit,
-        "seed": args.seed,
+        **_about(task, args, weights),
         **numbers[measured[0] if measured else "none"],
         "recipes": numbers,
         "failed": failed,
@@ -405,12 +411,7 @@ def _run_robustness(
         texts = [text for text, _ in found.values()]
         print("\n\n".join(filter(None, (*texts, failure_table(failed)))))
     return {
-        "task": task.name,
-        "task_version": task.version,
-        "model": args.model,
-        "weights_sha256": weights,
-        "limit": args.limit,
-        "seed": args.seed,
+        **_about(task, args, weights),
         **{key: first[key] for key in ("date", "device", "dtype", "versions")},
         **{name: numbers for name, (_, numbers) in found.items()},
         "failed": failed,

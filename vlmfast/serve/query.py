@@ -132,6 +132,8 @@ class Recipes:
             )
         if request.recipe is None:
             return self.by_model[request.model]
+        if Recipe.reads_file(request.recipe):
+            raise RequestError("recipe: a request cannot name a recipe file", param="recipe")
         try:
             recipe = self._vlm.recipe(request.recipe)
         except RecipeError as error:
