@@ -29,6 +29,7 @@ from vlmfast.core.contexts import (
     VisionContext,
     current_context,
 )
+from vlmfast.core.placement import device_of
 from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
 from vlmfast.kernels._triton import use_triton
@@ -661,7 +662,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
     """
     with (
         lock_of(model),
-        _current(model.device),
+        _current(device_of(model.get_input_embeddings())),
         _without_checkpointing(model),
         rotary_by_length(model.get_decoder()),
     ):
@@ -673,9 +674,10 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _current(device: torch.device) -> AbstractContextManager:
+def _current(device: torch.device | None) -> AbstractContextManager:
     """Kernels and captures run on the current device, which is set per thread."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    cuda = device is not None and device.type == "cuda"
+    return torch.cuda.device(device) if cuda else nullcontext()
 
 
 @contextmanager

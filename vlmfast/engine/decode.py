@@ -305,7 +305,9 @@ class RowGroup:
     def captures(self) -> bool:
         """Whether steps are captured: on CUDA, unless the user chose otherwise."""
         mode = self.adapter.decoding
-        return mode == "graph" or (mode == "auto" and self.position.is_cuda)
+        return self.adapter.capturable and (
+            mode == "graph" or (mode == "auto" and self.position.is_cuda)
+        )
 
     @property
     def _idle(self) -> Graphs:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.errors import ModelError
 
+from ._wrapped import base_of
+
 if TYPE_CHECKING:
     from .base import Adapter
 
@@ -22,13 +24,14 @@ def families() -> list[str]:
 
 
 def adapter_for(model: Any, processor: Any) -> Adapter:
-    """The adapter of ``model``'s family.
+    """The adapter of ``model``'s family; a ``PeftModel`` has the family of its base model.
 
     Raises
     ------
     ModelError
         If the family is not supported, or the processor belongs to another one.
     """
+    model = base_of(model)
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if name not in families():
         raise ModelError(

@@ -1,0 +1,237 @@
+"""Quantized weights, adapters and offloaded weights, around small models of two families.
+
+Under ``none`` the greedy tokens are those of Hugging Face's ``generate`` on the same wrapped model;
+under recipes they are those of the plain model with the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+import tiny_families
+import tiny_models
+from vlmfast import VLM
+from vlmfast.api.session_file import identity
+from vlmfast.errors import ModelError
+
+RECIPES = ("divprune:0.2", "snapkv:0.5")
+QUESTION = "what is to the left of the large thing in the lower half of this image ?"
+IMAGE = tiny_models.make_image(128, 96)
+BUILD = {"llava": tiny_models.build_llava, "qwen2_5_vl": tiny_families.build_qwen2_5_vl}
+
+both = pytest.mark.parametrize("family", BUILD)
+
+
+@cache
+def _built(family: str) -> tuple[nn.Module, Any]:
+    return BUILD[family]()
+
+
+def build(family: str) -> tuple[Any, Any]:
+    """A model of its own and the processor."""
+    model, processor = _built(family)
+    return copy.deepcopy(model), processor
+
+
+def asked(vlm: VLM, recipe: str | None = None) -> list[int]:
+    return vlm.ask(QUESTION, IMAGE, recipe=recipe, max_new_tokens=10).token_ids
+
+
+def generated(vlm: VLM) -> list[int]:
+    """Greedy tokens of Hugging Face on the wrapped model."""
+    inputs = vlm.inputs(QUESTION, images=IMAGE)
+    ids = vlm.model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def check(wrapped: VLM, plain: VLM, full: VLM | None = None) -> None:
+    """``full``: a model whose tokens differ, so that the wrapping must have an effect."""
+    assert asked(wrapped) == generated(wrapped)
+    for recipe in RECIPES:
+        assert asked(wrapped, recipe) == asked(plain, recipe)
+    if full is not None:
+        assert asked(wrapped) != asked(full)
+
+
+# --- quantized weights ---------------------------------------------------------------------------
+
+
+def dequantized(model: Any) -> Any:
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        if isinstance(module, nn.Linear) and type(module.weight) is not nn.Parameter:
+            module.weight = nn.Parameter(module.weight.dequantize(), requires_grad=False)
+    return plain
+
+
+@both
+def test_int8_weights_of_torchao(family):
+    model, processor = build(family)
+    quantize_(model, Int8WeightOnlyConfig())
+    vlm, plain = VLM(model, processor), VLM(dequantized(model), processor)
+    check(vlm, plain)
+    changed = model.get_decoder().layers[0].mlp.up_proj.weight
+    assert type(changed) is not nn.Parameter
+    assert vlm.adapter.vocabulary == plain.adapter.vocabulary  # the head is quantized too
+    signatures = zip(vlm.adapter.signature(), plain.adapter.signature(), strict=True)
+    assert max(abs(a - b) for a, b in signatures) < 1e-5
+    assert len(identity(vlm.adapter)["weights"]) == 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("llava")
+    tiny_models.build_llava(made)
+    return made
+
+
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+}
+INT8 = {"load_in_8bit": True, "llm_int8_skip_modules": []}  # the head is quantized too
+
+
+@pytest.mark.parametrize("settings", [INT8, NF4], ids=["int8", "nf4"])
+def test_quantization_config_of_bitsandbytes(folder, settings):
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of every cast to float16
+    config = BitsAndBytesConfig(**settings)
+    vlm = VLM.from_pretrained(folder, device="cpu", dtype="float32", quantization_config=config)
+    assert asked(vlm) == generated(vlm)
+    layer = vlm.adapter.decoder.layers[0].mlp.up_proj
+    assert type(layer).__module__.startswith("bitsandbytes")
+    first = asked(vlm, "divprune:0.2")
+    hits = vlm.prefix_cache.stats().hits
+    assert asked(vlm, "divprune:0.2") == first and vlm.prefix_cache.stats().hits > hits
+    # A step that reads from the device cannot be captured.
+    assert vlm.adapter.capturable is (type(layer).__name__ == "Linear4bit")
+
+
+def test_vocabulary_of_a_packed_head(folder):
+    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=[])
+    vlm = VLM.from_pretrained(folder, device="cpu", dtype="float32", quantization_config=config)
+    assert vlm.adapter._head.weight.shape[1] == 1
+    assert vlm.adapter.vocabulary == tiny_models.VOCAB_SIZE
+
+
+def test_quantization_config_of_torchao(folder):
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    vlm = VLM.from_pretrained(folder, device="cpu", dtype="float32", quantization_config=config)
+    quantized = copy.deepcopy(vlm.model)
+    check(vlm, VLM(dequantized(quantized), vlm.processor))
+
+
+def test_changed_scales_are_noticed():
+    model, processor = build("llava")
+    quantize_(model, Int8WeightOnlyConfig())
+    vlm = VLM(model, processor)
+    before = asked(vlm)
+    model.model.multi_modal_projector.linear_1.weight.scale.mul_(-3)
+    assert asked(vlm) != before == asked(VLM(*build_quantized("llava")))
+
+
+def build_quantized(family: str) -> tuple[Any, Any]:
+    model, processor = build(family)
+    quantize_(model, Int8WeightOnlyConfig())
+    return model, processor
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+LORA = r".*(language_model.*\.(q_proj|v_proj|up_proj)|lm_head|embed_tokens|(merger|linear_1).*)"
+
+
+def with_lora(model: Any, targets: str = LORA) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        return peft.get_peft_model(model, config).eval()
+
+
+@both
+def test_lora(family):
+    model, processor = build(family)
+    targets = r".*language_model.*\.(q_proj|v_proj|up_proj|embed_tokens)|lm_head"
+    wrapped = with_lora(model, targets)
+    vlm = VLM(wrapped, processor)
+    assert vlm.model is wrapped
+    check(vlm, VLM(copy.deepcopy(wrapped).merge_and_unload(), processor), VLM(*build(family)))
+    with wrapped.disable_adapter():
+        assert asked(vlm) == asked(VLM(*build(family)))
+
+
+def test_lora_added_later():
+    """The engine uses the layers that PEFT has put in their place since, the head too."""
+    model, processor = build("llava")
+    vlm = VLM(model, processor)
+    before = asked(vlm)
+    wrapped = with_lora(model, r".*(up_proj|lm_head|embed_tokens)")
+    merged = VLM(copy.deepcopy(wrapped).merge_and_unload(), processor)
+    assert asked(vlm) == asked(merged) != before
+
+
+def test_lora_on_int8_weights():
+    model, processor = build_quantized("llava")
+    plain = with_lora(dequantized(model), r".*language_model.*\.(q_proj|up_proj)")
+    vlm = VLM(with_lora(model, r".*language_model.*\.(q_proj|up_proj)"), processor)
+    check(vlm, VLM(plain.merge_and_unload(), processor))
+
+
+def test_attach_to_an_adapter():
+    import vlmfast
+
+    model, processor = build("llava")
+    wrapped = with_lora(model)
+    vlm = VLM(wrapped, processor)
+    expected = asked(vlm, "divprune:0.2")
+    with vlmfast.attach(wrapped, processor, "divprune:0.2"):
+        assert generated(vlm) == expected
+    assert generated(vlm) == asked(vlm)
+
+
+def test_adapters_of_the_prompt_are_refused():
+    model, processor = build("llava")
+    config = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, num_layers=4, token_dim=64,
+        num_attention_heads=4, num_transformer_submodules=1,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="PROMPT_TUNING that depends on the prompt"):
+        VLM(peft.get_peft_model(model, config), processor)
+
+
+# --- code in the checkpoint ----------------------------------------------------------------------
+
+
+def test_remote_code_is_left_to_the_user(tmp_path):
+    model, _ = tiny_models.build_llava(tmp_path)
+    # Not renamed as in checkpoints of Transformers' own class.
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers.models.llava import modeling_llava as theirs\n"
+        "class LlavaForConditionalGeneration(theirs.LlavaForConditionalGeneration):\n    pass\n"
+    )
+    file = tmp_path / "config.json"
+    about = json.loads(file.read_text())
+    about["auto_map"] = {
+        "AutoModelForImageTextToText": "modeling_own.LlavaForConditionalGeneration"
+    }
+    file.write_text(json.dumps(about))
+    own = VLM.from_pretrained(tmp_path, device="cpu", trust_remote_code=True)
+    assert type(own.model).__module__.endswith("modeling_own")
+    plain = VLM.from_pretrained(tmp_path, device="cpu")
+    assert type(plain.model).__module__.startswith("transformers.models.llava")
+    assert asked(own) == asked(plain)
