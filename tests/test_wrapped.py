@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import accelerate.hooks
 import peft
 import pytest
 import torch
@@ -25,7 +27,8 @@ import tiny_families
 import tiny_models
 from vlmfast import VLM
 from vlmfast.api.session_file import identity
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, VLMFastError
+from vlmfast.models.base import Adapter
 
 RECIPES = ("divprune:0.2", "snapkv:0.5")
 QUESTION = "what is to the left of the large thing in the lower half of this image ?"
@@ -184,6 +187,7 @@ def test_lora_added_later():
     assert asked(vlm) == asked(merged) != before
 
 
+@pytest.mark.slow
 def test_lora_on_int8_weights():
     model, processor = build_quantized("llava")
     plain = with_lora(dequantized(model), r".*language_model.*\.(q_proj|up_proj)")
@@ -235,3 +239,140 @@ def test_remote_code_is_left_to_the_user(tmp_path):
     plain = VLM.from_pretrained(tmp_path, device="cpu")
     assert type(plain.model).__module__.startswith("transformers.models.llava")
     assert asked(own) == asked(plain)
+
+
+# --- offloaded weights ---------------------------------------------------------------------------
+
+TOWER = {
+    "llava": ("model.vision_tower", "model.multi_modal_projector"),
+    "qwen2_5_vl": ("model.visual",),
+}
+
+
+@pytest.fixture(scope="module", params=BUILD)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The name of a family, a folder with a checkpoint, and the model on one device."""
+    made = tmp_path_factory.mktemp(request.param)
+    model, processor = build(request.param)
+    model.save_pretrained(made)
+    processor.save_pretrained(made)
+    return request.param, made, VLM(model, processor)
+
+
+def on_meta(vlm: VLM) -> int:
+    return sum(weight.device.type == "meta" for weight in vlm.model.parameters())
+
+
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("tower", "max_memory")]
+
+
+@pytest.mark.parametrize("case", ["layers", "auto", *SLOW])
+def test_device_map(saved, case, tmp_path):
+    """Real dispatch; without a GPU, weights can be offloaded to the disk alone."""
+    family, folder, plain = saved
+    text = "model.language_model"
+    layers = {f"{text}.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(4)}
+    parts = {
+        **dict.fromkeys((*TOWER[family], f"{text}.norm", f"{text}.rotary_emb"), "cpu"),
+        **layers,
+        **dict.fromkeys((f"{text}.embed_tokens", "lm_head"), "disk"),
+    }
+    whole = {**dict.fromkeys(TOWER[family], "disk"), text: "cpu", "lm_head": "cpu"}
+    given: dict[str, Any] = {
+        "layers": {"device_map": parts},
+        "tower": {"device_map": whole},
+        "max_memory": {"device_map": "auto", "max_memory": {"cpu": 900_000}},
+        "auto": {"device_map": "auto"},
+    }[case]
+    vlm = VLM.from_pretrained(folder, offload_folder=tmp_path, **given)
+    assert (on_meta(vlm) == 0) is (case == "auto")
+    check(vlm, plain)
+    assert vlm.adapter.capturable is (case == "auto")
+    # Requests share images and prefixes as on one device.
+    assert vlm.prefix_cache.stats().hits > 0
+    assert identity(vlm.adapter) == identity(plain.adapter)
+    assert vlm.adapter.signature() == plain.adapter.signature()
+
+
+@pytest.mark.parametrize(
+    "family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "llava_next"]
+)
+def test_cpu_offload(family):
+    """The model's own weights are loaded too: the newline of LLaVA-NeXT."""
+    if family == "llava_next":
+        model, processor = tiny_models.build_llava_next()
+        plain = VLM(copy.deepcopy(model), processor)
+    else:
+        model, processor = build(family)
+        plain = VLM(*build(family))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    vlm = VLM(model, processor)
+    assert on_meta(vlm) == len(list(model.parameters()))
+    for recipe in (None, *RECIPES, "fastv:keep=0.5", "tome:0.5" if family == "llava" else None):
+        assert asked(vlm, recipe) == asked(plain, recipe)
+    assert on_meta(vlm) == len(list(model.parameters()))
+
+
+def test_change_of_an_offloaded_weight_is_noticed():
+    model, processor = build("llava")
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), state_dict=state)
+    vlm = VLM(model, processor)
+    before = asked(vlm)
+    state["model.multi_modal_projector.linear_1.weight"].mul_(-3)
+    assert asked(vlm) != before
+
+
+def test_lora_and_offloading():
+    model, processor = build("llava")
+    wrapped = with_lora(model, r".*(up_proj|q_proj)")
+    plain = VLM(copy.deepcopy(wrapped).merge_and_unload(), processor)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    check(VLM(wrapped, processor), plain, VLM(*build("llava")))
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_model_on_meta_is_refused():
+    model, processor = build("llava")
+    with pytest.raises(ModelError, match="the model is on the meta device; load its weights first"):
+        VLM(model.to("meta"), processor)
+
+
+def offload(module: nn.Module, device: str) -> None:
+    """As accelerate does with a module whose weights are on the host and that runs elsewhere."""
+    hook = accelerate.hooks.AlignDevicesHook(execution_device=device, offload=True)
+    accelerate.hooks.add_hook_to_module(module, hook)
+
+
+def test_tower_and_projector_on_two_devices_are_refused():
+    model, processor = build("llava")
+    offload(model.model.multi_modal_projector.linear_1, "cuda:1")
+    with pytest.raises(ModelError, match="tower runs on cpu and its projector on cuda:1"):
+        VLM(model, processor)
+
+
+def test_hooks_of_whole_models_are_refused():
+    model, processor = build("llava")
+    model, _ = accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ModelError, match="the model has a CpuOffload of accelerate"):
+        VLM(model, processor)
+
+
+def test_device_map_needs_accelerate(saved, monkeypatch):
+    from vlmfast.models import _loading
+
+    monkeypatch.setattr(_loading, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="device_map needs the package accelerate"):
+        VLM.from_pretrained(saved[1], device_map="auto")
+    with pytest.raises(ModelError, match="a quantized model needs the package accelerate"):
+        VLM.from_pretrained(saved[1], quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+def test_captured_steps_need_weights_in_place(monkeypatch):
+    model, processor = build("llava")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    monkeypatch.setattr(Adapter, "device", torch.device("cuda"))
+    with pytest.raises(VLMFastError, match="decoding='graph' needs a model on one device"):
+        VLM(model, processor, decoding="graph", prefix_cache_bytes=0)
