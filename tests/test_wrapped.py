@@ -155,7 +155,8 @@ def build_quantized(family: str) -> tuple[Any, Any]:
 
 # --- adapters ------------------------------------------------------------------------------------
 
-LORA = r".*(language_model.*\.(q_proj|v_proj|up_proj)|lm_head|embed_tokens|(merger|linear_1).*)"
+# In the language model, its embedding and head, the vision tower and the projector.
+LORA = r".*(q_proj|v_proj|up_proj|qkv|linear_1|embed_tokens|lm_head|merger\.mlp\.0)"
 
 
 def with_lora(model: Any, targets: str = LORA) -> Any:
@@ -168,8 +169,7 @@ def with_lora(model: Any, targets: str = LORA) -> Any:
 @both
 def test_lora(family):
     model, processor = build(family)
-    targets = r".*language_model.*\.(q_proj|v_proj|up_proj|embed_tokens)|lm_head"
-    wrapped = with_lora(model, targets)
+    wrapped = with_lora(model)
     vlm = VLM(wrapped, processor)
     assert vlm.model is wrapped
     check(vlm, VLM(copy.deepcopy(wrapped).merge_and_unload(), processor), VLM(*build(family)))
