@@ -91,14 +91,48 @@ def text_attention(
     -------
     output : Tensor, (B, T, Hq, D)
     """
-    context = _context(kwargs)
+    context, device = _context(kwargs), query.device
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
     if isinstance(context, DecodeContext):
-        return _cached(module, query, key, value, context, scaling, dropout), None
+        if not context.cache.split:
+            return _cached(module, query, key, value, context, scaling, dropout), None
+        with _current(device):
+            over = context.on(device)
+            return _cached(module, query, key, value, over, scaling, dropout), None
     assert isinstance(context, PrefillContext)
+    home = context.layout.device
+    if home == device:
+        given = query, key, value, attention_mask, context
+        return _prefilled(module, *given, scaling, dropout), None
+    # Of a model on several devices.
+    with _current(device), _collected(context, module.layer_idx, home):
+        there = query, key, value, attention_mask, context.on(device)
+        return _prefilled(module, *there, scaling, dropout), None
+
+
+@contextmanager
+def _collected(context: PrefillContext, layer: int, home: torch.device) -> Iterator[None]:
+    """Move the statistics of a layer on another device to that of the layout."""
+    yield
+    for found in (context.stats, context.received):
+        if layer in found:
+            found[layer] = found[layer].to(home)
+
+
+def _prefilled(
+    module: TextAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    context: PrefillContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of a prompt, or of a chunk of one."""
     if context.extends:
-        return _extended(module, query, key, value, context, scaling, dropout), None
+        return _extended(module, query, key, value, context, scaling, dropout)
     bias = context.key_bias()
     request = context.requests.get(module.layer_idx)
     if request is not None:
@@ -114,7 +148,7 @@ def text_attention(
                 query[0], key[0], visual, scaling, context.share(visual)
             )
     if context.probe:
-        return torch.zeros_like(query).transpose(1, 2), None
+        return torch.zeros_like(query).transpose(1, 2)
     own = None
     if module.layer_idx in context.attend:
         attend = context.attend[module.layer_idx]
@@ -129,7 +163,7 @@ def text_attention(
         context.after(module.layer_idx, query, key, value, scaling)
     elif context.window(module.layer_idx) is not None:
         context.cache.layers[module.layer_idx].slide()
-    return output, None
+    return output
 
 
 def _dense(

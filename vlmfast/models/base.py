@@ -145,7 +145,8 @@ class Adapter:
 
         self._check_devices()
         # Steps of modules that accelerate loads or moves for each call cannot be captured.
-        self.capturable = not (hooked(model) or any(map(synchronizes, model.modules())))
+        moves = self.split or hooked(model)
+        self.capturable = not (moves or any(map(synchronizes, model.modules())))
 
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())
@@ -154,12 +155,18 @@ class Adapter:
                 f"the vision tower runs on {_listed(tower)} and its projector on "
                 f"{_listed(projector)}; a device_map must have both on one device"
             )
-        found = devices_of(self.model)
-        if len(found) > 1:
+        if self.device not in tower:
             raise ModelError(
-                f"the model runs on {_listed(found)}; one device is supported, with weights that "
-                "are offloaded to the CPU or the disk"
+                f"the embedding runs on {self.device} and the vision tower on {_listed(tower)}; a "
+                "device_map must have both on one device"
             )
+        for index, layer in enumerate(self.decoder.layers):
+            if len(found := devices_of(layer)) > 1:
+                raise ModelError(
+                    f"layer {index} runs on {_listed(found)}; a device_map must have each layer "
+                    "on one device"
+                )
+        self.split = len(devices_of(self.model)) > 1
 
     # --- sizes ---------------------------------------------------------------------------------
 
@@ -575,9 +582,17 @@ class Adapter:
         """Input embeddings, through the module because some families scale inside it."""
         return self._embedding(ids)
 
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor] | None:
+        """The language model's last norm, if it has one."""
+        norm = getattr(self.decoder, "norm", None)
+        if norm is None or not self.split:
+            return norm
+        return lambda hidden: norm(hidden).to(hidden.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of normalized hidden states (..., D)."""
-        return self._head(hidden)
+        return self._head(hidden).to(hidden.device)  # the head may be on another device
 
     def positions(self, inputs: dict[str, Tensor]) -> Tensor:
         """Rotary ids (P, S) of the full prompt."""
@@ -612,7 +627,7 @@ class Adapter:
         """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N)."""
         cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
         scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
-        cos, sin = cos.float() / scale, sin.float() / scale
+        cos, sin = (table.to(keys.device).float() / scale for table in (cos, sin))
         turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin

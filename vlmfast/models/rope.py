@@ -65,6 +65,8 @@ class LengthRotary(nn.Module):
             As the decoder's own module returns them.
         """
         named = () if layer_type is None else (layer_type,)
+        if (own := next(self.rotary.buffers(), x)).device != x.device:
+            x, position_ids = x.to(own.device), position_ids.to(own.device)
         kinds = _kinds(self.rotary)
         if kinds[layer_type] not in _BY_LENGTH:
             return self.rotary(x, position_ids, *named)
