@@ -7,6 +7,7 @@ nothing meanwhile.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -14,9 +15,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from vlmfast.engine import attention
 
 CPU = torch.device("cpu")
 
@@ -69,6 +73,8 @@ class Made(TorchFunctionMode):
             if isinstance(args[0], list):
                 args = (tree_map_only(Tensor, lambda x: x.tolist(), args[0]), *args[1:])
             return func(*args, **kwargs).to(device)
+        if func is scaled_dot_product_attention and kwargs.get("attn_mask") is not None:
+            kwargs["attn_mask"] = kwargs["attn_mask"].to(args[0].device)  # of `_causal` too
         if func is Tensor.new_tensor:
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], list | tuple):
@@ -76,6 +82,11 @@ class Made(TorchFunctionMode):
             index = tuple(torch.tensor(x) if isinstance(x, list) else x for x in parts)
             args = (args[0], index, *args[2:])
         return func(*args, **kwargs)
+
+
+def _causal(rows: int, keys: int) -> Tensor:
+    """``causal_lower_right`` as a mask: modes cannot make its subclass of a tensor."""
+    return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
 
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -133,12 +144,20 @@ def pretended() -> Iterator[None]:
         "get_device_properties": memory,
         "device": nullcontext(),
     }
+    own = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:  # modes belong to a thread
+        with Devices(), Made():
+            own(thread)
+
     with ExitStack() as stack:
         for name, value in calls.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
         # Kernels cannot be launched; nothing is copied asynchronously.
         stack.enter_context(mock.patch.dict("os.environ", VLMFAST_KERNELS="torch"))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(mock.patch.object(attention, "causal_lower_right", _causal))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", run))
         stack.enter_context(Devices())
         stack.enter_context(Made())
         try:

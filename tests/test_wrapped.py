@@ -23,6 +23,7 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
+import rope_types
 import tiny_families
 import tiny_models
 from vlmfast import VLM
@@ -311,6 +312,14 @@ def test_cpu_offload(family):
     for recipe in (None, *RECIPES, "fastv:keep=0.5", "tome:0.5" if family == "llava" else None):
         assert asked(vlm, recipe) == asked(plain, recipe)
     assert on_meta(vlm) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_tables_by_length(rope_type):
+    model, processor = rope_types.build(rope_type, layers=2, kv_heads=2)
+    plain = VLM(copy.deepcopy(model), processor)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert asked(VLM(model, processor)) == asked(plain)
 
 
 def test_change_of_an_offloaded_weight_is_noticed():

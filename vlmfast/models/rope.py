@@ -72,6 +72,9 @@ class LengthRotary(nn.Module):
             return self.rotary(x, position_ids, *named)
         # A copy, so that no other thread sees the frequencies of single tokens.
         fixed = copy.copy(self.rotary)
+        if "_hf_hook" in vars(fixed):  # accelerate's `forward` is that of the original
+            for name in ("forward", "_hf_hook", "_old_forward"):
+                vars(fixed).pop(name, None)
         fixed._buffers = dict(fixed._buffers)
         fixed.rope_type = "default" if None in kinds else dict.fromkeys(kinds, "default")
         frequencies = self._frequencies(position_ids, layer_type)
