@@ -28,8 +28,7 @@ import tiny_families
 import tiny_models
 from vlmfast import VLM
 from vlmfast.api.session_file import identity
-from vlmfast.errors import ModelError, VLMFastError
-from vlmfast.models.base import Adapter
+from vlmfast.errors import ModelError
 
 RECIPES = ("divprune:0.2", "snapkv:0.5")
 QUESTION = "what is to the left of the large thing in the lower half of this image ?"
@@ -377,11 +376,3 @@ def test_device_map_needs_accelerate(saved, monkeypatch):
         VLM.from_pretrained(saved[1], device_map="auto")
     with pytest.raises(ModelError, match="a quantized model needs the package accelerate"):
         VLM.from_pretrained(saved[1], quantization_config=BitsAndBytesConfig(load_in_8bit=True))
-
-
-def test_captured_steps_need_weights_in_place(monkeypatch):
-    model, processor = build("llava")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    monkeypatch.setattr(Adapter, "device", torch.device("cuda"))
-    with pytest.raises(VLMFastError, match="decoding='graph' needs a model on one device"):
-        VLM(model, processor, decoding="graph", prefix_cache_bytes=0)

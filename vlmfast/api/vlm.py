@@ -64,7 +64,8 @@ class VLM:
     Raises
     ------
     ModelError
-        For an unsupported family, several devices, or a processor without an image processor.
+        For an unsupported family, a processor without an image processor, weights that are not
+        loaded, or parts on several devices that must be on one.
     """
 
     def __init__(
