@@ -131,11 +131,28 @@ def test_vocabulary_of_a_packed_head(folder):
     assert vlm.adapter.vocabulary == tiny_models.VOCAB_SIZE
 
 
+@pytest.mark.slow
 def test_quantization_config_of_torchao(folder):
     config = TorchAoConfig(Int8WeightOnlyConfig())
     vlm = VLM.from_pretrained(folder, device="cpu", dtype="float32", quantization_config=config)
     quantized = copy.deepcopy(vlm.model)
     check(vlm, VLM(dequantized(quantized), vlm.processor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_stages_recognize_a_quantized_projector(dtype):
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    plain = VLM.from_pretrained("tiny", device="cpu")
+    vlm = VLM.from_pretrained("tiny", device="cpu", dtype=dtype, quantization_config=config)
+    own, other = plain.adapter.signature(), vlm.adapter.signature()
+    assert own != other  # a percent of each number is not enough for small ones
+    assert any(abs(a - b) > 0.01 * max(abs(a), abs(b)) for a, b in zip(own, other, strict=True))
+    stage = vlm.recipe("elastic")[0]
+    assert vlm.adapter.ships(stage)
+    projector, name = vlm.adapter._signed()
+    projector.weight = nn.Parameter(projector.weight.dequantize().flip(0), requires_grad=False)
+    vlm.adapter.modules.clear()
+    assert not vlm.adapter.ships(stage) and name == "weight"
 
 
 def test_changed_scales_are_noticed():
@@ -313,7 +330,7 @@ def test_cpu_offload(family):
     assert on_meta(vlm) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("rope_type", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 def test_rotary_tables_by_length(rope_type):
     model, processor = rope_types.build(rope_type, layers=2, kv_heads=2)
     plain = VLM(copy.deepcopy(model), processor)
@@ -331,6 +348,7 @@ def test_change_of_an_offloaded_weight_is_noticed():
     assert asked(vlm) != before
 
 
+@pytest.mark.slow
 def test_lora_and_offloading():
     model, processor = build("llava")
     wrapped = with_lora(model, r".*(up_proj|q_proj)")

@@ -92,6 +92,8 @@ def entries(module: nn.Module, name: str, flat: Tensor) -> Tensor:
     row, column = flat // module.in_features, flat % module.in_features
     device = device_of(module)
     single = torch.nn.functional.one_hot(column, module.in_features).float().to(device)
+    if weight.is_floating_point():  # as torchao's weights appear
+        single = single.to(weight.dtype)
     made = module(single).float()
     if module.bias is not None:
         made = made - loaded_value(module, "bias", module.bias).to(device).float()

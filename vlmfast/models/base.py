@@ -181,9 +181,12 @@ class Adapter:
 
     @property
     def device(self) -> torch.device:
-        device = device_of(self._embedding)
-        assert device is not None
-        return device
+        device = self._embedding.weight.device
+        if device.type != "meta":
+            return device
+        found = device_of(self._embedding)  # of offloaded weights
+        assert found is not None
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
