@@ -244,3 +244,25 @@ def test_deeper_features_use_the_same_indices(judge, monkeypatch) -> None:
     tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
     kept = ClipRelevance(0.3).reduce(tokens, VisionStats((geometry,), {}), asked(photo()))
     assert torch.equal(kept.extra[0], 2 * kept.features)
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained"), [("ViT-B-32", "laion2b_s34b_b79k"), ("hf-hub:own/clip", "")]
+)
+def test_unreachable_hub_fails_at_once(model, pretrained, monkeypatch, tmp_path) -> None:
+    """One request, where the client would try for a minute; none where it is told to be offline."""
+    from huggingface_hub import constants
+
+    requests: list[str] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            requests.append(url)
+            raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Session)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RecipeError, match="not in the cache, and the Hub cannot be reached"):
+        open_clip_models.load("clip-relevance", model, pretrained)
+    assert requests == [constants.ENDPOINT]

@@ -113,6 +113,15 @@ def eagle3_full_vocabulary() -> tuple:
     return stage, module, config, state
 
 
+EVERY = list(range(VOCABULARY))
+
+
+def eagle3_unset_maps() -> tuple:
+    """Of the full vocabulary, with the two maps never filled."""
+    stage, module, config, state = eagle3(drafted=VOCABULARY)
+    return stage, module, config, state | {"t2d": torch.zeros_like(state["t2d"])}
+
+
 def speculators() -> tuple:
     stage, module, config, state = eagle3("layers.0.", **FLAGS)
     layer = {key: config.pop(key) for key in list(LLAMA)}
@@ -147,6 +156,7 @@ LAYOUTS: dict[str, Callable[[], tuple]] = {
     "msd": msd,
     "eagle3": eagle3,
     "eagle3-full-vocabulary": eagle3_full_vocabulary,
+    "eagle3-unset-maps": eagle3_unset_maps,
     "speculators": speculators,
     "specforge": specforge,
     "vispec": vispec,
@@ -204,6 +214,9 @@ def test_missing_extra_or_misshapen_keys_are_refused(tmp_path: Path, name: str) 
             continue
         if name == "specvlm" and key == "layers.0.input_layernorm.weight":
             assert load_published(stage, folder, TARGET).layer.input_layernorm is None
+            continue
+        if name == "eagle3-unset-maps" and key == "d2t":
+            assert load_published(stage, folder, TARGET).vocabulary().tolist() == EVERY
             continue
         if key == "fc.bias":  # may be absent where the config does not announce it
             assert load_published(stage, folder, TARGET).fc.bias is None
@@ -274,8 +287,10 @@ def test_other_models_and_methods_are_refused(tmp_path: Path) -> None:
     refused("of kind vispec; use draft-vispec")
     _, _, config, state = eagle3()
     refused("of kind eagle3; use draft-eagle:kind=eagle3")
-    state["t2d"] = ~state["t2d"]
-    refused("t2d and d2t select different tokens", by=DraftEagle(kind="eagle3"))
+    marks = state["t2d"]
+    for wrong in (~marks, torch.zeros_like(marks)):
+        state["t2d"] = wrong
+        refused("t2d and d2t select different tokens", by=DraftEagle(kind="eagle3"))
     stage, _, config, state = eagle()
     state["embed_tokens.weight"] = torch.zeros(VOCABULARY, 16)
     refused("embed_tokens.weight has shape")

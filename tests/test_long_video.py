@@ -110,6 +110,16 @@ def test_cap_that_is_not_reached_has_no_effect(build, recipe):
     assert other.token_ids != got.token_ids  # control
 
 
+def test_drafter_with_the_default_method(vlm):
+    """The default cache method goes before drafters."""
+    given = {"video": FRAMES[:12], "max_kv_tokens": 200, **QUIET}
+    expected = vlm.ask(QUESTION, **given)
+    got = vlm.ask(QUESTION, recipe="divprune:1+draft-ngram", **given)
+    assert got.token_ids == expected.token_ids
+    assert got.recipe == "divprune:1+quickprefill:1+draft-ngram"
+    assert got.stats.rounds > 0
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -365,9 +365,9 @@ def test_folders_saved_with_older_processors(folder, expected, tmp_path):
     assert old.processor.patch_size is None  # the user's processor is not modified
 
 
-def test_device_map_raises(folder):
-    with pytest.raises(ModelError, match="device_map is not supported"):
-        VLM.from_pretrained(folder, device_map="auto")
+def test_device_map_and_device_raise(folder):
+    with pytest.raises(ModelError, match="device_map and device both say"):
+        VLM.from_pretrained(folder, device_map="auto", device="cpu")
 
 
 def test_folder_without_processor_raises(folder, tmp_path):

@@ -238,7 +238,7 @@ def test_recipe_is_no_file(tiny, tmp_path: Path, text: str) -> None:
     vlmfast.Recipe.parse("grid:0.5").save(tmp_path / "recipe.yaml")
     desk = Desk(tiny, "tiny")
     for attempt in (text, str(tmp_path / "recipe.yaml")):
-        with pytest.raises(RecipeError, match="cannot name a recipe file|unknown method"):
+        with pytest.raises(RecipeError, match=r"cannot name a recipe file|unknown method"):
             desk.recipe(attempt)
 
 

@@ -152,7 +152,9 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
             )
     if recipe.acting(CacheStage):
         return recipe
-    return recipe + stage_class("quickprefill").from_texts({None: "1"})
+    drafters = tuple(stage for stage in recipe if stage.protocol == "drafter")
+    others = tuple(stage for stage in recipe if stage.protocol != "drafter")
+    return Recipe((*others, stage_class("quickprefill").from_texts({None: "1"}), *drafters))
 
 
 class LongVideo:

@@ -13,6 +13,7 @@ import torch
 
 from vlmfast.core import snapshot
 from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.placement import weights_of
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency
@@ -39,8 +40,10 @@ _LONGEST = 4096  # characters of a recipe
 
 def identity(adapter: Adapter) -> dict[str, Any]:
     """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
+    if adapter.split:
+        raise ModelError("sessions of a model on several devices cannot be saved or loaded")
     digest, picked = hashlib.sha256(), {}
-    for name, weight in adapter.model.named_parameters():
+    for name, weight in weights_of(adapter.model):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         flat = weight.detach().reshape(-1)
         if len(flat):

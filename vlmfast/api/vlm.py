@@ -43,7 +43,8 @@ class VLM:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Remains usable on its own: attention functions and hooks are installed only during a call.
+        Also quantized, with adapters of PEFT, or offloaded by accelerate. Remains usable on its
+        own: attention functions and hooks are installed only during a call.
     processor : transformers.ProcessorMixin
         The processor that belongs to the model.
     decoding : {"auto", "graph", "compile", "eager"}
@@ -63,7 +64,8 @@ class VLM:
     Raises
     ------
     ModelError
-        For an unsupported family, several devices, or a processor without an image processor.
+        For an unsupported family, a processor without an image processor, weights that are not
+        loaded, or parts on several devices that must be on one.
     """
 
     def __init__(
@@ -84,6 +86,11 @@ class VLM:
         if decoding == "graph" and self.adapter.device.type != "cuda":
             raise VLMFastError(
                 f"decoding='graph' needs a CUDA device, and the model is on {self.adapter.device}"
+            )
+        if decoding == "graph" and not self.adapter.capturable:
+            raise VLMFastError(
+                "decoding='graph' needs a model on one device, without offloaded weights and "
+                "without LLM.int8 of bitsandbytes; use decoding='auto'"
             )
         self.adapter.decoding, self.adapter.writer = decoding, processor
         self.model, self.processor = model, processor
@@ -107,13 +114,15 @@ class VLM:
         name : str or Path
             ``"tiny"`` (the shipped model), a local folder, or a hub id.
         device : str, optional
-            By default a CUDA device if one is available, else the CPU.
+            By default a CUDA device if one is available, else the CPU. Not together with
+            ``device_map``.
         dtype : str or torch.dtype
             ``"auto"`` keeps the checkpoint's dtype.
         prefix_cache_bytes : int, optional
             As in `VLM`.
         **kwargs
-            Passed to Hugging Face's ``from_pretrained`` (``revision``, ``token``, ...).
+            Passed to Hugging Face's ``from_pretrained`` (``revision``, ``quantization_config``,
+            ``device_map``, ...).
 
         Raises
         ------
@@ -125,7 +134,6 @@ class VLM:
 
         _check_bytes("prefix_cache_bytes", prefix_cache_bytes)
         path = _SHIPPED.get(str(name), name)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load(path, device, dtype, **kwargs)
         return cls(*loaded, prefix_cache_bytes=prefix_cache_bytes)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import grid_sample, normalize
 
+from vlmfast.core import hub
 from vlmfast.core.params import param
 from vlmfast.errors import RecipeError
 
 _AT_ONCE = 16  # images per forward pass
+_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # by default on the Hub
 _WINDOWS = 4  # windows of an image, down and across, for models without patch features
 _RIDGE = 1e-4  # when all remaining tokens are redundant, relevance alone decides
 
@@ -114,6 +117,8 @@ def load(stage: str, model: str, pretrained: str) -> Clip:
             "OpenCLIP tag or a file"
         )
     try:
+        if (lacking := _lacking(model, pretrained)) is not None and not hub.reachable():
+            raise ConnectionError(f"{lacking} is not in the cache, and the Hub cannot be reached")
         return _opened(model, pretrained)
     except ImportError as error:
         raise RecipeError(
@@ -126,6 +131,23 @@ def load(stage: str, model: str, pretrained: str) -> Clip:
             f"{stage}: OpenCLIP cannot load model={model} with pretrained={pretrained}: {reason}; "
             "give an OpenCLIP model name and tag, or a file"
         ) from error
+
+
+def _lacking(model: str, pretrained: str) -> str | None:
+    """The repository of weights that would have to be downloaded from the Hub."""
+    import open_clip
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if model.startswith("hf-hub:"):
+        repo, file = model.removeprefix("hf-hub:"), "open_clip_config.json"
+    else:
+        known = open_clip.get_pretrained_cfg(model, pretrained) or {}
+        repo, _, file = known.get("hf_hub", "").rpartition("/")
+    if not repo or constants.HF_HUB_OFFLINE:  # offline, the client itself fails at once
+        return None
+    names = (file, f"{Path(file).stem}.safetensors", *_FILES)
+    cached = (isinstance(try_to_load_from_cache(repo, name), str) for name in names if name)
+    return None if any(cached) else repo
 
 
 @lru_cache(maxsize=2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -162,6 +162,12 @@ class PrefillContext:
         for stats in (self.stats, self.received):
             stats.update({layer: s.index_select(-1, index) for layer, s in stats.items()})
 
+    def on(self, device: torch.device) -> PrefillContext:
+        """The context of a layer on ``device``: its layout is there, the rest is shared."""
+        if self.layout.device == device:
+            return self
+        return replace(self, layout=self.layout.to(device))
+
     def window(self, layer: int) -> int | None:
         """The window of a layer, where the rows of ``layout`` do not all fit into it.
 
@@ -213,6 +219,11 @@ class DecodeContext:
     lengths: Tensor | None = None
     views: Sequence[Sequence[SlotList]] | None = None
     observers: Sequence[tuple[int, Observer] | None] | None = None
+
+    def on(self, device: torch.device) -> DecodeContext:
+        """The context of a layer on ``device``."""
+        tree, ancestors = (x if x is None else x.to(device) for x in (self.tree, self.ancestors))
+        return replace(self, tree=tree, ancestors=ancestors)
 
 
 Context = VisionContext | PrefillContext | DecodeContext

@@ -12,6 +12,7 @@ from typing import Any
 from vlmfast.errors import RecipeError, VLMFastError
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_PATIENCE = 5  # seconds
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
 
 
@@ -71,6 +72,18 @@ def download(name: str, weights: str, files: tuple[str, ...]) -> Path:
     except Exception as error:  # the client passes on errors of several libraries
         raise RecipeError(f"{about} cannot be downloaded: {_reason(error)}") from error
     return Path(found)
+
+
+def reachable() -> bool:
+    """Whether the Hub answers one request, within seconds; `download` tries again for longer."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception:  # of the client's own library
+        return False
+    return True
 
 
 def upload(

@@ -284,8 +284,16 @@ def training(name: str) -> str:
     return f"vlmfast train {name if drafter == name else f'drafter --kind {drafter}'}"
 
 
-def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) -> nn.Module:
+def load_weights(
+    stage: Stage, sizes: dict[str, Any], signature: list[float], slack: float = 0.0
+) -> nn.Module:
     """The module of a trained stage for the model of these ``sizes`` and this ``signature``.
+
+    Parameters
+    ----------
+    slack : float
+        By how much quantization may have changed a number of the signature, as a fraction of the
+        largest of them.
 
     Returns
     -------
@@ -304,7 +312,7 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
         if (module := stage.published(folder, sizes)) is not None:
             return module.requires_grad_(False).eval()
         about = _read(folder, stage.name, stage.weights)
-        if not _belongs(about, sizes, signature):
+        if not _belongs(about, sizes, signature, slack):
             raise RecipeError(
                 f"{stage.name}: the weights in {stage.weights} were trained for another model than "
                 f"{model}; {train}"
@@ -312,7 +320,7 @@ def load_weights(stage: Stage, sizes: dict[str, Any], signature: list[float]) ->
         return _module(folder, about, stage.weights)
     for folder in sorted(SHIPPED.glob(f"*-{stage.name}")):
         about = _read(folder, stage.name, str(folder))
-        if _belongs(about, sizes, signature):
+        if _belongs(about, sizes, signature, slack):
             return _module(folder, about, str(folder))
     raise RecipeError(f"{stage.name}: there are no weights for {model}; {train}")
 
@@ -362,13 +370,16 @@ def _described(file: Path, where: str) -> dict[str, Any]:
     return about
 
 
-def _belongs(about: dict[str, Any], sizes: dict[str, Any], signature: list[float]) -> bool:
+def _belongs(
+    about: dict[str, Any], sizes: dict[str, Any], signature: list[float], slack: float
+) -> bool:
     config, stored = about["config"], about["signature"]
     if any(config.get(key) != value for key, value in sizes.items()):
         return False
     # Half precision keeps three digits of a number, and little of very small ones.
+    least = max(1e-5, slack * max(map(abs, stored), default=0.0))
     return len(stored) == len(signature) and all(
-        abs(a - b) <= 0.01 * max(abs(a), abs(b)) + 1e-5
+        abs(a - b) <= 0.01 * max(abs(a), abs(b)) + least
         for a, b in zip(stored, signature, strict=True)
     )
 

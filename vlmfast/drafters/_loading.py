@@ -127,6 +127,10 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
         )
     if marks is not None and built.kind == "eagle3":
         ids = built.vocabulary()
+        # A drafter of the full vocabulary needs no maps, and folders may have them unset.
+        unset = len(ids) == layer.get("vocab_size") and not bool(marks.any() or built.d2t.any())
+        if unset:
+            marks = torch.ones(len(ids), dtype=torch.bool)
         if int(ids.max()) >= len(marks) or not _marked(ids, marks):
             raise RecipeError(f"{stage.name}: {folder}: t2d and d2t select different tokens")
     ids = _flag(config, "eagle_aux_hidden_state_layer_ids", None)

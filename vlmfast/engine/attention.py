@@ -30,6 +30,7 @@ from vlmfast.core.contexts import (
     current_context,
 )
 from vlmfast.core.drafting import Observer, SlotList
+from vlmfast.core.placement import device_of
 from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
 from vlmfast.kernels._triton import use_triton
@@ -93,14 +94,48 @@ def text_attention(
     -------
     output : Tensor, (B, T, Hq, D)
     """
-    context = _context(kwargs)
+    context, device = _context(kwargs), query.device
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
     if isinstance(context, DecodeContext):
-        return _cached(module, query, key, value, context, scaling, dropout), None
+        if not context.cache.split:
+            return _cached(module, query, key, value, context, scaling, dropout), None
+        with _current(device):
+            over = context.on(device)
+            return _cached(module, query, key, value, over, scaling, dropout), None
     assert isinstance(context, PrefillContext)
+    home = context.layout.device
+    if home == device:
+        given = query, key, value, attention_mask, context
+        return _prefilled(module, *given, scaling, dropout), None
+    # Of a model on several devices.
+    with _current(device), _collected(context, module.layer_idx, home):
+        there = query, key, value, attention_mask, context.on(device)
+        return _prefilled(module, *there, scaling, dropout), None
+
+
+@contextmanager
+def _collected(context: PrefillContext, layer: int, home: torch.device) -> Iterator[None]:
+    """Move the statistics of a layer on another device to that of the layout."""
+    yield
+    for found in (context.stats, context.received):
+        if layer in found:
+            found[layer] = found[layer].to(home)
+
+
+def _prefilled(
+    module: TextAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    context: PrefillContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of a prompt, or of a chunk of one."""
     if context.extends:
-        return _extended(module, query, key, value, context, scaling, dropout), None
+        return _extended(module, query, key, value, context, scaling, dropout)
     bias = context.key_bias()
     request = context.requests.get(module.layer_idx)
     if request is not None:
@@ -116,7 +151,7 @@ def text_attention(
                 query[0], key[0], visual, scaling, context.share(visual)
             )
     if context.probe:
-        return torch.zeros_like(query).transpose(1, 2), None
+        return torch.zeros_like(query).transpose(1, 2)
     own = None
     if module.layer_idx in context.attend:
         attend = context.attend[module.layer_idx]
@@ -131,7 +166,7 @@ def text_attention(
         context.after(module.layer_idx, query, key, value, scaling)
     elif context.window(module.layer_idx) is not None:
         context.cache.layers[module.layer_idx].slide()
-    return output, None
+    return output
 
 
 def _dense(
@@ -714,7 +749,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
     """
     with (
         lock_of(model),
-        _current(model.device),
+        _current(device_of(model.get_input_embeddings())),
         _without_checkpointing(model),
         rotary_by_length(model.get_decoder()),
     ):
@@ -726,9 +761,10 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _current(device: torch.device) -> AbstractContextManager:
+def _current(device: torch.device | None) -> AbstractContextManager:
     """Kernels and captures run on the current device, which is set per thread."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    cuda = device is not None and device.type == "cuda"
+    return torch.cuda.device(device) if cuda else nullcontext()
 
 
 @contextmanager

@@ -87,6 +87,8 @@ class KVCache(Cache):
         self.live: Tensor | None = None
         self.offsets: dict[int, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # with more rows than are in use
+        # Copies of `length` and `seen` for layers on other devices; of these layers, they count.
+        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._shifted: dict[int, int] = {}  # by layer: index into `shifts`
         self.logical: list[int] = []  # `seen` on the host
         self.base: list[int] = []  # by row: ids up to the last compressed one
@@ -117,12 +119,36 @@ class KVCache(Cache):
         self.length = torch.zeros(shape, dtype=torch.int64, device=first.device)
         self.seen = torch.full((1,), logical, device=first.device)
         self.logical = [logical]
-        for layer, length in zip(self.layers, self.length, strict=True):
-            layer.freeze(max_new_tokens, length, self.seen, logical, track, attention_mass)
+        for index, layer in enumerate(self.layers):
+            length, seen = self._counts(layer.device)
+            layer.freeze(max_new_tokens, length[index], seen, logical, track, attention_mass)
         rows = logical if base is None else first.rows
         whole = all(layer.max_lengths == [rows] and layer.even for layer in self.layers)
         whole = whole and not self.stateful
         self.base = [base or 0 if whole else logical]
+
+    def _counts(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`length` and `seen` on the device of a layer."""
+        if device == self.length.device:
+            return self.length, self.seen
+        if device not in self._copies:
+            self._copies[device] = self.length.to(device), self.seen.to(device)
+        return self._copies[device]
+
+    @property
+    def _counted(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.length, self.seen), *self._copies.values()]
+
+    @property
+    def split(self) -> bool:
+        """Whether layers are on several devices; the cache then has a single row."""
+        return bool(self._copies)
+
+    def slots(self) -> Tensor:
+        """Slots in use of each layer of a cache of a single row: int64, (L, H), a copy."""
+        if not self.split:
+            return self.length[:, 0].clone()
+        return torch.stack([layer.length[0].to(self.length.device) for layer in self.layers])
 
     def sliding(self, layer: int, tokens: int) -> bool:
         """Whether a layer may hold slots outside the window of one of the next ``tokens``."""
@@ -177,8 +203,9 @@ class KVCache(Cache):
 
     def advance_device(self, tokens: int = 1) -> None:
         """The part of `advance` on the device."""
-        self.length.add_(tokens)
-        self.seen.add_(tokens)
+        for length, seen in self._counted:
+            length.add_(tokens)
+            seen.add_(tokens)
 
     def count_token(self) -> None:
         """Count one token of every row and move to the next position, on the device."""
@@ -212,7 +239,8 @@ class KVCache(Cache):
     def consume(self, tokens: int) -> None:
         """Count ids of every row that were compressed: their slots are counted already."""
         if tokens:
-            self.seen.add_(tokens)
+            for _, seen in self._counted:
+                seen.add_(tokens)
             self.logical = [logical + tokens for logical in self.logical]
             self.base = list(self.logical)
 
@@ -220,7 +248,7 @@ class KVCache(Cache):
     def biased(self, bias: Tensor | None) -> Iterator[None]:
         """Add ``bias`` (T,) to the logits of the tokens written inside the block."""
         for layer in self.layers:
-            layer.incoming = bias
+            layer.incoming = None if bias is None else bias.to(layer.device)
         try:
             yield
         finally:
@@ -242,8 +270,9 @@ class KVCache(Cache):
         if any(self.logical[at] - tokens < self.base[at] for at in rows):
             raise ValueError(f"{tokens} tokens reach into the compressed part of the cache")
         chosen = slice(None) if row is None else slice(row, row + 1)
-        self.length[:, chosen].sub_(tokens)
-        self.seen[chosen].sub_(tokens)
+        for length, seen in self._counted:
+            length[:, chosen].sub_(tokens)
+            seen[chosen].sub_(tokens)
         for at in rows:
             self.logical[at] -= tokens
             for layer in self.layers:
@@ -263,6 +292,7 @@ class KVCache(Cache):
         """
         kept = torch.tensor(counts, device=index.device)
         for layer in self.layers if moves else ():
+            index = index.to(layer.device)
             source = layer.length[..., None] + index[:, None]
             target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
             for name in SLOTWISE:
@@ -277,15 +307,16 @@ class KVCache(Cache):
             for buffer in (layer.order, layer.rank):
                 if buffer is not None:  # kept tokens are numbered without gaps
                     steps = torch.arange(index.shape[1], device=index.device)
-                    order = (self.seen[:, None, None] + steps).to(buffer.dtype)
+                    order = (layer.seen[:, None, None] + steps).to(buffer.dtype)
                     at = target.clamp(max=buffer.shape[2] - 1)
                     buffer.scatter_(2, at, order.expand_as(target))
         for layer in self.layers:
             layer.max_lengths = [
                 length + n for length, n in zip(layer.max_lengths, counts, strict=True)
             ]
-        self.length.add_(kept[None, :, None])
-        self.seen.add_(kept)
+        for length, seen in self._counted:
+            length.add_(kept.to(length.device)[None, :, None])
+            seen.add_(kept.to(seen.device))
         self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
 
     # --- rows ------------------------------------------------------------------------------------
@@ -454,9 +485,12 @@ class KVCache(Cache):
         twin.track, twin.attention_mass = self.track, self.attention_mass
         twin.logical, twin.base = self.logical[rows], self.base[rows]
         twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
-        for layer, copy, length in zip(self.layers, twin.layers, twin.length, strict=True):
+        for device, (length, seen) in self._copies.items():
+            twin._copies[device] = length[:, rows].clone(), seen[rows].clone()
+        for index, (layer, copy) in enumerate(zip(self.layers, twin.layers, strict=True)):
             copy.lazy_initialization(layer.keys, layer.values)
-            copy.length, copy.seen, copy.evens = length, twin.seen, layer.evens[rows]
+            length, seen = twin._counts(layer.device)
+            copy.length, copy.seen, copy.evens = length[index], seen, layer.evens[rows]
             copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
             copy.gap = layer.gap[rows]
             if isinstance(copy, StateLayer):
@@ -551,6 +585,11 @@ class JointCache(Cache):
         self.caches = list(caches)
         layers = zip(*(cache.layers for cache in caches), strict=True)
         super().__init__(layers=[JointLayer(parts) for parts in layers])
+
+    @property
+    def split(self) -> bool:
+        """As in `KVCache`."""
+        return any(cache.split for cache in self.caches)
 
     @property
     def position(self) -> Tensor:

@@ -80,7 +80,7 @@ class Compression:
             Of the rows of ``context.layout``.
         """
         start = clock(key.device)
-        context, cached = self.context, self.cache.layers[layer]
+        context, cached = self.context.on(key.device), self.cache.layers[layer]
         layout, heads = context.layout, key.shape[1]
         bias = context.key_bias()
         # A layer with a window holds what later tokens can still see, and stages work on that.
@@ -126,7 +126,9 @@ class Compression:
         for stage in self.stages:
             if stage in self.late:
                 kvs = [
-                    stage.compress(self.context, layer, kv, self._waited(layer, stage, kv))
+                    stage.compress(
+                        self.context.on(kv.keys.device), layer, kv, self._waited(layer, stage, kv)
+                    )
                     for layer, kv in enumerate(kvs)
                 ]
             kvs = stage.finish(self.context, kvs)

@@ -119,6 +119,8 @@ class RowGroup:
     def fits(self, other: RowGroup) -> bool:
         """Whether ``other``, of one row, is of the same kind and capacity class."""
         # Kernels read only slots in use, so that larger segments cost captured steps nothing.
+        if self.cache.split or other.cache.split:
+            return False
         larger = self.graphs is not None
         return self.kind == other.kind and self.cache.holds(other.cache, larger=larger)
 
@@ -282,7 +284,7 @@ class RowGroup:
                         position_embeddings=self.adapter.tables(hidden, position, index),
                         vlmfast_context=context,
                     )
-            return self.adapter.logits(decoder.norm(hidden)[number, -1])
+            return self.adapter.logits(decoder.norm(hidden)[number, -1].to(position.device))
         finally:
             cache.advance(-drafted)
 
@@ -313,7 +315,7 @@ class RowGroup:
             row.steps += 1
 
     def _slots(self, number: int, layer: int, prompt: Tensor) -> RowSlots:
-        notes = self.rows[number].notes
+        notes, prompt = self.rows[number].notes, prompt.to(self.cache.layers[layer].device)
         return RowSlots(self.cache, layer, number, prompt, notes, self.adapter.rotate)
 
     # --- captured steps --------------------------------------------------------------------------
@@ -322,7 +324,9 @@ class RowGroup:
     def captures(self) -> bool:
         """Whether steps are captured: on CUDA, unless the user chose otherwise."""
         mode = self.adapter.decoding
-        return mode == "graph" or (mode == "auto" and self.position.is_cuda)
+        return self.adapter.capturable and (
+            mode == "graph" or (mode == "auto" and self.position.is_cuda)
+        )
 
     @property
     def _idle(self) -> Graphs:

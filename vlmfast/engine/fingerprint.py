@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as globally
 
+from vlmfast.core.placement import stored
+
 _PLACES = 8  # of a tensor that are read
 _WHOLE = 128  # bytes below which a tensor is read in full
 # State of adapters (PEFT) that switches or scales them without a change of any weight.
@@ -74,8 +76,12 @@ def fingerprint(
             return None
         calls += _calls(state)
         for kind in ("_parameters", "_buffers"):
-            for tensor in state[kind].values():
-                if type(tensor) in _PLAIN:
+            for name, tensor in state[kind].items():
+                if tensor is not None and tensor.device.type == "meta":
+                    tensor = stored(state.get("_hf_hook"), name)  # offloaded by accelerate
+                if isinstance(tensor, str):
+                    others.append((name, tensor))
+                elif type(tensor) in _PLAIN:
                     tensors.append(tensor)
                 elif tensor is not None:
                     tensors += _inner(tensor)
@@ -129,7 +135,12 @@ def _own(call: Any) -> bool:
 def _inner(tensor: Tensor) -> list[Tensor]:
     """The tensors that a subclass consists of: quantized weights, for example."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
+        # Those of bitsandbytes have their scales beside them.
+        scales = (
+            getattr(tensor, "SCB", None),
+            getattr(vars(tensor).get("quant_state"), "absmax", None),
+        )
+        return [tensor, *(scale for scale in scales if scale is not None)]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in _inner(getattr(tensor, name))]
 

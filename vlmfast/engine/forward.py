@@ -53,7 +53,7 @@ def forward(
     if tree is not None and tree.shape[1] <= WORD:
         bits = torch.arange(tree.shape[1], device=tree.device)
         context.ancestors = (tree.long() << bits).sum(-1, keepdim=True)
-    if tree is None and isinstance(cache, KVCache):  # once for all layers
+    if tree is None and isinstance(cache, KVCache) and not cache.split:  # once for all layers
         context.lengths = cache.length + 1
     embeds = adapter.embed(tokens)
     if adapter.decoding != "compile" and fusable(adapter):
@@ -62,7 +62,9 @@ def forward(
         )
     else:
         hidden, seen = _modules(adapter, cache, context, embeds, position, aux_layers)
-    aux = torch.stack([seen[layer] for layer in aux_layers], 2) if aux_layers else None
+    hidden = hidden.to(embeds.device)  # of a model on several devices
+    inner = [seen[layer].to(embeds.device) for layer in aux_layers]
+    aux = torch.stack(inner, 2) if aux_layers else None
     if tree is not None:
         return Output(adapter.logits(hidden), hidden, aux)
     cache.count_token()

@@ -128,7 +128,9 @@ class Watch:
         if self.layers:
             aux_hidden_states = torch.stack(
                 [
-                    seen[at][0].index_select(0, _indices(self._orders.pop(at, left), left))
+                    seen[at][0]
+                    .to(left.device)
+                    .index_select(0, _indices(self._orders.pop(at, left), left))
                     for at in self.layers
                 ],
                 1,

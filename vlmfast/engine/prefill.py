@@ -307,7 +307,7 @@ def prefill(
         mask_rule=_mask_rule(adapter, prompt.answer),
         notes=prompt.notes,
         trained=prompt.trained,
-        norm=adapter.norm(),
+        norm=adapter.normalizer(),
         # Where nothing was merged, no bias is needed and attention is the model's own.
         proportional_attention=any(stage.proportional_attention for stage in merging)
         and bool((prompt.layout.weight != 1).any()),
@@ -344,7 +344,7 @@ def prefill(
             past_key_values=cache,
             use_cache=True,
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
-        ).last_hidden_state
+        ).last_hidden_state.to(prompt.embeds.device)
         logits = adapter.logits(hidden[:, -1 - prompt.answer :])
     if watch is not None:
         watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
@@ -452,7 +452,13 @@ class Drops:
                 current_context.get() is not self.context
             ):  # another forward pass through the same layers
                 return None
-            hidden = args[0]
+            hidden, home = args[0], self.context.layout.device
+            if index in self.ahead or index in self.schedule:  # rows are dropped on one device
+                hidden = hidden.to(home)
+            tables = kwargs["position_embeddings"]
+            if any(table.device != home for table in tables):
+                tables = tuple(table.to(home) for table in tables)
+                kwargs = {**kwargs, "position_embeddings": tables}
             if index in self.ahead:
                 self._probe(module, index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):

@@ -194,7 +194,7 @@ class Prefiller:
         )
         stats.kv_bytes = cache.held_bytes()
         position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
-        sequence.stages, sequence.prompt_slots = stages, cache.length[:, 0].clone()
+        sequence.stages, sequence.prompt_slots = stages, cache.slots()
         sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         return logits[:, -1]
 
@@ -253,7 +253,7 @@ class Prefiller:
                 use_cache=True,
                 vlmfast_context=context,
                 **adapter.decoder_kwargs(prompt.layout, prompt.extra),
-            ).last_hidden_state
+            ).last_hidden_state.to(position.device)
         if watch is not None:
             watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
         if context.after is None:
@@ -265,7 +265,7 @@ class Prefiller:
         sequence.stats.time_prefill_s += clock(position.device) - start
         sequence.stats.prompt_tokens += rows
         group.position.fill_(prompt.next_position)
-        sequence.prompt_slots = cache.length[:, 0].clone()
+        sequence.prompt_slots = cache.slots()
         return adapter.logits(hidden[:, -1])
 
     def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:

@@ -132,7 +132,8 @@ def captured(
 
 
 def _captures(adapter: Adapter) -> bool:
-    return adapter.device.type == "cuda" and adapter.decoding in ("auto", "graph")
+    on = adapter.device.type == "cuda" and adapter.decoding in ("auto", "graph")
+    return on and adapter.capturable
 
 
 def _restore(module: nn.Module, forward: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.placement import loaded
 from vlmfast.core.protocols import EncodeStage, InEncoderStage
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
@@ -144,6 +145,7 @@ def encode(
         _cls(adapter, views) as cls,
         _projected(adapter, "norm" in sources) as projected,
         nullcontext() if inside else captured(adapter, context, cls, views),
+        loaded(adapter.model.base_model),
     ):
         encoded = adapter.encode(tensors, context)
     found = _saliencies(adapter, context, wanted.saliency, projected)
@@ -322,6 +324,7 @@ def _jittered(
         _unused_skipped(adapter, context),
         _projected(adapter, "norm" in sources) as projected,
         captured(adapter, context, [], 0),
+        loaded(adapter.model.base_model),
     ):
         adapter.encode(jittered(tensors, number, adapter.processor.image_processor), context)
     return _saliencies(adapter, context, requests, projected)

@@ -16,6 +16,8 @@ from vlmfast.core.lazy import public_names
 from vlmfast.core.outside import FAMILIES, Found, found_outside
 from vlmfast.errors import ModelError
 
+from ._wrapped import base_of
+
 if TYPE_CHECKING:
     from .base import Adapter
 
@@ -85,12 +87,13 @@ def adapter_class(name: str) -> type[Adapter]:
 
 
 def adapter_for(model: Any, processor: Any) -> Adapter:
-    """The adapter of ``model``'s family.
+    """The adapter of ``model``'s family; a ``PeftModel`` has the family of its base model.
 
     Raises
     ------
     ModelError
         If the family is not supported, or the processor belongs to another one.
     """
+    model = base_of(model)
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     return adapter_class(name)(model, processor)

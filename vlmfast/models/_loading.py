@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ from . import families
 
 
 def load(
-    name: str | Path, device: str | torch.device, dtype: str | torch.dtype, **kwargs: Any
+    name: str | Path, device: str | torch.device | None, dtype: str | torch.dtype, **kwargs: Any
 ) -> tuple[Any, Any]:
     """Model on ``device`` in ``dtype``, in evaluation mode, and its processor.
+
+    Parameters
+    ----------
+    device : optional
+        A CUDA device if one is available, else the CPU, or where ``device_map`` says.
+    **kwargs
+        For Hugging Face's ``from_pretrained``.
 
     Raises
     ------
@@ -23,8 +31,9 @@ def load(
     """
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-    if "device_map" in kwargs:
-        raise ModelError("device_map is not supported: vlmfast runs on one device; pass device=")
+    mapped = kwargs.get("device_map") is not None
+    if mapped and device is not None:
+        raise ModelError("device_map and device both say where the model runs; pass one of them")
     hub = {
         key: kwargs[key]
         for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
@@ -42,6 +51,15 @@ def load(
             f"no processor in {name}: found {type(processor).__name__}, "
             "which has no image processor"
         )
+    quantized = "quantization_config" in kwargs or hasattr(config, "quantization_config")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if quantized and not mapped:  # quantized layers are made where they stay
+        kwargs["device_map"] = {"": device}
+    if (mapped or quantized) and find_spec("accelerate") is None:
+        raise ModelError(
+            f"{'device_map' if mapped else 'a quantized model'} needs the package accelerate; "
+            "pip install accelerate"
+        )
     model, report = _try(
         f"the weights in {name} do not load",
         AutoModelForImageTextToText.from_pretrained,
@@ -55,6 +73,8 @@ def load(
         raise ModelError(
             f"the checkpoint {name} lacks {len(missing)} weights, among them {missing[0]}"
         )
+    if mapped or quantized:
+        return model.eval(), processor
     return _try(f"no device {device}", model.eval().to, device), processor
 
 

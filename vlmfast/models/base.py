@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind, Numbering, TokenLayout
+from vlmfast.core.placement import device_of, devices_of, hooked
 from vlmfast.core.saliency import SaliencyRequest, to_tokens
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, VisionStats
@@ -22,6 +23,7 @@ from vlmfast.core.weights import load_weights
 from vlmfast.errors import ModelError, RecipeError
 
 from ._media import Media
+from ._wrapped import check_placement, entries, is_quantized, synchronizes
 from .rope import longest, short
 
 # Text models that rotate neighboring dimensions, not the two halves of a head. Some layers of
@@ -30,6 +32,10 @@ _INTERLEAVED = {"cohere", "cohere2", "glm4v_text", "llama4_text"}
 
 # Kinds of layers that hold a state of fixed size.
 _STATES = {"conv", "linear_attention"}
+
+# How far 4-bit weights may be from those that they replace, relative to the largest: half of the
+# widest gap of NF4, 0.15 (Dettmers et al. 2023, arXiv 2305.14314), and its scales are per block.
+_QUANTIZED = 0.25
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -117,10 +123,7 @@ class Adapter:
     fixed_tower: ClassVar[bool] = False
 
     def __init__(self, model: Model, processor: Any) -> None:
-        if any(p.device.type == "meta" for p in model.parameters()):
-            raise ModelError("the model is on the meta device; load its weights first")
-        if len({p.device for p in model.parameters()}) > 1:
-            raise ModelError("the model is spread over several devices; one device is supported")
+        check_placement(model)
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(
                 f"{type(processor).__name__} is not multimodal: it has no image processor"
@@ -139,7 +142,6 @@ class Adapter:
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
-        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
@@ -166,11 +168,50 @@ class Adapter:
         self.decoding = "auto"  # how decode steps run, see `VLM`
         self.kept: dict[Hashable, Any] = {}  # state of the engine between requests
 
+        self._check_devices()
+        # Steps of modules that accelerate loads or moves for each call cannot be captured.
+        moves = self.split or hooked(model)
+        self.capturable = not (moves or any(map(synchronizes, model.modules())))
+
+    def _check_devices(self) -> None:
+        tower, projector = devices_of(self.tower()), devices_of(self.projector())
+        if len({*tower, *projector}) > 1:
+            raise ModelError(
+                f"the vision tower runs on {_listed(tower)} and its projector on "
+                f"{_listed(projector)}; a device_map must have both on one device"
+            )
+        if self.device not in tower:
+            raise ModelError(
+                f"the embedding runs on {self.device} and the vision tower on {_listed(tower)}; a "
+                "device_map must have both on one device"
+            )
+        for index, layer in enumerate(self.decoder.layers):
+            if len(found := devices_of(layer)) > 1:
+                raise ModelError(
+                    f"layer {index} runs on {_listed(found)}; a device_map must have each layer "
+                    "on one device"
+                )
+        self.split = len(devices_of(self.model)) > 1
+
     # --- sizes ---------------------------------------------------------------------------------
 
     @property
+    def _embedding(self) -> nn.Module:
+        # Adapters of PEFT may replace it at any time, and the head too.
+        return self.model.get_input_embeddings()
+
+    @property
+    def _head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    @property
     def device(self) -> torch.device:
-        return self._embedding.weight.device
+        device = self._embedding.weight.device
+        if device.type != "meta":
+            return device
+        found = device_of(self._embedding)  # of offloaded weights
+        assert found is not None
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -184,7 +225,7 @@ class Adapter:
     @property
     def vocabulary(self) -> int:
         """Width of the logits."""
-        return self._head.weight.shape[0]
+        return self._head.out_features  # quantized weights may be packed into another shape
 
     @property
     def max_positions(self) -> int | None:
@@ -402,10 +443,18 @@ class Adapter:
 
     def signature(self) -> list[float]:
         """A few weights that identify this model for stages trained on it."""
-        weight = next(p for p in reversed(list(self.projector().parameters())) if p.dim() == 2)
-        weight = weight.detach().flatten()
-        index = torch.arange(16, device=weight.device) * (len(weight) - 1) // 15
-        return weight[index].float().tolist()
+        module, name = self._signed()
+        weight = module.get_parameter(name)
+        matrix = isinstance(module, nn.Linear)
+        size = module.out_features * module.in_features if matrix else weight.numel()
+        return entries(module, name, torch.arange(16) * (size - 1) // 15).tolist()
+
+    def _signed(self) -> tuple[nn.Module, str]:
+        """The last matrix of the projector, in its module."""
+        parts = [*self.projector().named_parameters()]
+        name = next(name for name, weight in reversed(parts) if weight.dim() == 2)
+        module, _, name = name.rpartition(".")
+        return self.projector().get_submodule(module), name
 
     def trained(self, stage: Stage) -> nn.Module:
         """The module of a trained stage, loaded on first use.
@@ -417,7 +466,8 @@ class Adapter:
         """
         key = (stage.name, stage.weights, getattr(stage, "kind", ""))
         if key not in self.modules:
-            self.modules[key] = load_weights(stage, self.sizes(), self.signature())
+            slack = _QUANTIZED if is_quantized(self._signed()[0]) else 0.0
+            self.modules[key] = load_weights(stage, self.sizes(), self.signature(), slack)
         # The model may have moved since. Drafters run in the model's dtype.
         module, half = self.modules[key], stage.protocol == "drafter" and self.device.type != "cpu"
         weight = next(module.parameters())
@@ -603,9 +653,16 @@ class Adapter:
         around images."""
         return self.embed(ids)
 
+    def normalizer(self) -> Callable[[Tensor], Tensor] | None:
+        """The norm after the last layer, if any; its result stays on the device of its input."""
+        norm = self.norm()
+        if norm is None or not self.split:
+            return norm
+        return lambda hidden: norm(hidden).to(hidden.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of normalized hidden states (..., D)."""
-        return self._head(hidden)
+        return self._head(hidden).to(hidden.device)  # the head may be on another device
 
     def positions(self, inputs: dict[str, Tensor]) -> Tensor:
         """Rotary ids (P, S) of the full prompt."""
@@ -652,7 +709,7 @@ class Adapter:
             )
         cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
         scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
-        cos, sin = cos.float() / scale, sin.float() / scale
+        cos, sin = (table.to(keys.device).float() / scale for table in (cos, sin))
         turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
         first, second = turned.chunk(2, dim=-1)
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
@@ -765,6 +822,10 @@ class Adapter:
         size = [short / width, short / height] if crop else [1.0, 1.0]
         size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
+
+
+def _listed(devices: Sequence[torch.device | None]) -> str:
+    return " and ".join(map(str, devices))
 
 
 def by_views(

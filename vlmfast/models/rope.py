@@ -65,11 +65,16 @@ class LengthRotary(nn.Module):
             As the decoder's own module returns them.
         """
         named = () if layer_type is None else (layer_type,)
+        if (own := next(self.rotary.buffers(), x)).device != x.device:
+            x, position_ids = x.to(own.device), position_ids.to(own.device)
         kinds = _kinds(self.rotary)
         if kinds[layer_type] not in _BY_LENGTH:
             return self.rotary(x, position_ids, *named)
         # A copy, so that no other thread sees the frequencies of single tokens.
         fixed = copy.copy(self.rotary)
+        if "_hf_hook" in vars(fixed):  # accelerate's `forward` is that of the original
+            for name in ("forward", "_hf_hook", "_old_forward"):
+                vars(fixed).pop(name, None)
         fixed._buffers = dict(fixed._buffers)
         fixed.rope_type = "default" if None in kinds else dict.fromkeys(kinds, "default")
         frequencies = self._frequencies(position_ids, layer_type)

@@ -426,5 +426,6 @@ class Cache(Part, CacheStage):
             )
         # Tokens are identified by their order in the prompt, so indices of one filter need not be
         # mapped to those of another.
-        keep = torch.isin(kv.order, context.layout.order) & kv.valid
+        order = context.layout.order.to(kv.order.device)  # of a model on several devices
+        keep = torch.isin(kv.order, order) & kv.valid
         return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)
