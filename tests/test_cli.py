@@ -642,7 +642,8 @@ def test_closed_pipe_is_quiet() -> None:
 def test_process_prints_a_single_json_document(ask) -> None:
     command = [sys.executable, "-m", "vlmfast", *ask("--json", "--recipe", "hired:0.3")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.stderr == ""
+    # Transformers imports torchao where it is installed, and PyTorch logs its deprecated calls.
+    assert not [line for line in done.stderr.splitlines() if "_pytree.py" not in line]
     assert done.returncode == 0
     assert json.loads(done.stdout)["recipe"] == "hired:0.3"
 
