@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -196,13 +197,15 @@ def wire(
         if built is not None and desk.opened(opening) is built:
             yield [gr.skip()] * len(answers)
             return
-        for state in _shown(desk, desk.open(opening)):
+        # The last check follows the last state, which an upload may have preceded by a moment.
+        for state in itertools.chain(_shown(desk, desk.open(opening)), [None]):
             if desk.talk(user) is not None:  # the user asked meanwhile
                 return
             if (path := files.latest(user)) is not None:
                 yield _ready(kind, path, FRAMES)
                 return
-            yield state
+            if state is not None:
+                yield state
 
     def asked(
         path: str | None,
