@@ -387,6 +387,18 @@ def test_a_test_that_fails_anyway_kills_nothing(
     assert (row["result"], row["by"]) == ("killed", "FAILED tests/test_rule.py::test_size")
 
 
+def test_declarations_have_tests_that_no_recording_finds(
+    tool: Any, mutations: Any, project: Path, trials: Any
+) -> None:
+    coverage, tests = tool.Coverage({}, {}), ("tests/test_rule.py::test_size",)
+    runner = tool.Runner(project, coverage, 1.0, trials, declarations=tests)
+    found = mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")
+    inside = next(mutant for mutant in found if mutant.change == "a < SIZE -> (a <= SIZE)")
+    constant = replace(found[0], after="0")
+    assert runner.judge(constant)["by"] == "FAILED tests/test_rule.py::test_size"
+    assert runner.judge(replace(inside, after="(False)"))["by"] == "no test runs this line"
+
+
 def test_a_changed_file_is_recorded_again(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:

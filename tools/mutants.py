@@ -227,6 +227,7 @@ class Runner:
     limit: float
     trials: Any
     starts: float = STARTS_S
+    declarations: Sequence[str] = ()
 
     def judge(self, mutant: Mutant) -> dict[str, Any]:
         """``killed`` or ``survived``, by which tests, and how many of them ran."""
@@ -235,7 +236,10 @@ class Runner:
             raise SystemExit(f"mutants: {mutant.file} has changed since it was recorded: --record")
         original = path.read_bytes()
         end = mutant.line + original[mutant.start : mutant.end].count(b"\n")
-        tests, started, ran = mutant.tests or self.coverage.of(mutant, end), time.monotonic(), 0
+        tests = list(mutant.tests) or self.coverage.of(mutant, end)
+        if mutant.on_import:
+            tests = [*self.declarations, *(name for name in tests if name not in self.declarations)]
+        started, ran = time.monotonic(), 0
         for batch in self.batches(tests):
             reason = self.killed(mutant, path, original, batch)
             ran += len(batch)
@@ -430,6 +434,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_tree(ROOT, Path(place))
         trials = Trials(Path(place))
         runner = Runner(Path(place), coverage, given.limit, trials)
+        runner.declarations = known.get("declarations", {}).get("tests", ())
         try:
             rows = run([*first, *drawn], runner, folder / "results.jsonl", again=given.again)
         finally:
