@@ -247,6 +247,7 @@ def test_model_device_is_current(monkeypatch, way: str) -> None:
     seen.clear()
     second = torch.device("cuda", 1)
     monkeypatch.setattr(type(vlm.model), "device", property(lambda self: second))
+    monkeypatch.setattr(attention, "device_of", lambda module: second)
     monkeypatch.setattr(torch.cuda, "device", devices)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     WAYS[way](vlm)
