@@ -100,7 +100,13 @@ def test_model_of_a_server(far: RemoteVLM, server: tuple[str, Server], tiny) -> 
         assert far.recipe(text) == tiny.recipe(text)
 
 
-RECIPES = ("balanced", "grid:0.05", "hired:0.5+pyramiddrop:positions=keep+draft-ngram")
+RECIPES = (
+    "balanced",
+    "grid:0.05",
+    "hired:0.5+pyramiddrop:positions=keep+draft-ngram",
+    "downsample",
+    "visionzip:0.2",
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
