@@ -6,6 +6,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from vlmfast.api.vlm import VLM
 from vlmfast.core.help import RECIPES, examples, names
@@ -199,7 +200,7 @@ def _add_limit(group: object, option: str, default: float, about: str) -> None:
     )
 
 
-def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, float]:
+def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """The fields that options set."""
     return {
         name: getattr(args, option.lstrip("-").replace("-", "_"))
