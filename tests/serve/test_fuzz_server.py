@@ -258,7 +258,7 @@ def test_dead_servers_are_found(target: Target) -> None:
         pass
     assert health.count and not health.violations
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # nobody listens
+        unused.bind(("127.0.0.1", 0))  # without listening
         with server_fuzz.watched(unused.getsockname()[1], GUARD) as health:
             pass
     assert len(health.violations) == health.count > 0
