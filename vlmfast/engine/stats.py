@@ -211,7 +211,7 @@ class Trace:
     frames: list[tuple] = field(default_factory=list)
     saliency: str = ""
 
-    def begin(self, layout: TokenLayout, layers: int, items: Sequence[ItemGeometry]) -> None:
+    def begin(self, layout: TokenLayout, layers: int, items: Sequence[ItemGeometry] = ()) -> None:
         self.layout, self.entered, self.layers = layout, layout, layers
         self.depth = torch.full((len(layout),), layers, device=layout.device)
         self.frames = frames_of(items)
