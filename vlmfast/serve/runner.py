@@ -324,8 +324,9 @@ class Runner:
 
         def video(media: Media) -> Any:
             _check_present(gone)
-            frames = {"num_frames": query.num_frames, "fps": query.fps}
-            return reader.video(media.url, param=media.param, **frames)
+            return reader.video(
+                media.url, param=media.param, num_frames=query.num_frames, fps=query.fps
+            )
 
         messages = messages_of(query.turns, image, video, query.num_frames, query.fps)
         _check_present(gone)
