@@ -18,7 +18,7 @@ from vlmfast.core.protocols import DecodeStage, EncodeStage, InEncoderStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.prefill import Seen
-from vlmfast.engine.stats import Trace
+from vlmfast.engine.stats import Trace, frames_of
 from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.media import MAX_PIXELS, MAX_VIDEO_PIXELS
 from vlmfast.models.base import Adapter
@@ -229,6 +229,8 @@ def _check_trace(
     _tensor(trace.depth, "trace.depth", (len(order),), torch.int64, 0, adapter.depth)
     need(trace.layers == adapter.depth, f"trace.layers is {trace.layers}")
     need(not trace.images, "there are images in the trace")
+    # Files of earlier versions have none.
+    need(trace.frames in ([], frames_of(items)), "the trace has other frames")
     for entry in trace.stages:
         need(isinstance(entry[0], str), "trace.stages names no stage")
         _whole(entry[1], "trace.stages", 0, adapter.depth)

@@ -355,7 +355,7 @@ def _data_url(kind: str, data: bytes) -> str:
 
 
 def _trace(found: dict[str, Any]) -> Trace:
-    """A trace from `Trace.to_dict`, which does not contain what was merged into a token."""
+    """The inverse of `Trace.to_dict`."""
     stages = [(stage["name"], stage["layer"]) for stage in found["stages"]]
     tokens, layers = found["tokens"], found["layers"]
     if not tokens:
@@ -372,8 +372,27 @@ def _trace(found: dict[str, Any]) -> Trace:
         tile=tile.to(torch.int32),
         box=box.where(box >= 0, torch.nan),
     )
-    entered = layout.select(depth > 0)
-    return Trace(layout, entered, depth, layers, stages, saliency=found["saliency"])
+    frames = [
+        (-1 if item["video"] is None else item["video"], item["frame"], item["frames"])
+        for item in found["items"]
+    ]
+    entered = _with_merged(layout, found["merged"]).select(depth > 0)
+    return Trace(layout, entered, depth, layers, stages, frames=frames, saliency=found["saliency"])
+
+
+def _with_merged(layout: TokenLayout, merged: list[dict[str, Any]]) -> TokenLayout:
+    """The visual tokens with what became of some of them before the language model."""
+    if not merged:
+        return layout
+    token = torch.tensor([one["token"] for one in merged])
+    changed = {
+        name: getattr(layout, name).index_copy(
+            0, token, torch.tensor([one[name] for one in merged], dtype=getattr(layout, name).dtype)
+        )
+        for name in ("kind", "box", "weight")
+    }
+    box = changed["box"]
+    return layout.replace(**{**changed, "box": box.where(box >= 0, torch.nan)})
 
 
 def _error(response: httpx2.Response) -> VLMFastError:

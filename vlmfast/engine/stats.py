@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ItemGeometry
 
 
 def clock(device: torch.device) -> float:
@@ -193,6 +195,9 @@ class Trace:
         The visual rows that entered the language model; ``weight`` above 1 where rows were merged.
     images : list of PIL.Image.Image
         The images, by ``layout.item``.
+    frames : list of (int, int, int)
+        By ``layout.item`` the video that it is a frame of (-1: none), its index among the frames
+        that were read, and their number.
     saliency : str
         As in `Stats`.
     """
@@ -203,11 +208,13 @@ class Trace:
     layers: int = 0
     stages: list[tuple[str, int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
+    frames: list[tuple] = field(default_factory=list)
     saliency: str = ""
 
-    def begin(self, layout: TokenLayout, layers: int) -> None:
+    def begin(self, layout: TokenLayout, layers: int, items: Sequence[ItemGeometry] = ()) -> None:
         self.layout, self.entered, self.layers = layout, layout, layers
         self.depth = torch.full((len(layout),), layers, device=layout.device)
+        self.frames = frames_of(items)
 
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
         """Record that tokens not among ``left`` (visual rows) do not enter ``layer``."""
@@ -219,24 +226,54 @@ class Trace:
         self.stages.append((name, layer))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists: one entry per visual token."""
+        """Plain lists.
+
+        ``tokens`` has one entry per visual token before anything was dropped, ``merged`` one per
+        row that entered the language model as something else: its place in ``tokens``, the box
+        around what it shows, the number of tokens that it represents (``weight``) and its kind.
+        ``items`` has one entry per image or frame, by the ``item`` of a token. Boxes are -1 where
+        a token shows no part of an image.
+        """
+        about = {
+            "layers": self.layers,
+            "saliency": self.saliency,
+            "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
+        }
         if self.layout is None or self.depth is None:
-            return {"layers": self.layers, "saliency": "", "stages": [], "tokens": []}
+            return {**about, "items": [], "tokens": [], "merged": []}
         rows = zip(
             self.layout.item.tolist(),
             self.layout.tile.tolist(),
             self.layout.kind.tolist(),
-            self.layout.box.nan_to_num(-1).tolist(),
+            _boxes(self.layout),
             self.depth.tolist(),
             strict=True,
         )
         keys = ("item", "tile", "kind", "box", "depth")
-        return {
-            "layers": self.layers,
-            "saliency": self.saliency,
-            "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
-            "tokens": [dict(zip(keys, row, strict=True)) for row in rows],
-        }
+        items = [
+            {"video": None if video < 0 else video, "frame": frame, "frames": frames}
+            for video, frame, frames in self.frames
+        ]
+        tokens = [dict(zip(keys, row, strict=True)) for row in rows]
+        return {**about, "items": items, "tokens": tokens, "merged": self._merged()}
+
+    def _merged(self) -> list[dict[str, Any]]:
+        """The rows of ``entered`` that differ from the token in their place."""
+        assert self.layout is not None and self.entered is not None
+        token = torch.searchsorted(self.layout.order, self.entered.order)
+        before = self.layout.select(token)
+        rows = zip(
+            token.tolist(),
+            _boxes(self.entered),
+            self.entered.weight.tolist(),
+            self.entered.kind.tolist(),
+            _boxes(before),
+            before.weight.tolist(),
+            before.kind.tolist(),
+            strict=True,
+        )
+        keys = ("token", "box", "weight", "kind")
+        return [dict(zip(keys, row[:4], strict=True)) for row in rows if row[1:4] != row[4:]]
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -260,3 +297,12 @@ class Trace:
             for name, count in self._counts()
         ]
         return display.block(display.html_costs(costs))
+
+
+def frames_of(items: Sequence[ItemGeometry]) -> list[tuple]:
+    """`Trace.frames` of images."""
+    return [(item.video, *item.frame) for item in items]
+
+
+def _boxes(layout: TokenLayout) -> list[list[float]]:
+    return layout.box.nan_to_num(-1).tolist()

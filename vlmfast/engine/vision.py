@@ -196,7 +196,7 @@ def place(
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
-    trace.begin(layout, adapter.depth)
+    trace.begin(layout, adapter.depth, items)
     if images.groups:
         name = wanted.inside[-1].name
         tokens = representatives(tokens, *_of_views(images.groups, items))
