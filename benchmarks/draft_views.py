@@ -396,8 +396,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--keep", type=float, default=0.1, help="fraction of the cache in it (%(default)s)")
     add("--steps", type=int, default=4, help="drafts per round (%(default)s)")
     add("--rates", default=f"{RECORDED},0.8,1", help="acceptances (default: %(default)s)")
-    add("--new-tokens", type=int, default=64, help="tokens of an answer (%(default)s)")
-    add("--pairs", type=int, default=3, help="plain and drafted runs of each (%(default)s)")
+    add("--new-tokens", type=int, default=48, help="tokens of an answer (%(default)s)")
+    add("--pairs", type=int, default=2, help="plain and drafted runs of each (%(default)s)")
     add("--layers", type=int, default=24, help="language model layers (%(default)s)")
     add("--dtype", default="float32", choices=("float32",))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -427,23 +427,22 @@ def main(argv: list[str]) -> int:
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "cases": [],
     }
-    wrong = False
-    if not args.paper:
-        vlm = kv.load(args, args.layers)
-        for requests, tokens in args.cases:
-            found = case(vlm, requests, tokens, args)
-            report["cases"].append(found)
-            print(f"\n{markdown(found)}\n")
-            print("\n".join(verdicts(found)))
-            wrong |= any(row["ratio"] is None for row in found["rows"].values())
-            gc.collect()
     rates = [0.8] if args.quick else recorded(args.view, args.keep)
     report["computed"] = on_paper(rates, args.keep)
-    print(f"\n{report['computed']}\n")
-    if (args.quick and args.out is None) or args.paper:
-        return int(wrong)
     out = args.out or RESULTS / f"speculation-views-{args.device.partition(':')[0]}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {out}", file=sys.stderr)
+    wrong, written = False, not args.paper and not (args.quick and args.out is None)
+    vlm = None if args.paper else kv.load(args, args.layers)
+    for requests, tokens in args.cases if vlm is not None else ():
+        text = vlm.model.config.get_text_config()
+        text.max_position_embeddings = max(text.max_position_embeddings, tokens + args.new_tokens)
+        found = case(vlm, requests, tokens, args)
+        report["cases"].append(found)
+        print("\n".join(["", markdown(found), "", *verdicts(found)]))
+        wrong |= any(row["ratio"] is None for row in found["rows"].values())
+        if written:  # after each case, since one may take long
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(f"written: {out}", file=sys.stderr)
+        gc.collect()
+    print(f"\n{report['computed']}\n")
     return int(wrong)
