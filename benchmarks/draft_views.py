@@ -38,8 +38,8 @@ from typing import Any, ClassVar
 
 import end_to_end
 import kv
+import numpy as np
 import torch
-from speculation import RECORDED_VIEW, RESULTS, accepted_file, facts, ratio
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
@@ -58,7 +58,10 @@ from vlmfast.engine.sampling import Sampler
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.speculation import Speculation
 from vlmfast.engine.stats import Stats, clock
+from vlmfast.eval.bench import facts
 
+RESULTS = Path(__file__).resolve().parent / "results"
+RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"
 AIMS = {32: 1.1, 1: 1.3}  # wall clock over plain, by number of requests
 RECORDED = "recorded"
 
@@ -246,6 +249,11 @@ def case(vlm: VLM, requests: int, tokens: int, args: argparse.Namespace) -> dict
     return about | {"view": args.view, "keep": args.keep, "steps": args.steps, "rows": rows}
 
 
+def accepted_file() -> Path:
+    """Where ``python benchmarks/speculation.py --accepted`` writes."""
+    return RESULTS / "speculation-accepted-tiny.json"
+
+
 def recorded(view: str, keep: float) -> list[float]:
     """By depth, how often `tiny` accepts a draft after those before it; from a result file."""
     name = RECORDED_VIEW.format(view=view, keep=keep)
@@ -259,6 +267,18 @@ def recorded(view: str, keep: float) -> list[float]:
         ) from error
     pairs = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
     return [took / of for took, of in pairs if of]
+
+
+def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
+    """Sum of the first values over the sum of the second values, with its 95 % interval."""
+    times = np.array(pairs)
+    if not times.sum(0).all():
+        return None  # answers of one token
+    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
+    plain, drafted = times[index].sum(1).T
+    low, high = np.quantile(plain / drafted, [0.025, 0.975])
+    value = times[:, 0].sum() / times[:, 1].sum()
+    return {"value": float(value), "low": float(low), "high": float(high)}
 
 
 # --- the table -----------------------------------------------------------------------------------

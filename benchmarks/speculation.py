@@ -59,9 +59,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import draft_views
 import end_to_end
-import numpy as np
 import torch
+from draft_views import RECORDED_VIEW, RESULTS, accepted_file, ratio
 from torch import Tensor, nn
 
 from vlmfast import VLM, Request
@@ -79,7 +80,6 @@ from vlmfast.errors import RecipeError
 from vlmfast.eval.bench import NEAR, Referee, drawn, facts, numerics
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
-RESULTS = Path(__file__).resolve().parent / "results"
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
 TINY = "tiny"
 SHAPES = {
@@ -116,7 +116,6 @@ VIEWS = (
 )
 KEEPS = (0.1, 0.2, 0.5)
 CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
-RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"  # for `draft_views`
 HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
 LAYER, AUTO = " + layer", "draft-auto over "
 # Number of pairs, and maximum length of an answer.
@@ -538,23 +537,7 @@ def _sums(lists: Any) -> list[int]:
     return [sum(of[at] for of in lists if at < len(of)) for at in range(width)]
 
 
-def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
-    """Sum of the first values over the sum of the second values, with its 95 % interval."""
-    times = np.array(pairs)
-    if not times.sum(0).all():
-        return None  # answers of one token
-    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
-    plain, drafted = times[index].sum(1).T
-    low, high = np.quantile(plain / drafted, [0.025, 0.975])
-    value = times[:, 0].sum() / times[:, 1].sum()
-    return {"value": float(value), "low": float(low), "high": float(high)}
-
-
 # --- accepted tokens -----------------------------------------------------------------------------
-
-
-def accepted_file() -> Path:
-    return RESULTS / "speculation-accepted-tiny.json"
 
 
 def accepted(args: argparse.Namespace, command: str) -> int:
@@ -562,7 +545,8 @@ def accepted(args: argparse.Namespace, command: str) -> int:
     vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
     views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
     trained = [name for pair in TRAINED.items() for name in pair]
-    every = [*trained, *views, RECORDED_VIEW.format(view="topk", keep=0.1), "draft-layerskip"]
+    others = [CHAIN.format(view="topk", keep=1), RECORDED_VIEW.format(view="topk", keep=0.1)]
+    every = [*trained, *views, *others, "draft-layerskip"]
     out = args.out or accepted_file()
     report: dict[str, Any] = {"parts": {}}
     if out.is_file() and not args.fresh:
@@ -733,6 +717,9 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of this script, or those of ``views``."""
+    if argv[:1] == ["views"]:
+        return draft_views.parse(argv[1:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -783,8 +770,6 @@ def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["views"]:
-        import draft_views
-
         return draft_views.main(arguments[1:])
     args, start = parse(arguments), time.perf_counter()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -38,8 +38,8 @@ def script(name: str) -> Any:
 
 for name in ("kernels", "end_to_end", "ask", "kv"):
     script(name)
-speculation = script("speculation")
 draft_views = script("draft_views")
+speculation = script("speculation")
 AUDITED = {"count": 4, "new_tokens": 32}
 
 
