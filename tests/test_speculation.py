@@ -722,6 +722,9 @@ def test_evictions_at_every_token_disable_drafts(llava, recipe: str) -> None:
         assert got.token_ids == wanted.token_ids and got.stats.drafted == 0
         name = recipe.partition(":")[0]
         assert got.stats.speculation == f"off: {name} modifies the cache at every token"
+    with llava.session(images=make_image(seed=1), recipe=f"{recipe}+draft-ngram") as session:
+        got = session.ask(QUESTION, strict=True, max_new_tokens=8, eos_token_id=None)
+    assert len(got.token_ids) == 8 and got.stats.drafted == 0
 
 
 def test_strict_answers_are_not_drafted_in_a_batch_without_drafts() -> None:

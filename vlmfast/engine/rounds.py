@@ -178,9 +178,11 @@ class Rounds:
 
     def _rewrite(self, batch: Batch, sequence: Sequence) -> None:
         """Write the last cached tokens of a strict answer again, as single tokens."""
+        if not sequence.drifted:
+            return
         fed = sequence.ids[:, -1 - sequence.drifted : -1]
         batch.rewind(sequence.drifted)
-        for token in fed.split(1, dim=1) if sequence.drifted else ():
+        for token in fed.split(1, dim=1):
             batch.feed(token)
         sequence.drifted = 0
 
