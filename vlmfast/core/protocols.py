@@ -178,6 +178,7 @@ class PrefillStage(Stage):
     """
 
     protocol: ClassVar[str] = "prefill"
+    observes: ClassVar[bool] = False  # whether `select_tokens` never returns rows
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     positions = "keep"
 

@@ -180,11 +180,14 @@ class DrafterTraining(Training):
     ----------------
     later : tuple of str
         Prefixes of weights that ``--init`` may lack.
+    unused : tuple of str
+        Prefixes of weights in ``--init`` that this kind has no use for.
     decay : float
         Weight of each forward pass relative to the one before, as in EAGLE-3.
     """
 
     later: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def config(self) -> dict[str, Any]:
         """The kind; the layer's dimensions are among the sizes."""

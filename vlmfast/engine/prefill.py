@@ -418,10 +418,11 @@ class Drops:
         self.schedule: dict[int, list[PrefillStage]] = {}
         for stage in stages:
             for layer in stage.layers(adapter.depth):
-                if not adapter.min_drop_layer <= layer < adapter.depth:
+                first = 0 if stage.observes else adapter.min_drop_layer
+                if not first <= layer < adapter.depth:
                     raise RecipeError(
                         f"{stage.name}: layer {layer} is out of range, this model can drop before "
-                        f"layers {adapter.min_drop_layer} to {adapter.depth - 1}"
+                        f"layers {first} to {adapter.depth - 1}"
                     )
                 self.schedule.setdefault(layer, []).append(stage)
         self.kept: Tensor | None = None  # remaining rows of the prompt

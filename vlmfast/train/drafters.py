@@ -381,7 +381,8 @@ class DrafterTrainer(loop.Trainer):
             state = load_file(folder / "model.safetensors")
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"--init {folder} cannot be read: {error}") from error
-        found = {key: value.float() for key, value in state.items()}
+        unused = self.training.unused
+        found = {key: value.float() for key, value in state.items() if not key.startswith(unused)}
         own = self.module.state_dict()
         unexpected = sorted(found.keys() - own.keys())
         missing = [
