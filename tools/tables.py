@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,30 @@ def verbose() -> str:
     return robustness_report.length_table(_attacked()["robustness-verbose"])
 
 
+def draws() -> str:
+    """How good the recipes are that the race chooses on drawn scenes."""
+    path = ROOT / "benchmarks" / "results" / "tune-tiny.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    head = ["`--for`", "within the limit", "certified", "loss, median", "loss, largest"]
+    rows = [[*head, "cost, median", "times the cheapest, median"]]
+    for objective in ("ttft", "memory"):
+        about = found[objective]
+        losses = [100 * one["loss_on_rest"] for one in about["each"]]
+        cost = statistics.median(one["cost"] for one in about["each"])
+        rows.append(
+            [
+                f"`{objective}`",
+                f"{about['within_bound']} of {about['draws']}",
+                f"{about['certified']} of {about['draws']}",
+                f"{statistics.median(losses):+.1f}",
+                f"{max(losses):+.1f}",
+                f"{100 * cost:.0f} %",
+                f"{about['median_cost_over_cheapest']:.2f}",
+            ]
+        )
+    return _table(rows)
+
+
 def _attacked() -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -234,6 +259,7 @@ TABLES = {
     ("docs/robustness.md", "guards"): guards,
     ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
+    ("docs/tune.md", "draws"): draws,
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
     ("README.md", "families"): runs_where,
