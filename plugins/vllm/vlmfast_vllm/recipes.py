@@ -13,6 +13,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.models import adapter_class
 
 KEY = "vlmfast_recipe"  # in --hf-overrides
+_RATIO = "anyres_max_9"  # vLLM reads no other from the configuration of LLaVA-OneVision
 
 
 class Plan:
@@ -87,6 +88,11 @@ def _check(config: Any, recipe: Recipe) -> None:
         )
     if not isinstance(config.vision_feature_layer, int):
         raise RecipeError(f"{KEY}: a model that projects several vision layers is not supported")
+    ratio = getattr(config, "vision_aspect_ratio", _RATIO)
+    if config.model_type == "llava_onevision" and ratio != _RATIO:
+        raise RecipeError(
+            f"{KEY}: vLLM arranges crops by vision_aspect_ratio={_RATIO}, and this model by {ratio}"
+        )
     for stage in recipe:
         for part in stage.expand():
             if part.protocol != "encode":
