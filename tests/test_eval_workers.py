@@ -253,7 +253,7 @@ def test_two_shards_one_killed_and_repeated_give_the_bytes_of_a_whole_run(tmp_pa
 
     runs = {}
     for recipe in ("none", "random:seed=1"):
-        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2)
+        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2, model="tiny")
         own = [*(sharded / "shapes" / run.path.name).glob("samples.*-of-2.jsonl")]
         assert len(own) == 2
         lines = sorted(line for path in own for line in path.read_bytes().splitlines())
