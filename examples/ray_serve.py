@@ -1,4 +1,4 @@
-"""Serve a model with Ray Serve: each replica has its own engine behind OpenAI's API.
+"""Serve a model with Ray Serve: each replica has an engine with OpenAI's API.
 
     serve run examples.ray_serve:app
     python examples/ray_serve.py --replicas 2 --port 8000

@@ -38,7 +38,7 @@ def tiny() -> VLM:
 
 def test_bos_is_there_once_in_every_route(exported: VLM, tiny: VLM, tmp_path: Path) -> None:
     """In the processor, in a chat route that adds no special tokens, and in `ask`."""
-    processor, picture = exported.processor, image()[0]
+    processor, shown = exported.processor, image()[0]
     bos = processor.tokenizer.bos_token_id
 
     def count(ids: Any) -> int:
@@ -47,29 +47,29 @@ def test_bos_is_there_once_in_every_route(exported: VLM, tiny: VLM, tmp_path: Pa
     text = processor.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     chat_route = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     path = tmp_path / "picture.png"
-    path.write_bytes(picture)
-    shown = [{"type": "image", "url": str(path)}, {"type": "text", "text": QUESTION}]
-    with_image = [{"role": "user", "content": shown}]
+    path.write_bytes(shown)
+    parts = [{"type": "image", "url": str(path)}, {"type": "text", "text": QUESTION}]
+    with_image = [{"role": "user", "content": parts}]
     tokenized = processor.apply_chat_template(
         with_image, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )["input_ids"][0]
-    asked = exported.inputs(QUESTION, images=picture)["input_ids"][0]
+    asked = exported.inputs(QUESTION, images=shown)["input_ids"][0]
     assert [count(chat_route), count(tokenized.tolist()), count(asked.tolist())] == [1, 1, 1]
     # `tiny` itself leaves BOS to the tokenizer, and a chat route without special tokens loses it.
     own = tiny.processor.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert count(tiny.processor.tokenizer(own, add_special_tokens=False)["input_ids"]) == 0
-    assert count(tiny.inputs(QUESTION, images=picture)["input_ids"][0].tolist()) == 1
+    assert count(tiny.inputs(QUESTION, images=shown)["input_ids"][0].tolist()) == 1
 
 
 def test_exported_model_gives_the_same_answers(exported: VLM, tiny: VLM) -> None:
-    picture = image()[0]
+    shown = image()[0]
     for recipe in (None, "hired:budget=0.2"):
         first, second = (
-            vlm.ask(QUESTION, images=picture, recipe=recipe, max_new_tokens=12)
+            vlm.ask(QUESTION, images=shown, recipe=recipe, max_new_tokens=12)
             for vlm in (tiny, exported)
         )
         assert first.token_ids == second.token_ids
-    other = tiny.ask("Describe the image.", images=picture, max_new_tokens=12)
+    other = tiny.ask("Describe the image.", images=shown, max_new_tokens=12)
     assert other.token_ids != first.token_ids
 
 
@@ -114,8 +114,8 @@ def test_sharded_checkpoint_keeps_its_index(tmp_path: Path) -> None:
     written = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert written == {key: f for f in files for key in load_file(out / f)}
     first, second = (VLM.from_pretrained(path, dtype="float32") for path in (source, out))
-    picture = tiny_models.make_image(64, 64)
-    answers = [v.ask("What?", images=picture, max_new_tokens=8).token_ids for v in (first, second)]
+    shown = tiny_models.make_image(64, 64)
+    answers = [v.ask("What?", images=shown, max_new_tokens=8).token_ids for v in (first, second)]
     assert answers[0] == answers[1]
 
 

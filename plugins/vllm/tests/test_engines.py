@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import random
@@ -47,26 +48,42 @@ RECIPES = (
 Case = tuple[str, list[Image.Image]]
 
 
+class Engine:
+    """Holds the only reference to an engine: vLLM shuts it down when it is collected."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def generate(self, *args: Any, **options: Any) -> list[Any]:
+        return self.llm.generate(*args, use_tqdm=False, **options)
+
+    def chat(self, *args: Any, **options: Any) -> list[Any]:
+        return self.llm.chat(*args, use_tqdm=False, **options)
+
+
 @contextmanager
-def engine(folder: Path, recipe: str | None = None, **options: Any) -> Iterator[Any]:
+def engine(folder: Path, recipe: str | None = None, **options: Any) -> Iterator[Engine]:
     """An engine in this process; ``recipe`` as a server gets it."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     overrides = {} if recipe is None else {"hf_overrides": {"vlmfast_recipe": recipe}}
-    llm = vllm.LLM(
-        str(folder),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=2048,
-        max_num_seqs=16,
-        limit_mm_per_prompt={"image": 3},
-        **overrides,
-        **options,
+    running = Engine(
+        vllm.LLM(
+            str(folder),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2048,
+            max_num_seqs=16,
+            limit_mm_per_prompt={"image": 3},
+            **overrides,
+            **options,
+        )
     )
     try:
-        yield llm
+        yield running
     finally:
-        del llm
+        running.llm = None
+        gc.collect()
         cleanup_dist_env_and_memory()
 
 
@@ -77,7 +94,7 @@ def prompted(vlm: VLM, question: str, images: int) -> str:
     return text.removeprefix(vlm.processor.tokenizer.bos_token)  # which `generate` adds
 
 
-def generated(llm: Any, vlm: VLM, cases: Sequence[tuple[str, Any]]) -> list[Any]:
+def generated(llm: Engine, vlm: VLM, cases: Sequence[tuple[str, Any]]) -> list[Any]:
     """vLLM's answers: questions about images, or about the features of one."""
     sampling = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     prompts = [
@@ -87,7 +104,7 @@ def generated(llm: Any, vlm: VLM, cases: Sequence[tuple[str, Any]]) -> list[Any]
         }
         for question, media in cases
     ]
-    return llm.generate(prompts, sampling, use_tqdm=False)
+    return llm.generate(prompts, sampling)
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:
@@ -156,7 +173,7 @@ def test_without_a_recipe_answers_are_those_of_the_full_model(
             }
         ]
         sampling = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
-        (chat,) = llm.chat(messages, sampling, use_tqdm=False)
+        (chat,) = llm.chat(messages, sampling)
     assert tokens(outputs) == full
     assert [places(vlm, output) for output in outputs] == [
         len(vlm.image_layout(images[0].size[::-1])) for _, images in cases
