@@ -67,7 +67,7 @@ test-vllm: $(VLLM)/.ready   ## Test the vLLM plug-in with vLLM on this CPU
 	$(VLLM)/bin/python -m pytest plugins/vllm/tests $(PYTEST_FLAGS)
 
 test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this machine
-	$(RAYENV)/bin/python -m pytest tests/ray $(PYTEST_FLAGS)
+	$(RAYENV)/bin/python -m pytest tests/clusters $(PYTEST_FLAGS)
 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_served_app_streams_an_answer(cluster: Any, images: list[str]) -> None:
     from ray import serve
 
     spec = importlib.util.spec_from_file_location("ray_serve", ROOT / "examples" / "ray_serve.py")
-    example = importlib.util.module_from_spec(spec)
+    example = sys.modules["ray_serve"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     # By value: the replica's process does not know this module.
     cluster.cloudpickle.register_pickle_by_value(example)
