@@ -142,7 +142,6 @@ def test_served_app_streams_an_answer(cluster: Any, images: list[str]) -> None:
     import base64
 
     import httpx2
-
     from ray import serve
 
     spec = importlib.util.spec_from_file_location("ray_serve", ROOT / "examples" / "ray_serve.py")
