@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vlmfast.api.overlays import overlay
     from vlmfast.api.session import Session
     from vlmfast.api.vlm import VLM, methods
+    from vlmfast.core.exact import exact_count
     from vlmfast.core.recipe import Recipe
     from vlmfast.core.weights import StageWeights
     from vlmfast.engine.handle import Handle
@@ -39,6 +40,7 @@ _HOMES = {
     "attach": "api.attachment",
     "Session": "api.session",
     "overlay": "api.overlays",
+    "exact_count": "core.exact",
     "Recipe": "core.recipe",
     "StageWeights": "core.weights",
     "VLMFastError": "errors",
@@ -75,6 +77,7 @@ __all__ = [
     "VLMFastError",
     "__version__",
     "attach",
+    "exact_count",
     "methods",
     "overlay",
 ]

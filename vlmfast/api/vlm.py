@@ -24,6 +24,7 @@ from .generation import DEFAULT_NEW_TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from vlmfast.core.counting import ImageLayout
     from vlmfast.engine.engine import Engine
     from vlmfast.engine.handle import Handle
     from vlmfast.engine.prefix_cache import PrefixCache
@@ -204,6 +205,23 @@ class VLM:
         from .request import recipe_of
 
         return recipe_of(self.adapter, recipe)
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of an image, from its size; for `exact_count`.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width in pixels.
+        alone : bool
+            Whether it is the only image of its prompt: LLaVA-OneVision does not crop several.
+
+        Raises
+        ------
+        ModelError
+            For families other than LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision.
+        """
+        return self.adapter.image_layout(size, alone=alone)
 
     # --- questions -------------------------------------------------------------------------------
 

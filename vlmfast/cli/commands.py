@@ -1,6 +1,6 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``tune``, ``eval``, ``report``, ``reproduce``, ``serve``, ``demo``, ``examples``,
-``completion``.
+``train``, ``tune``, ``eval``, ``report``, ``reproduce``, ``encode``, ``export``, ``serve``,
+``demo``, ``examples``, ``completion``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -311,6 +311,14 @@ def _reproduce(args: argparse.Namespace) -> int:
     return module("eval.reproduce.commands").run(args)
 
 
+def _encode(args: argparse.Namespace) -> None:
+    module("integrations.commands").run_encode(args, partial(_vlm, args))
+
+
+def _export(args: argparse.Namespace) -> None:
+    module("integrations.commands").run_export(args)
+
+
 def _demo(args: argparse.Namespace) -> None:
     app = module("demos.app")  # raises for missing packages before a checkpoint is loaded
 
@@ -392,6 +400,12 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         _reproduce,
     ),
     "train": ("train the shipped model, a drafter or a method", arguments.train, _train),
+    "encode": (
+        "encode images for other engines; interrupted runs resume",
+        arguments.encode,
+        _encode,
+    ),
+    "export": ("write a checkpoint that vLLM loads", arguments.export, _export),
     "serve": ("serve a model through OpenAI's API", arguments.serve, _serve),
     "demo": (
         "serve a page that compares the full model with a recipe",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.quantize_kv import Segment
 from .contexts import EncodeRequest, PrefillContext, VisionContext
+from .counting import TokenCount, inexact
 from .drafting import Drafter, Governor, Target
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
@@ -123,6 +124,16 @@ class EncodeStage(Stage):
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         """The saliency of each token that `reduce` reads; every tower provides one."""
         return ()
+
+    def tokens_left(self, before: TokenCount) -> TokenCount:
+        """How many tokens of an image `reduce` leaves, from counts before it alone.
+
+        Raises
+        ------
+        RecipeError
+            By default: where the number depends on the content of the image.
+        """
+        raise inexact(self.name, "the content of the image")
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
+from vlmfast.core.counting import check_budget
 from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
@@ -226,7 +227,7 @@ def prepare(
     )
     tower = len(adapter.vision_blocks())
     for stage in recipe:
-        _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
+        check_budget(stage, stats.visual_tokens_in, stage.floor(adapter.depth))
     for stage in stages:
         # Only what this stage requested: another one may have requested other layers.
         wanted = stage.vision_stats(tower)
@@ -261,15 +262,6 @@ def prepare(
 
 def _compacts(stage: Stage) -> bool:
     return getattr(stage, "positions", "keep") == "compact"
-
-
-def _leaves_something(stage: Stage, n: int, depth: int) -> None:
-    budget = getattr(stage, "budget", None)
-    if budget is not None and round(budget * n) < 1 and stage.floor(depth) == 0:
-        raise RecipeError(
-            f"{stage.name}: budget={budget:g} leaves no token of the prompt's {n} visual tokens; "
-            f"it must be at least {1 / n:.2g}"
-        )
 
 
 def prefill(

@@ -7,13 +7,15 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.contexts import VisionContext
+from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, Numbering, TokenLayout
 from vlmfast.core.placement import device_of, devices_of, hooked
 from vlmfast.core.saliency import SaliencyRequest, to_tokens
@@ -183,6 +185,45 @@ class Adapter:
         # Steps of modules that accelerate loads or moves for each call cannot be captured.
         moves = self.split or hooked(model)
         self.capturable = not (moves or any(map(synchronizes, model.modules())))
+
+    @classmethod
+    def without_weights(cls, config: Any, processor: Any) -> Self:
+        """An adapter that knows only sizes: for `image_layout`.
+
+        Parameters
+        ----------
+        config : transformers.PreTrainedConfig
+        processor : transformers.ProcessorMixin
+        """
+        adapter = cls.__new__(cls)
+        adapter.config, adapter.processor = config, processor
+        adapter.model = cast("Model", SimpleNamespace(base_model=cls.packing(config)))
+        return adapter
+
+    @staticmethod
+    def packing(config: Any) -> Any:
+        """The methods of a model, without weights, that arrange the features of an image."""
+        return None
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of one image, from its size.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width in pixels.
+        alone : bool
+            Whether it is the only image of its prompt: some families do not crop several.
+
+        Raises
+        ------
+        ModelError
+            If the family does not support it.
+        """
+        raise ModelError(
+            f"the visual tokens of {self.config.model_type} cannot be counted from the size of an "
+            "image; supported are llava, llava_next and llava_onevision"
+        )
 
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())

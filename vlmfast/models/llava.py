@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import VisionContext
-from vlmfast.core.layout import Kind
+from vlmfast.core.counting import ImageLayout
+from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
@@ -63,21 +64,36 @@ class FamilyAdapter(Adapter):
                 f"{type(self.processor).__name__} made several views of each image; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        side = context.items[0].patches[1]
         output = self.model.base_model.get_image_features(
             pixels,
             vision_feature_layer=self.config.vision_feature_layer,
             vision_feature_select_strategy=self.config.vision_feature_select_strategy,
         )
         features = list(output.pooler_output)
-        raster = torch.arange(features[0].shape[0], device=pixels.device)
-        # With strategy "full" the CLS row comes first; it has no position in the image.
-        raster = raster - (features[0].shape[0] - side * side)
-        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
-        base = torch.zeros_like(raster)
         layouts = [
-            self.view_layout(base, raster // side, raster % side, kind, i, geometry)
+            self._raster(i, geometry, len(features[0]), pixels.device)
             for i, geometry in enumerate(context.items)
         ]
-        stats = self.patch_stats(context, side * side)
+        rows, columns = context.items[0].patches
+        stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        (geometry,) = self.geometry([size])
+        rows, columns = geometry.patches
+        cls = self.config.vision_feature_select_strategy == "full" and (
+            self.config.vision_config.model_type == "clip_vision_model"
+        )
+        layout = self._raster(0, geometry, rows * columns + cls, torch.device("cpu"))
+        return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
+
+    def _raster(
+        self, item: int, geometry: ItemGeometry, n: int, device: torch.device
+    ) -> TokenLayout:
+        """The ``n`` tokens of one view."""
+        rows, columns = geometry.patches
+        # With strategy "full" the CLS row comes first; it has no position in the image.
+        raster = torch.arange(n, device=device) - (n - rows * columns)
+        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
+        base = torch.zeros_like(raster)
+        return self.view_layout(base, raster // columns, raster % columns, kind, item, geometry)

@@ -127,9 +127,11 @@ class FamilyAdapter(LlavaNext):
         videos = [video.flatten(0, -2)[: pixels.shape[1] * each] for video in output.pooler_output]
         return [frame for video in videos for frame in video.split(each)]
 
-    def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
+    def _frame(
+        self, item: int, geometry: ItemGeometry, n: int, device: torch.device | None = None
+    ) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(n, device=self.device)
+        raster = torch.arange(n, device=device or self.device)
         newline = raster >= rows * columns
         kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
         y, x = (raster // columns).clamp(max=rows - 1), raster % columns

@@ -27,6 +27,7 @@ from typing import ClassVar
 import torch
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param
 from vlmfast.core.statistics import VisionStats
@@ -53,6 +54,11 @@ class DivPrune(Reducer):
         choices=("video", "frame"),
         former_choices={"clip": "video"},
     )
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Newlines compete too: how many of them are kept depends on the content."""
+        k = self.target(before)
+        return before.left(k, k - (before.total - before.least), min(k, before.most))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

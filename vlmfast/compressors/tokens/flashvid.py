@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -109,6 +110,9 @@ class FlashVID(Guarded):
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

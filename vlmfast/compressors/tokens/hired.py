@@ -45,6 +45,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, existing, inexact, newlines
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -191,6 +192,32 @@ class HiRED(GuardedRanking):
         blocks = ("first", "features")
         first, features = (self.guarded(SaliencyRequest(b, self.saliency)) for b in blocks)
         return first, features
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Exact by ``budget``; by ``keep`` where there are no crops to divide it among."""
+        tiled = before.image.geometry.tiles != (0, 0)
+        separators = before.total - before.least
+        if self.newline == "rows" and separators:
+            raise inexact(self.name, "which rows have a kept token (newline=rows)")
+        if self.newline == "keep" and not before.full:
+            raise inexact(self.name, "how many newlines the stages before it keep")
+        if not before.full and (self.budget is None or (self.grid_compat and tiled)):
+            raise inexact(self.name, "which patches the stages before it keep")
+        kept = newlines(before.image.layout) if self.newline == "keep" else 0
+        if self.budget is not None:
+            target = max(self.target(before) - kept, 1)
+            if self.grid_compat and tiled:
+                exists, geometry = existing(before.image), before.image.geometry
+                seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)
+                patches = exists & marked(seen, exists.flatten(1)).view_as(exists)
+                k = min(target, int(patches.sum()))
+            else:
+                k = before.at_most(target, self.name)
+        elif tiled:
+            raise inexact(self.name, "the content of the crops (keep); use budget")
+        else:
+            k = max(int(before.most * self.keep), 1)
+        return before.left(k + kept, k, k)
 
     def select_tokens(
         self,

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -127,6 +128,9 @@ class PruMerge(GuardedRanking):
         """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers."""
         k = outliers(attention) if total is None else total - 1
         return self.best(attention[None], [k])[0].nonzero()[:, 0]
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce_item(
         self,

@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -53,6 +54,9 @@ class SCOPE(Guarded):
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

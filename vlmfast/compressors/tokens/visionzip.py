@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, existing, inexact
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -80,6 +81,18 @@ class VisionZip(GuardedRanking):
             return [(d := min(self.dominant, n), min(self.contextual, n - d)) for n in sizes]
         totals = apportion(total, [1.0] * len(sizes), sizes)
         return [(t - round(t * 10 / 64), round(t * 10 / 64)) for t in totals]
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Up to one token of each view is its CLS token, which is no patch."""
+        first, last = before.image.geometry.views
+        if self.budget is None and self.dominant + self.contextual > 0:
+            if not before.full:
+                raise inexact(self.name, "how many patches of each view the stages before it keep")
+            sizes = existing(before.image).flatten(1).sum(1).tolist()
+            k = sum(d + c for d, c in self.counts(0, sizes))
+        else:
+            k = before.at_most(self.target(before), self.name)
+        return before.left(k, k - (last - first))
 
     def reduce_item(
         self,
