@@ -233,7 +233,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).stdout.strip()  # fmt: skip
     paths = [str(Path(vlmfast.__file__).parents[1]), *(p for p in sys.path if "-packages" in p)]
     (Path(own) / "found.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
-    how = ["-q", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    how = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
     subprocess.run([python, "-m", "pip", "install", *how, *sources], check=True, timeout=300)
     return python
 
