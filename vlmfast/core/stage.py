@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
 
@@ -277,6 +277,11 @@ class Stage(metaclass=_StageType):
 
 
 S = TypeVar("S", bound=Stage)
+
+
+def with_values(stage: S, **values: Any) -> S:
+    """A copy of a stage with other values of fields, which its class must have."""
+    return replace(stage, **values)
 
 
 class Stages(tuple[Stage, ...]):
