@@ -42,7 +42,8 @@ def identity(adapter: Adapter) -> dict[str, Any]:
     """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
     if adapter.split:
         raise ModelError("sessions of a model on several devices cannot be saved or loaded")
-    digest, picked = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    picked: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, weight in weights_of(adapter.model):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         flat = weight.detach().reshape(-1)
