@@ -50,6 +50,9 @@ if TYPE_CHECKING:
         def get_input_embeddings(self) -> nn.Embedding: ...
         def get_output_embeddings(self) -> nn.Linear: ...
 
+        # Its parameters differ between versions.
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
     class TextDecoder(PreTrainedModel):
         """Its language model without a head."""
 
