@@ -84,7 +84,7 @@ format: $(READY) ## Fix code style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(READY)  ## Check types of the API and the engine
+types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RequestCancelled,
         VLMFastError,
     )
+    from vlmfast.media.types import ImageLike, VideoLike
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {
@@ -50,6 +51,8 @@ _HOMES = {
     "RequestCancelled": "errors",
     "DeadlineExceeded": "errors",
     "Handle": "engine.handle",
+    "ImageLike": "media.types",
+    "VideoLike": "media.types",
 }
 
 # A library prints no log lines unless the program that uses it asks for them.
@@ -66,6 +69,7 @@ __all__ = [
     "ComparisonTable",
     "DeadlineExceeded",
     "Handle",
+    "ImageLike",
     "MediaError",
     "ModelError",
     "Recipe",
@@ -75,6 +79,7 @@ __all__ = [
     "Session",
     "StageWeights",
     "VLMFastError",
+    "VideoLike",
     "__version__",
     "attach",
     "exact_count",

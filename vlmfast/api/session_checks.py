@@ -223,6 +223,7 @@ def _check_trace(
     position: Tensor,
 ) -> None:
     need(trace.layout is not None and trace.entered is not None, "the trace has no layout")
+    assert trace.layout is not None and trace.entered is not None
     _check_layout(trace.layout, items, order, position, "trace.layout")
     need(len(trace.layout) == len(order), "the trace has other tokens")
     _check_layout(trace.entered, items, order, position, "trace.entered")
@@ -249,8 +250,8 @@ def _check_vision(
             need(not lacking, f"statistics of the tower's layer {layer} are missing")
             lacking = asked.keys and layer not in vision.keys
             need(not lacking, f"keys of the tower's layer {layer} are missing")
-        for asked in stage.saliencies():
-            need(asked.key in vision.saliency, f"the saliency {asked.key} is missing")
+        for request in stage.saliencies():
+            need(request.key in vision.saliency, f"the saliency {request.key} is missing")
         if stage.wants_cls and adapter.projects_cls() and not stage.saliencies():
             need(vision.cls is not None, "the CLS tokens are missing")
     inside = bool(recipe.acting(InEncoderStage))
@@ -279,7 +280,8 @@ def _check_vision(
             need((one.keys is None) == key.endswith("/none"), "keys of the saliency are missing")
             if one.keys is not None:
                 _tensor(one.keys, "saliency keys", (each, patches, None), torch.float32)
-                need(one.keys.shape[2] == of[0].keys.shape[2] > 0, "saliency keys differ")
+                like = one.keys if of[0].keys is None else of[0].keys
+                need(one.keys.shape[2] == like.shape[2] > 0, "saliency keys differ")
 
 
 def _parts(recipe: Recipe) -> list[Any]:
@@ -496,7 +498,7 @@ def _cake(note: dict, stage: Any, depth: int, heads: int, dim: int, consumed: in
         found = note.get(name)
         if found is not None or note.get("kept"):
             need(isinstance(found, list) and len(found) == depth, f"notes of cake lack {name}")
-            for of in found:
+            for of in found or ():
                 _whole(of, "notes of cake", 0, consumed)
 
 

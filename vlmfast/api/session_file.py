@@ -40,7 +40,8 @@ _LONGEST = 4096  # characters of a recipe
 
 def identity(adapter: Adapter) -> dict[str, Any]:
     """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
-    digest, picked = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    picked: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, weight in weights_of(adapter.model):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         flat = weight.detach().reshape(-1)

@@ -57,7 +57,7 @@ def comparison_row(name: str, row: Comparison) -> dict[str, str]:
     """Costs and answer; of a refused recipe, the reason."""
     if row.answer is None:
         columns = ("visual tokens", "TTFT", "tokens/s", "KV cache", "saliency", "agreement")
-        reason = " ".join(row.error.split())
+        reason = " ".join((row.error or "").split())
         return {"recipe": name, **dict.fromkeys(columns, "-"), "answer": f"refused: {reason}"}
     return {
         **stats_row(name, row.answer.stats),

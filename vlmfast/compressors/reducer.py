@@ -33,7 +33,12 @@ class Reducer(EncodeStage):
 
     def target(self, tokens: VisualTokens | TokenCount) -> int:
         """Number of tokens kept of one image."""
-        return count(self.fraction, len(tokens))
+        return self.count_of(len(tokens))
+
+    def count_of(self, n: int) -> int:
+        """Number kept of ``n`` tokens, where `fraction` is given."""
+        assert self.fraction is not None
+        return count(self.fraction, n)
 
     def tokens_left(self, before: TokenCount) -> TokenCount:
         """As `EncodeStage.tokens_left`; everything where all tokens are kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from .saliency import SaliencyRequest
 from .stage import Stage, Stages
 from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
+if TYPE_CHECKING:
+    from vlmfast.media.info import VideoInfo
+
 PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 
 
@@ -34,7 +37,7 @@ class MediaStage(Stage):
     protocol: ClassVar[str] = "media"
     query_dependent: ClassVar[bool] = True
 
-    def frames(self, video: Any, question: str) -> list[int]:
+    def frames(self, video: VideoInfo, question: str) -> list[int]:
         """Indices of the frames to read, ascending."""
         raise NotImplementedError(f"{type(self).__name__}.frames")
 
@@ -326,7 +329,7 @@ class Slots(Protocol):
     @property
     def seen(self) -> int: ...
     @property
-    def notes(self) -> dict[str, dict[str, Any]]: ...
+    def notes(self) -> dict[str, dict[Any, Any]]: ...
 
     def evict(self, slot: Tensor) -> None:
         """Remove one slot per head, (H,); the last slot takes its place."""

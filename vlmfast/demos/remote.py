@@ -10,11 +10,11 @@ import base64
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -102,19 +102,21 @@ class RemoteVLM:
             found = json.loads(response.read())
         return Recipe.parse(found["vlmfast"]["recipe"])
 
-    def submit(self, request: Request) -> closing[Iterator[str | Answer]]:
+    def submit(self, request: Request) -> closing[Generator[str | Answer, None, None]]:
         """Ask one question; as a context manager, the pieces of the answer and finally the answer.
 
         When the block ends early, the connection is closed and the server cancels the request.
         """
-        media = _Media(request.images, request.video, request.num_frames)
+        # The page passes an image, or the path of a video.
+        image = cast("Image.Image | None", request.images)
+        media = _Media(image, cast("str | None", request.video), request.num_frames)
         messages = media.before([], request.question or "")
-        recipe = request.recipe or Recipe()
+        recipe = Recipe.of(request.recipe)
         return closing(self.stream(messages, media, recipe, request.tenant, request.generation))
 
     def session(
         self,
-        images: Any = None,
+        images: Image.Image | None = None,
         video: str | None = None,
         *,
         num_frames: int | None = None,
@@ -132,7 +134,7 @@ class RemoteVLM:
         recipe: Recipe,
         tenant: str,
         generation: dict[str, Any],
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and finally the answer.
 
         Parameters
@@ -219,7 +221,7 @@ class RemoteSession:
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and finally the answer.
 
         Parameters

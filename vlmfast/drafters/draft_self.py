@@ -83,7 +83,7 @@ from vlmfast.core.protocols import (
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.core.stage import Stage, Stages
+from vlmfast.core.stage import Stage, Stages, with_values
 from vlmfast.core.statistics import ColumnRequest, ColumnStats, StatRequest, VisionStats
 from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError, VLMFastError
@@ -141,7 +141,7 @@ class DraftSelf(DrafterStage):
             cls = stage_class(self.view)
             named = any(f.name == "keep" for f in fields(cls))
             named = named and not issubclass(cls, DrafterStage)
-            stage = cls(keep=self.keep) if named else cls()
+            stage = with_values(cls(), keep=self.keep) if named else cls()
         parts = [part for part in stage.expand() if not isinstance(part, DecodeStage)]
         if parts != [stage] or not isinstance(stage, Evictor | EncodeStage | PrefillStage):
             raise RecipeError(
@@ -220,6 +220,7 @@ class TopK(CacheStage):
     ) -> KV:
         visual = kv.visual & kv.valid
         counts = (self.keep * visual.sum(1)).long().clamp(min=1)
+        assert stats is not None and stats.sum is not None
         scores = stats.sum.sum(1).masked_fill(~visual, -torch.inf)
         return kv.select_mask((best(scores, counts) & visual) | (~kv.visual & kv.valid))
 
@@ -428,11 +429,13 @@ class Chain(ViewDrafter):
         kv = KV(keys[:, :n], values[:, :n], slots, slots, visual, start)
         stats = columns(attention[..., :n], self.asked[layer], len(keys))
         context = self._context(visual)
-        selects = allowed(self.stage.selects, context, layer, kv)
+        method = self.stage.selects
+        assert isinstance(method, CacheStage)  # others do not ask for attention
+        selects = allowed(method, context, layer, kv)
         kept = selects.compress(context, layer, kv, stats)
         self.kept.append(indices(kept))
         if len(self.kept) == len(self.view):
-            final = self.stage.selects.finish(self._context(visual), self.kept)
+            final = method.finish(self._context(visual), self.kept)
             pairs = zip(final, self.view, strict=True)
             self.view = tuple(SlotList(*chosen(kv), old.start, old.least) for kv, old in pairs)
             self.kept = []

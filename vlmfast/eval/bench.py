@@ -28,6 +28,7 @@ from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
+from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError, VLMFastError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Row:
 
 def bench(
     vlm: VLM,
-    recipes: Sequence[Any] = RECIPES,
+    recipes: Sequence[str | Stage | Recipe | None] = RECIPES,
     *,
     new_tokens: int = 32,
     repeats: int = 3,
@@ -97,7 +98,7 @@ def bench(
     """
     plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
     image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
-    generation = {"max_new_tokens": new_tokens, "do_sample": False}
+    generation: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
     bar = Progress("bench", (repeats + 1) * len(plans), "answers", show=progress)
     with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed(), bar:
@@ -134,7 +135,7 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
         "tokens_per_s": [s.tokens_per_s for s in stats],
         "peak_memory_bytes": [memory for _, memory in taken],
     }
-    medians = {
+    medians: dict[str, Any] = {
         key: None if None in values else statistics.median(values)
         for key, values in samples.items()
     }
@@ -271,7 +272,8 @@ class Referee:
             dtype = torch.promote_types(self.vlm.adapter.dtype, torch.float32)
             model = self.vlm.model
             if dtype != self.vlm.adapter.dtype:
-                model = copy.deepcopy(model).to(dtype)
+                model = copy.deepcopy(model)
+                model.to(dtype)  # type: ignore[arg-type]  # its wrapper hides self
             self._wide = VLM(model, self.vlm.processor, decoding="eager")
         return self._wide
 
@@ -298,14 +300,15 @@ class Referee:
         if plain == drafted:
             return None
         at = common(plain, drafted)
-        pair = [tokens[at] if at < len(tokens) else None for tokens in (plain, drafted)]
-        if None in pair:
-            return Divergence(prompt, at, *pair, None, None, bug=True)
-        gaps = [
-            self._gap(_scores(vlm, asked, recipe, plain[:at]), pair)
+        one, other = (tokens[at] if at < len(tokens) else None for tokens in (plain, drafted))
+        if one is None or other is None:
+            return Divergence(prompt, at, one, other, None, None, bug=True)
+        gap, own_gap = (
+            self._gap(_scores(vlm, asked, recipe, plain[:at]), [one, other])
             for vlm in (self.wide, self.vlm)
-        ]
-        return Divergence(prompt, at, *pair, *gaps, bug=self.strict or not gaps[0] <= self.near)
+        )
+        bug = self.strict or not gap <= self.near
+        return Divergence(prompt, at, one, other, gap, own_gap, bug)
 
     def _gap(self, scores: Tensor, pair: list[int]) -> float:
         best, lower = float(scores.max()), float(scores[pair].min())

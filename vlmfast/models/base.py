@@ -43,15 +43,20 @@ _KINDS = {"full_attention", "sliding_attention", *_STATES}
 _QUANTIZED = 0.25
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ProcessorMixin
 
     class Model(PreTrainedModel, GenerationMixin):
         """Common type of all families; configs differ."""
 
         config: Any
+        base_model: Any
         generation_config: GenerationConfig
 
         def get_input_embeddings(self) -> nn.Embedding: ...
+        def get_output_embeddings(self) -> nn.Linear: ...
+
+        # Its parameters differ between versions.
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
     class TextDecoder(PreTrainedModel):
         """Its language model without a head."""
@@ -123,11 +128,11 @@ class Adapter:
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
     prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
-    min_drop_layer: ClassVar[int] = 0
+    min_drop_layer: int = 0
     # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
 
-    def __init__(self, model: Model, processor: Any) -> None:
+    def __init__(self, model: Model, processor: ProcessorMixin) -> None:
         check_placement(model)
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(
@@ -141,9 +146,10 @@ class Adapter:
             )
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
-        self.model, self.processor = model, processor
+        self.model = model
+        self.processor: Any = processor  # classes differ
         self.processing = threading.RLock()  # processors are not made for several threads
-        self.writer = processor  # its chat template writes prompts; the user's own
+        self.writer: Any = processor  # its chat template writes prompts; the user's own
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
         self.depth = len(self.decoder.layers)
@@ -248,12 +254,12 @@ class Adapter:
     # --- sizes ---------------------------------------------------------------------------------
 
     @property
-    def _embedding(self) -> nn.Module:
+    def _embedding(self) -> nn.Embedding:
         # Adapters of PEFT may replace it at any time, and the head too.
         return self.model.get_input_embeddings()
 
     @property
-    def _head(self) -> nn.Module:
+    def _head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
     @property
@@ -302,7 +308,7 @@ class Adapter:
         """Placeholder ids of images and videos."""
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         found = {getattr(self.config, name, None) for name in names}
-        return tuple(sorted(found - {None}))
+        return tuple(sorted(token for token in found if token is not None))
 
     def visual(self, ids: Tensor) -> Tensor:
         """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
@@ -497,8 +503,9 @@ class Adapter:
         """A few weights that identify this model for stages trained on it."""
         module, name = self._signed()
         weight = module.get_parameter(name)
-        matrix = isinstance(module, nn.Linear)
-        size = module.out_features * module.in_features if matrix else weight.numel()
+        size = weight.numel()
+        if isinstance(module, nn.Linear):  # a quantized one may be packed
+            size = module.out_features * module.in_features
         return entries(module, name, torch.arange(16) * (size - 1) // 15).tolist()
 
     def _signed(self) -> tuple[nn.Module, str]:
@@ -871,8 +878,8 @@ class Adapter:
         height, width = geometry.size
         crop = getattr(self.processor.image_processor, "do_center_crop", False)
         short = min(height, width)
-        size = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        share = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
 
 

@@ -93,7 +93,8 @@ class FamilyAdapter(LlavaNext):
                 features[i], layouts[i] = of, self._layout(i, context.items[i], size, strategy)
         first = dict(context.stats), dict(context.keys)
         if framed:
-            context.stats.clear(), context.keys.clear()
+            context.stats.clear()
+            context.keys.clear()
             for i, of in zip(framed, self.frames(inputs), strict=True):
                 features[i], layouts[i] = of, self._frame(i, context.items[i], len(of))
             for before, now in zip(first, (context.stats, context.keys), strict=True):
@@ -144,6 +145,6 @@ class FamilyAdapter(LlavaNext):
         height, width = geometry.size
         crop = getattr(self.processor.video_processor, "do_center_crop", False)
         short = min(height, width)
-        size = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        share = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.contexts import EncodeRequest, PrefillContext, VisionContext
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import (
@@ -233,7 +233,8 @@ class MustDrop(Stage):
         "layers before each filter; a value below 1 is a fraction of the model's depth",
         gt=0.0,
     )
-    published: str = param(
+    # Not trained: without published weights.
+    published: str = param(  # type: ignore[assignment]
         "192",
         "the authors' thresholds, by the average tokens left of 576",
         choices=tuple(PUBLISHED),
@@ -265,7 +266,8 @@ class MustDrop(Stage):
     def thresholds(self) -> tuple[float, float]:
         """``global_thr`` and ``individual_thr``."""
         pair = zip((self.global_thr, self.individual_thr), PUBLISHED[self.published], strict=True)
-        return tuple(usual if own is None else own for own, usual in pair)
+        global_thr, individual_thr = (usual if own is None else own for own, usual in pair)
+        return global_thr, individual_thr
 
     def expand(self) -> tuple[Stage, ...]:
         prefill = (Merge(self), KeySet(self), Filter(self))
@@ -304,7 +306,7 @@ class Merge(Part, InEncoderStage):
     name: ClassVar[str] = MustDrop.name
 
     @property
-    def optional(self) -> bool:
+    def optional(self) -> bool:  # type: ignore[override]  # by its settings, not its class
         """Whether the filters drop anything without it."""
         return self.of.budget is not None or min(self.of.thresholds) > 0
 
@@ -312,7 +314,7 @@ class Merge(Part, InEncoderStage):
         return (1,)
 
     def on_block(
-        self, context: PrefillContext, index: int, hidden: Tensor
+        self, context: VisionContext, index: int, hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         cls = context.specials
         n = hidden.shape[1] - cls
@@ -357,7 +359,8 @@ class KeySet(Part, EncodeStage):
         protected = tokens.layout.protected
         for number, index in tokens.items():
             item = stats.items[number]
-            rows = stats.salient(*self.saliencies(), item).rows.mean(1)
+            (asked,) = self.saliencies()
+            rows = stats.salient(asked, item).rows.mean(1)
             key = key_tokens(rows, tokens.layout.select(index), item, self.of.key)
             protected = protected.index_copy(0, index, protected[index] | key)
         layout = tokens.layout.replace(protected=protected)

@@ -35,7 +35,6 @@ from vlmfast.kernels.diversity import cosine, max_min
 
 from ..groups import together
 from ..reducer import Reducer
-from ..select import count
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class DivPrune(Reducer):
         else:
             groups = [index for _, index in tokens.items()]
         kept = [
-            index[max_min(cosine(tokens.features[index]), count(self.fraction, len(index)))]
+            index[max_min(cosine(tokens.features[index]), self.count_of(len(index)))]
             for index in groups
         ]
         return tokens.select(torch.cat(kept).sort().values)

@@ -50,7 +50,7 @@ from vlmfast.kernels.diversity import cosine, density_peaks
 
 from ..groups import together
 from ..guard import Guarded
-from ..select import apportion, count
+from ..select import apportion
 
 NEIGHBOURS = 7
 
@@ -122,7 +122,7 @@ class FlashVID(Guarded):
         attention = token_saliency(tokens, stats, *self.saliencies())
         parts = []
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             parts.append(self._video(tokens.select(index), attention[index], min(k, len(index))))
         levels = zip(*(part.extra for part in parts), strict=True)

@@ -38,7 +38,7 @@ class Random(Reducer):
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
-    wants_digest: ClassVar[bool] = True
+    wants_digest = True
 
     seed: int = param(0, "seed of the draw", ge=0)
 

@@ -36,7 +36,6 @@ from vlmfast.kernels.diversity import cosine
 from ..cover import cover
 from ..groups import together
 from ..guard import Guarded
-from ..select import count
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class SCOPE(Guarded):
         weight = token_saliency(tokens, stats, *self.saliencies()) ** self.alpha
         kept = []
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             alike = cosine(tokens.features[index]).clamp(min=0)
             kept.append(index[cover(alike, min(k, len(index)), scale=weight[index])])

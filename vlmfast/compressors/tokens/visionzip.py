@@ -65,7 +65,7 @@ class VisionZip(GuardedRanking):
 
     name: ClassVar[str] = "visionzip"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
-    wants_cls: ClassVar[bool] = True
+    wants_cls = True
 
     dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces keep", ge=0)
     contextual: int = param(0, "C: merged tokens per view", ge=0)
@@ -102,7 +102,9 @@ class VisionZip(GuardedRanking):
         request: EncodeRequest,
     ) -> VisualTokens:
         total, tokens = self.target(tokens), tokens.select(tokens.layout.patches)
-        salient = stats.salient(*self.saliencies(), geometry)
+        (asked,) = self.saliencies()
+        salient = stats.salient(asked, geometry)
+        assert salient.keys is not None
         projected = int(stats.cls is not None)  # whether CLS is one of the D tokens
         home, cls = torch.empty_like(tokens.layout.order), []
         views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)

@@ -57,7 +57,7 @@ class VispecTraining(DrafterTraining):
             answer_rows,
         )
 
-    def loss(
+    def pass_loss(
         self,
         module: VispecModule,
         hidden: Tensor,
