@@ -29,6 +29,7 @@ DRAFTS = ROOT / "benchmarks" / "results" / "speculation-tiny-cpu.json"
 
 PROTOCOLS = {
     "media": ("Frames", "before encoding, to select the frames of a video"),
+    "views": ("Views", "before the vision tower, to leave out crops and frames"),
     "in-encoder": ("Vision tower", "between the blocks of the vision tower"),
     "encode": ("Before the language model", "between the vision tower and the language model"),
     "prefill": (

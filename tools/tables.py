@@ -29,6 +29,7 @@ _COMPARED = {
 _PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
 # Column -> the folders of its methods.
 _KINDS = {
+    "views": ("views",),
     "vision encoder": ("encoder",),
     "before the LLM": ("frames", "tokens"),
     "LLM layers": ("prefill",),
@@ -138,8 +139,12 @@ def timings() -> str:
     assert spec and spec.loader
     ask = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ask)
-    models = _asked()["models"]
-    return "\n\n".join(ask.markdown(name, rows) for name, rows in models.items())
+    tables = []
+    for name, rows in _asked()["models"].items():
+        tables.append(ask.markdown(name, rows))
+        if all("media" in row for row in rows.values()):
+            tables.append(ask.parts_table(name, rows))
+    return "\n\n".join(tables)
 
 
 def runs_where() -> str:

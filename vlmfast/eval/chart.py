@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.display import html_table
 from vlmfast.core.files import replace_text
-from vlmfast.core.protocols import InEncoderStage, PrefillStage
+from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
@@ -192,7 +192,7 @@ def group_of(recipe: Recipe) -> str:
         return CACHE
     if stage.trained:
         return TRAINED
-    return WITHIN if recipe.acting(InEncoderStage) or recipe.acting(PrefillStage) else BEFORE
+    return WITHIN if tower_stages(recipe) or recipe.acting(PrefillStage) else BEFORE
 
 
 def short_names(methods: Iterable[str]) -> dict[str, str]:
