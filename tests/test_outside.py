@@ -91,7 +91,11 @@ def vipllava() -> tuple[Any, Any]:
     return tiny_families.filled(VipLlavaForConditionalGeneration, config, 5), processor
 
 
-def test_broken_packages_are_reported_and_skipped(installed: list[str], tiny: VLM) -> None:
+def test_broken_packages_are_reported_and_skipped(
+    installed: list[str], tiny: VLM, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, PreTrainedConfig
+
     reasons = {
         ("stages", "broken"): "ModuleNotFoundError: No module named 'a_package_that_is_not_in",
         ("stages", "hired"): "vlmfast has this name itself; names are not replaced",
@@ -112,8 +116,15 @@ def test_broken_packages_are_reported_and_skipped(installed: list[str], tiny: VL
     assert {method["name"] for method in vlmfast.methods()} == set(registry.stage_names())
     with pytest.raises(RecipeError, match=r"'broken' of vlmfast-broken 0\.1 is skipped: Mod"):
         Recipe.parse("broken:0.3")
-    with pytest.raises(ModelError, match=r"'broken_vl' of vlmfast-broken 0\.1 is skipped: M"):
+    skipped = r"'broken_vl' of vlmfast-broken 0\.1 is skipped: M"
+    with pytest.raises(ModelError, match=skipped):
         adapter_class("broken_vl")
+    AutoConfig.register(
+        "broken_vl", type("C", (PreTrainedConfig,), {"model_type": "broken_vl"}), True
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "broken_vl"}')
+    with pytest.raises(ModelError, match=f"is a 'broken_vl' model: vlmfast.families: {skipped}"):
+        VLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::vlmfast.core.outside.OutsideWarning")
