@@ -210,6 +210,22 @@ def verbose() -> str:
     return robustness_report.length_table(_attacked()["robustness-verbose"])
 
 
+def static_frames() -> str:
+    """Frames that ``static-frames`` encodes, and answers that it changes."""
+    path = ROOT / "benchmarks" / "results" / "static-frames-tiny.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    recipes = list(dict.fromkeys(row["recipe"] for row in found))
+    rows = [["encoded / same answer / right", *(f"`{recipe}`" for recipe in recipes)]]
+    for name in dict.fromkeys(row["version"] for row in found):
+        own = {row["recipe"]: row for row in found if row["version"] == name}
+        shares = [
+            " / ".join(f"{100 * own[recipe][key]:.0f} %" for key in ("encoded", "same", "right"))
+            for recipe in recipes
+        ]
+        rows.append([name, *shares])
+    return _table(rows)
+
+
 def _attacked() -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -239,6 +255,7 @@ TABLES = {
     ("docs/robustness.md", "guards"): guards,
     ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
+    ("docs/views.md", "static-frames"): static_frames,
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
     ("README.md", "families"): runs_where,
