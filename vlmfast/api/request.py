@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
+from vlmfast.core.protocols import EncodeStage, MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
@@ -370,7 +370,7 @@ def check_length(
     least = max_new_tokens if generation.explicit else 1
     if most is None or ids.shape[1] + least <= most:
         return  # prompts with more positions than tokens are checked where positions are counted
-    closing = (*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage))
+    closing = (*tower_stages(recipe), *recipe.acting(EncodeStage))
     if any(getattr(stage, "positions", "keep") == "compact" for stage in closing):
         visual = adapter.visual(ids[0])
         taken = int((~visual).sum()) + int(visual.any())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vlmfast.core import snapshot
 from vlmfast.core.display import plural
-from vlmfast.core.protocols import InEncoderStage, MediaStage
+from vlmfast.core.protocols import MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
@@ -255,7 +255,7 @@ class Session:
                 sizes,
                 frames,
                 snapshot.moved({k: v for k, v in tensors.items() if k not in pixels}, "cpu"),
-                snapshot.moved(pixels, "cpu") if recipe.acting(InEncoderStage) else {},
+                snapshot.moved(pixels, "cpu") if tower_stages(recipe) else {},
                 snapshot.moved(seen, "cpu"),
                 copy.deepcopy(stats),
                 copied(trace, "cpu", []),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.layout import Kind, TokenLayout
-from vlmfast.core.protocols import DecodeStage, EncodeStage, InEncoderStage
+from vlmfast.core.protocols import DecodeStage, EncodeStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.prefill import Seen
@@ -147,7 +147,7 @@ def check_seen(
     own = {key: of for key, of in tensors.items() if key not in ("input_ids", "attention_mask")}
     pixels = {key for key in own if key.startswith("pixel_values")}
     need(known.tensors.keys() == own.keys() - pixels, "tensors of the processor are missing")
-    inside = recipe.acting(InEncoderStage)
+    inside = tower_stages(recipe)
     need(known.pixels.keys() == (pixels if inside else set()), "pixels are missing")
     for key, of in (known.tensors | known.pixels).items():
         _tensor(of, key, own[key].shape, own[key].dtype)
@@ -254,7 +254,7 @@ def _check_vision(
             need(request.key in vision.saliency, f"the saliency {request.key} is missing")
         if stage.wants_cls and adapter.projects_cls() and not stage.saliencies():
             need(vision.cls is not None, "the CLS tokens are missing")
-    inside = bool(recipe.acting(InEncoderStage))
+    inside = bool(tower_stages(recipe))
     for name in ("rows", "keys"):
         found = getattr(vision, name)
         for layer, of in found.items():
@@ -270,6 +270,9 @@ def _check_vision(
         need(name == "keys" or all(bool((of >= 0).all()) for of in found.values()), f"{name} < 0")
     if vision.cls is not None:
         _tensor(vision.cls, "cls", (views, adapter.width), (adapter.dtype, torch.float32))
+    if vision.skipped is not None:
+        need(inside, "views are missing")
+        _tensor(vision.skipped, "skipped", (views,), torch.bool)
     for key, of in vision.saliency.items():
         need(isinstance(key, str) and len(of) == len(items), "saliency is of other images")
         for one, item in zip(of, items, strict=True):

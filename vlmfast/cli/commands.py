@@ -178,8 +178,9 @@ def _bench(args: argparse.Namespace) -> int | None:
     if args.drafters or args.prompts or args.strict:
         raise VLMFastError("--drafter, --prompts and --strict belong to --audit-lossless")
     args.recipes = args.recipes or list(bench.RECIPES)
+    vlm = _vlm(args)
     rows = bench.bench(
-        _vlm(args),
+        vlm,
         args.recipes,
         new_tokens=args.new_tokens,
         repeats=args.repeats,
@@ -187,12 +188,14 @@ def _bench(args: argparse.Namespace) -> int | None:
     )
     names = ["none", *args.recipes]
     if args.json:
-        about = {"model": args.model, "new_tokens": args.new_tokens, "repeats": args.repeats}
+        about = {"model": args.model, "tower": bench.tower_of(vlm)}
+        about |= {"new_tokens": args.new_tokens, "repeats": args.repeats}
         # As given: the canonical text of a row omits defaults.
         found = [{**vars(row), "recipe": name} for name, row in zip(names, rows, strict=True)]
         print_json({**bench.facts(), **about, "rows": found})
         return None
     print_table([bench_row(*pair, rows[0]) for pair in zip(names, rows, strict=True)])
+    print(f"\nvision tower: {bench.tower_of(vlm)}")
     return None
 
 

@@ -63,6 +63,11 @@ class VisionContext:
     lengths : Tensor, int64, (views,), optional
         Valid rows of each view, where merging left different numbers; the others, at the end, are
         padding.
+    raster : Tensor, int64, (N,), optional
+        For a stage with `InEncoderStage.cells`: the row of each visual token of a view, in raster
+        order, where rows are not in that order.
+    numbers : list of int, optional
+        Of the views in the current forward pass, where these are not all of its images.
     """
 
     depth: int = 0
@@ -79,6 +84,8 @@ class VisionContext:
     merged: Tensor | None = None
     sizes: Iterator[Tensor] | None = None
     lengths: Tensor | None = None
+    raster: Tensor | None = None
+    numbers: list[int] | None = None
     repair = FormerAttribute("proportional_attention")
 
 

@@ -20,14 +20,14 @@ from .counting import TokenCount, inexact
 from .drafting import Drafter, Governor, Target
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
-from .saliency import SaliencyRequest
+from .saliency import Saliency, SaliencyRequest
 from .stage import Stage, Stages
 from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
 if TYPE_CHECKING:
     from vlmfast.media.info import VideoInfo
 
-PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
+PROTOCOLS = ("media", "views", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,53 @@ class MediaStage(Stage):
     def frames(self, video: VideoInfo, question: str) -> list[int]:
         """Indices of the frames to read, ascending."""
         raise NotImplementedError(f"{type(self).__name__}.frames")
+
+
+@dataclass(frozen=True)
+class ViewStage(Stage):
+    """Chooses which views of images the vision tower encodes: crops of an image, frames of a video.
+
+    A view that is left out costs nothing in the tower, the projector and the prefill. With a field
+    ``positions = "compact"``, the rows of the prompt are renumbered if tokens are dropped.
+    """
+
+    protocol: ClassVar[str] = "views"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
+    chooses_crops = False  # whether it overrides `crops`
+    reuses_frames = False  # whether it overrides `reused`
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """The saliency of the base views that `crops` reads, from attention."""
+        return ()
+
+    def crops(self, geometry: ItemGeometry, saliency: tuple[Saliency, ...]) -> list[int]:
+        """Crops of an image to encode, from 0 in raster order, ascending.
+
+        Called for each image with crops, after its base view was encoded. The tokens of other crops
+        are dropped, and so are newlines of rows without any other token.
+
+        Parameters
+        ----------
+        saliency : tuple of Saliency
+            By `saliencies`: of the base view alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.crops")
+
+    def reused(self, pixels: Tensor) -> list[int]:
+        """For each frame of a video the earlier frame whose features it gets, or itself.
+
+        Parameters
+        ----------
+        pixels : Tensor, (F, V, C, H, W)
+            The normalized pixels of F frames of V views each.
+
+        Returns
+        -------
+        list of int
+            Ascending; a frame that another one refers to refers to itself.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.reused")
 
 
 @dataclass(frozen=True)
@@ -72,7 +119,8 @@ class InEncoderStage(Stage):
         With it rows are *cells*: the ``m`` patches that become one visual token, concatenated, so
         that D is ``m`` times the tower's width, as is that of ``context.keys``; special rows are
         repeated to that width. ``context.items`` are the images in ``hidden``, all of one grid of
-        visual tokens. Such a stage changes rows by merging alone.
+        visual tokens, and ``context.raster`` is the order of rows within it. Such a stage changes
+        rows by merging alone.
 
         Parameters
         ----------
@@ -402,3 +450,8 @@ class DrafterStage(Stage):
             State for this model and these drafters; shared by all answers.
         """
         raise NotImplementedError(f"{type(self).__name__}.govern")
+
+
+def tower_stages(recipe: Stages) -> list[ViewStage | InEncoderStage]:
+    """The stages of a recipe that change what the vision tower computes, in pipeline order."""
+    return [*recipe.acting(ViewStage), *recipe.acting(InEncoderStage)]

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
 from vlmfast.core.counting import check_budget
 from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens
-from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.protocols import (
+    EncodeStage,
+    InEncoderStage,
+    PrefillStage,
+    ViewStage,
+    tower_stages,
+)
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
@@ -160,7 +166,13 @@ def look(
     served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
-    wanted = Wanted.of(adapter, items, recipe.acting(InEncoderStage), recipe.acting(EncodeStage))
+    wanted = Wanted.of(
+        adapter,
+        items,
+        recipe.acting(InEncoderStage),
+        recipe.acting(EncodeStage),
+        recipe.acting(ViewStage),
+    )
     images = encoded(
         adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
     )
@@ -210,7 +222,7 @@ def prepare(
     stats.saliency = trace.saliency = vision.sources()
     stats.left_out = list(vision.left_out)
     merged = len(tokens) < ids.shape[1] - len(text)
-    closed = merged and any(_compacts(stage) for stage in recipe.acting(InEncoderStage))
+    closed = merged and any(_compacts(stage) for stage in tower_stages(recipe))
     # Notes of encode stages belong to this question, those of the tower to all questions.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 

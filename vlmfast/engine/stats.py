@@ -29,18 +29,20 @@ class Stats:
 
     ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
     ``received`` or ``norm``, see `vlmfast.core.saliency`), ``left_out`` names parts of methods that
-    this model does not support. ``vision_passes`` counts the forward passes over the
-    images: one, and one for each jittered view that a guard adds; none where the prefix cache had
-    all of them. ``visual_tokens_kept`` counts the tokens after each stage;
-    ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
-    the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by the
-    papers' formula, per layer with n tokens, width d and FFN width m:
+    this model does not support. ``vision_passes`` counts the forward passes over the images: one,
+    and one for each jittered view that a guard adds; none where the prefix cache had all of them.
+    ``views`` counts the views of the images that the tower was given, crops and frames included,
+    and ``views_encoded`` those that it encoded. ``visual_tokens_kept`` counts the tokens after each
+    stage; ``equivalent_tokens`` is the number of visual tokens averaged over the language model's
+    layers, the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by
+    the papers' formula, per layer with n tokens, width d and FFN width m:
     ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
-    dropped. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest
-    head. ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led
-    to. ``cached_tokens`` counts the ids of the prompt that were found in the prefix cache. Where it
-    had keys and values, ``prompt_reused`` of the ids were not prefilled and ``prompt_fed`` were; in
-    a session both are always counted. Otherwise they are ids of images and videos that the vision
+    dropped.
+    ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest head.
+    ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led to.
+    ``cached_tokens`` counts the ids of the prompt that were found in the prefix cache. Where it had
+    keys and values, ``prompt_reused`` of the ids were not prefilled and ``prompt_fed`` were; in a
+    session both are always counted. Otherwise they are ids of images and videos that the vision
     tower did not encode again.
 
     Speculation: ``rounds`` are forward passes that checked
@@ -71,6 +73,8 @@ class Stats:
     saliency: str = ""
     left_out: list[str] = field(default_factory=list)
     vision_passes: int = 0
+    views: int = 0
+    views_encoded: int = 0
     visual_tokens_kept: dict[str, int] = field(default_factory=dict)
     visual_tokens_per_layer: list[int] = field(default_factory=list)
     equivalent_tokens: float = 0.0

@@ -2,7 +2,9 @@
 
 Each recipe answers the same question about the same generated image with the same number of tokens.
 Recipes are interleaved, so that thermal throttling or other load affects all of them. The first
-round is a warm-up; medians are reported. The prefix cache is off.
+round is a warm-up; medians are reported. The prefix cache is off. The time to the first token is
+split into media (decoding and the processor), the vision tower, the recipe's stages and the
+prefill. Stages inside the tower or the language model also count there.
 
 ``--audit-lossless`` does not measure times. It checks whether drafts change answers (`audit`).
 """
@@ -47,7 +49,7 @@ class Row:
     recipe : str
     visual_tokens_in, visual_tokens : float
         Before reduction, and averaged over the language model's layers.
-    ttft_s, prefill_s, tokens_per_s : float
+    ttft_s, media_s, vision_s, stages_s, prefill_s, tokens_per_s : float
     kv_bytes : int
     peak_memory_bytes : int or None
         Peak during the answer, including the model: of the GPU's allocator, or of the process on
@@ -64,6 +66,9 @@ class Row:
     visual_tokens_in: int
     visual_tokens: float
     ttft_s: float
+    media_s: float
+    vision_s: float
+    stages_s: float
     prefill_s: float
     tokens_per_s: float
     kv_bytes: int
@@ -131,6 +136,9 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
     stats = [answer.stats for answer, _ in taken]
     samples = {
         "ttft_s": [s.ttft_s for s in stats],
+        "media_s": [s.time_media_s + s.time_processor_s for s in stats],
+        "vision_s": [s.time_vision_s for s in stats],
+        "stages_s": [s.time_reduce_s for s in stats],
         "prefill_s": [s.time_prefill_s for s in stats],
         "tokens_per_s": [s.tokens_per_s for s in stats],
         "peak_memory_bytes": [memory for _, memory in taken],
@@ -155,6 +163,23 @@ def _side(vision: Any) -> int:
     """Side of a vision tower's input in pixels; 448 if it is not fixed."""
     side = getattr(vision, "image_size", None) or 448
     return side if isinstance(side, int) else max(side)
+
+
+def tower_of(vlm: VLM) -> str:
+    """The vision tower of a model in words: class, blocks, width, parameters, pixels of a view."""
+    adapter = vlm.adapter
+    tower, sizes = adapter.tower(), adapter.sizes()
+    parameters = sum(weight.numel() for weight in tower.parameters())
+    side = getattr(adapter.config.vision_config, "image_size", None)
+    facts = [
+        type(tower).__name__,
+        f"{sizes['vision_depth']} blocks",
+        f"width {sizes['vision_width']}",
+        f"{parameters / 1e6:.0f}M parameters",
+    ]
+    if isinstance(side, int):
+        facts.append(f"{side} x {side} pixels")
+    return ", ".join(facts)
 
 
 def drawn(size: int, seed: int = 9) -> Image.Image:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.display import html_table
 from vlmfast.core.files import replace_text
-from vlmfast.core.protocols import InEncoderStage, PrefillStage
+from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
@@ -193,7 +193,7 @@ def group_of(recipe: Recipe) -> str:
         return CACHE
     if stage.trained:
         return TRAINED
-    within = bool(recipe.acting(InEncoderStage)) or bool(recipe.acting(PrefillStage))
+    within = bool(tower_stages(recipe)) or bool(recipe.acting(PrefillStage))
     return WITHIN if within else BEFORE
 
 

@@ -125,6 +125,10 @@ class Adapter:
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
     one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
+    # Whether the tower and the projector take one row of a batch for each view, so that views can
+    # be left out; and whether images may have crops there.
+    views_in_rows: ClassVar[bool] = False
+    crops: ClassVar[bool] = False
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
     prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
@@ -365,6 +369,10 @@ class Adapter:
     def why_no_source(self, source: str) -> str:
         """The reason why `sources` does not include a source."""
         return "its vision tower has no CLS token"
+
+    def why_no_crops(self) -> str:
+        """The reason why `crops` is false."""
+        return f"{self.config.model_type} encodes each image as one view"
 
     def projects_cls(self) -> bool:
         """Whether the projector takes one row of the tower at a time, the CLS row too."""

@@ -45,7 +45,7 @@ def complete(model: Model, processor: Any) -> Any:
 
 
 class FamilyAdapter(Adapter):
-    fixed_tower = True
+    fixed_tower = views_in_rows = True
 
     def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, complete(model, processor))

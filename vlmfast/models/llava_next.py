@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_sizes")
     pixel_dims = 5
-    fixed_tower = True
+    fixed_tower = views_in_rows = crops = True
 
     def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, complete(model, processor))

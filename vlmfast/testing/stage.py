@@ -30,7 +30,8 @@ def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: i
     - *bad input*: values out of the bounds of a parameter raise `RecipeError`;
     - *media*: images of any size, several of them, and videos are answered; prompts without an
       image are left alone;
-    - *effect*: it drops tokens, shrinks the cache, chooses frames or drafts tokens;
+    - *effect*: it drops tokens, leaves views out, shrinks the cache, chooses frames or drafts
+      tokens;
     - *identity*: with ``keep=1``, tokens are those of the full model; those of a drafter always;
     - *equality*: the same request gives the same answer again, in a batch and in a session.
 
@@ -65,7 +66,8 @@ class _Checks:
         parts = (stage, *stage.expand())
         self.drafts = any(part.protocol == "drafter" for part in parts)
         self.chooses = any(part.protocol == "media" for part in parts)
-        video: dict[str, Any] = {"video": [noise(i, 64, 64) for i in range(4)]}
+        still = 2 if any(getattr(part, "reuses_frames", False) for part in parts) else 1
+        video: dict[str, Any] = {"video": [noise(i // still, 64, 64) for i in range(4)]}
         if not self.chooses:  # otherwise the stage chooses the frames
             video["num_frames"] = 4
         images: dict[str, dict[str, Any]] = {
@@ -196,6 +198,7 @@ class _Checks:
             stats = answer.stats
             fewer = stats.equivalent_tokens < stats.visual_tokens_in
             smaller = stats.kv_bytes < stats.kv_bytes_full
+            smaller |= stats.views_encoded < stats.views
             if fewer or smaller or self.chooses or (self.drafts and stats.rounds > 0):
                 self.report.passed("effect")
                 return

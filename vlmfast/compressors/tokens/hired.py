@@ -50,7 +50,7 @@ from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
-from vlmfast.core.views import cells, marked, per_token, slots
+from vlmfast.core.views import cells, marked, open_rows, per_token, slots
 from vlmfast.errors import RecipeError
 
 from ..guard import GuardedRanking
@@ -141,23 +141,6 @@ def packed(
         cut = (crops.shape[1] - int(size[1] * (crops.shape[0] / size[0]))) // 2
         crops = crops[:, cut : crops.shape[1] - cut]
     return torch.cat([ids[: h * w], crops.flatten()])
-
-
-def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
-    """Tokens in a row of the stitched crops, newline included, that has a kept token.
-
-    A newline closes the row of the tokens before it. The whole view of a tiled image has no
-    newlines, so keeping its tokens never adds one, and they count as open.
-
-    Returns
-    -------
-    Tensor, bool, (S,)
-    """
-    newline = (layout.kind == Kind.NEWLINE).long()
-    row = newline.cumsum(0) - newline
-    outside = (layout.tile == 0) & tiled
-    hits = torch.zeros_like(row).index_add(0, row, (kept & ~outside).long())
-    return (hits[row] > 0) | outside
 
 
 @dataclass(frozen=True)
