@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -11,21 +9,16 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Completed
 from ._media import Media
-from .base import Adapter, Encoded, Part
-from .llava import complete
-
-if TYPE_CHECKING:
-    from .base import Model
+from .base import Encoded, Part
 
 
-class FamilyAdapter(Adapter):
+class FamilyAdapter(Completed):
     tensors = ("pixel_values", "image_sizes")
+    patches_alone = True
     pixel_dims = 5
     fixed_tower = True
-
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, complete(model, processor))
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]

@@ -11,8 +11,9 @@ from torch import Tensor
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Composed
 from ._media import Media
-from .base import Adapter, Part
+from .base import Part
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class FamilyAdapter(LlavaNextVideo):
     blocks = False  # the tokens of an image depend on the number of images
 
     def __init__(self, model: Model, processor: Any) -> None:
-        Adapter.__init__(self, model, processor)
+        Composed.__init__(self, model, processor)
 
     def pooled(self) -> int:
         vision = self.config.vision_config
