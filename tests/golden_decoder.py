@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from driven import Driven
@@ -42,6 +42,16 @@ def image_layout(total: int, start: int, n: int) -> TokenLayout:
     return layout.replace(kind=kind)
 
 
+class Decoder(Adapter):
+    """A language model of its own, without a vision tower."""
+
+    def tower(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def projector(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+
 @torch.no_grad()
 def decoder_run(
     data: Reader, stage: Stage, start: int, n: int, steps: Tensor
@@ -59,7 +69,7 @@ def decoder_run(
     model.lm_head = torch.nn.Identity()  # so that logits are hidden states
     model.model.embed_tokens.weight[: len(steps)] = steps
     model.set_attn_implementation(TEXT)
-    adapter = Adapter(model, SimpleNamespace(image_processor=True))
+    adapter = Decoder(model, SimpleNamespace(image_processor=True))
     total = data["inputs_embeds"].shape[1]
     prompt = Prompt(data["inputs_embeds"][0], image_layout(total, start, n), total, total)
     run = Driven(adapter, Inputs({}), Recipe.of(stage), begin=0.0)

@@ -12,6 +12,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from closeness import close, network
 from driven import Driven
 from golden_case import Reader
+from golden_decoder import Decoder
 from helpers_layout import REQUEST, make_image, stats_of
 from vlmfast.compressors.encoder.mustdrop import (
     MustDrop,
@@ -30,7 +31,6 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.vision import representatives
-from vlmfast.models.base import Adapter
 
 
 def merge_case(data: Reader, meta: Reader) -> None:
@@ -212,7 +212,7 @@ def llm_case(data: Reader, meta: Reader) -> None:
     model.model.load_state_dict(data.under("model."))
     model.lm_head = torch.nn.Identity()  # so that logits are hidden states
     model.set_attn_implementation(TEXT)
-    adapter = Adapter(model, SimpleNamespace(image_processor=True))
+    adapter = Decoder(model, SimpleNamespace(image_processor=True))
 
     total, layers = data["inputs_embeds"].shape[1], (2, 6, 10, 14)
     key = data["key_set"]

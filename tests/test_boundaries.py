@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import random
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,9 +19,117 @@ from vlmfast.compressors.tokens.hired import HiRED
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.tree import Tree
+from vlmfast.engine.kv_layer import KVLayer, bucket
 from vlmfast.engine.rounds import Rounds
+from vlmfast.errors import RecipeError
 from vlmfast.eval.scorers import mmmu
+
+# Allowed values of every parameter with a range: those of the papers, and where code would fail.
+RANGES = {
+    "> 0": "atp.layers_ cake.window cake.tau1 cake.tau2 catp.k fastkv.window fastkv.layer "
+    "mmtok.tau_t mmtok.tau_v mustdrop.layers pyramiddrop.layers_ pyramidkv.window snapkv.window "
+    "sparsevlm.layers",
+    ">= 0": "cake.gamma catp.text catp.sample dart.text_pivots draft-eagle.seed "
+    "draft-self.refresh elastic.seed lookm.sinks mmtok.alpha mustdrop.window random.seed "
+    "scope.alpha streamingllm.sinks tome.r visionzip.dominant visionzip.contextual zipcache.seed "
+    "zipvl.random zipvl.seed",
+    ">= 1": "dart.k dart.visual_pivots draft-auto.after draft-auto.margin draft-auto.hold "
+    "draft-eagle.queries draft-eagle.top_k draft-eagle.depth draft-layerskip.depth "
+    "draft-ngram.tokens draft-ngram.ngram draft-ngram.paths draft-self.steps draft-vispec.top_k "
+    "draft-vispec.depth elastic.queries fastv.k flashvid.least frames-clip.n "
+    "frames-clip.candidates kivi.group kivi.residual pvc.image_repeat pvc.video_repeat "
+    "pyramidkv.beta quickprefill.top_k zipcache.page zipvl.page zipvl.recent zipvl.force_recent",
+    ">= 2": "draft-eagle.nodes draft-vispec.nodes pvc.side",
+    ">= -1": "flashvid.similarity mustdrop.similarity",
+    "<= 1": "flashvid.segment",
+    "> 0 and <= 1": "atp.budget cake.keep catp.keep catp.budget clip-relevance.keep "
+    "clip-relevance.budget dart.keep dart.budget divprune.keep divprune.budget downsample.keep "
+    "downsample.budget draft-eagle.keep draft-self.keep elastic.keep elastic.budget elastic.prune "
+    "elastic.pool elastic.conv fastkv.keep fastkv.tsp fastv.keep fastv.budget flashvid.keep "
+    "flashvid.budget flashvid.alpha grid.keep grid.budget h2o.keep hired.keep hired.budget "
+    "lookm.keep mmtok.keep mmtok.budget mustdrop.key mustdrop.budget prumerge.keep "
+    "prumerge.budget prumerge-plus.keep prumerge-plus.budget pvc.budget pyramiddrop.keep "
+    "pyramiddrop.ratios pyramiddrop.budget pyramidkv.keep quickprefill.keep random.keep "
+    "random.budget scope.keep scope.budget snapkv.keep sparsevlm.keep sparsevlm.budget "
+    "streamingllm.keep tome.keep tome.budget visionzip.keep visionzip.budget vlcache.keep "
+    "vlcache.p zipvl.tau",
+    "> 0 and < 1": "zipcache.recent",
+    ">= 0 and <= 1": "draft-layerskip.confidence draft-self.confidence hired.alpha "
+    "mustdrop.global_thr mustdrop.individual_thr zipcache.important zipvl.dense_above",
+    ">= 0 and < 1": "draft-layerskip.skip h2o.recent hired.reserve lookm.recent prumerge.reserve "
+    "prumerge-plus.reserve visionzip.reserve vlcache.recent zipcache.random",
+    ">= 0 and <= 8": "atp.grids",
+    ">= 0 and <= 16": "flashvid.guard hired.guard prumerge.guard prumerge-plus.guard scope.guard "
+    "visionzip.guard",
+    ">= 2 and <= 8": "kivi.bits zipcache.bits_high zipcache.bits_low zipvl.bits_high "
+    "zipvl.bits_low",
+    ">= 2 and <= 81": "draft-recycle.nodes",
+    ">= 1 and <= 65535": "cake.kernel fastkv.kernel pyramidkv.kernel snapkv.kernel",
+    "> 0 and <= 1000": "atp.temperature",
+}
+SIGNS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+@pytest.mark.parametrize("allowed", RANGES)
+def test_ranges_of_parameters(allowed: str) -> None:
+    """The last allowed value on each side, and the first that is refused."""
+    limits = [part.split() for part in allowed.split(" and ")]
+    for of in RANGES[allowed].split():
+        method, _, name = of.partition(".")
+        stage = stage_class(method)
+        field = stage.__dataclass_fields__[name]
+        whole, several = type(field.default) is int, "tuple" in str(field.type)
+        for sign, number in limits:
+            limit = float(number)
+            for far in (-math.inf, math.inf):
+                near = limit + math.copysign(1, far) if whole else math.nextafter(limit, far)
+                for value in (int(limit) if whole else limit, int(near) if whole else near):
+                    if all(SIGNS[s](value, float(n)) for s, n in limits):
+                        assert refused(stage, name, (value,) if several else value) != allowed
+                    elif not SIGNS[sign](value, limit):
+                        assert refused(stage, name, (value,) if several else value) == allowed
+
+
+def refused(stage: type, name: str, value: Any) -> str:
+    """The range that a value is out of; another text if another rule of the method forbids it."""
+    try:
+        stage(**{name: value})
+    except RecipeError as error:
+        return str(error).partition(f"{name.rstrip('_')}=")[2].partition("allowed is ")[2]
+    return ""
+
+
+def test_every_range_is_listed() -> None:
+    named = [of for names in RANGES.values() for of in names.split()]
+    assert len(named) == len(set(named))
+    assert set(named) == {
+        f"{method}.{name}"
+        for method in stage_names()
+        for name, field in stage_class(method).__dataclass_fields__.items()
+        if field.metadata.keys() & {"gt", "ge", "lt", "le"}
+    }
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 255, 256, 257, 600])
+def test_a_full_layer_gains_256_slots_or_what_it_needs(tokens: int) -> None:
+    layer = KVLayer.__new__(KVLayer)
+    layer.max_lengths = [1000]
+    layer.keys = torch.zeros(1, 1, 1000, 1)
+    assert layer.enlarged(tokens) == bucket(1000 + max(tokens, 256))
+    # As many as the layer has.
+    layer.max_lengths = [1000 - tokens]
+    assert layer.enlarged(tokens) == 1000
+
+
+def test_slots_that_are_needed_are_not_one_more() -> None:
+    """Where the slots end at the edge of a bucket, one more would double the step."""
+    layer = KVLayer.__new__(KVLayer)
+    edge = bucket(5000)
+    assert bucket(edge) == edge < bucket(edge + 1)
+    layer.max_lengths, layer.keys = [edge - 300], torch.zeros(1, 1, edge - 300, 1)
+    assert layer.enlarged(300) == edge
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.8, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -767,3 +768,17 @@ def test_compiled_model_can_be_wrapped(vlm):
     compiled = VLM(torch.compile(vlm.model, backend="eager"), vlm.processor)
     expected = vlm.ask("what ?", make_image(0), max_new_tokens=4).token_ids
     assert compiled.ask("what ?", make_image(0), max_new_tokens=4).token_ids == expected
+
+
+def test_no_argument_of_transformers_is_deprecated():
+    """The decoder's cache has another name in later versions, which drop the former one."""
+    vlm = VLM(*build_llava())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*is deprecated and will be removed", FutureWarning)
+        for recipe in ("none", "fastv:0.5", "zipvl", "draft-layerskip", "pyramiddrop"):
+            vlm.ask("what ?", make_image(0), recipe=recipe, max_new_tokens=3, prefill_chunk_size=16)
+        frames = [make_image(i) for i in range(6)]
+        given = {"max_kv_tokens": 150, "max_new_tokens": 3, "progress": False}
+        vlm.ask("what ?", video=frames, num_frames=6, **given)
+        with vlm.session(images=make_image(0)) as session:
+            session.ask("what ?", max_new_tokens=3)

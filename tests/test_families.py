@@ -779,11 +779,33 @@ def test_unsupported_models_are_refused():
     text = LlamaForCausalLM(
         LlamaConfig(**{**tiny_families.TEXT, "vocab_size": 64, "num_hidden_layers": 1})
     )
-    with pytest.raises(ModelError, match=r"'llama' is not supported; supported are .*qwen2_5_vl"):
+    supported = r"'llama' is not supported; supported are .*qwen2_5_vl, .*; nearest are llava; "
+    with pytest.raises(ModelError, match=f"{supported}docs/add-a-family.md shows how to add a"):
         VLM(text, processor)
     model, processor = BUILD["qwen2_5_vl"]()
     with pytest.raises(ModelError, match="on the meta device; load its weights first"):
         VLM(model.to("meta"), processor)
+
+
+def test_unsupported_checkpoints_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vipllava"}')
+    reason = (
+        r"is a 'vipllava' model, which is not supported; supported are .*; nearest are llava; "
+        r"docs/add-a-family.md shows how to add a family"
+    )
+    with pytest.raises(ModelError, match=reason):
+        VLM.from_pretrained(tmp_path)
+    assert (DOCS.parent / "add-a-family.md").is_file()
+
+
+def test_unknown_kinds_of_layers_are_refused():
+    """Llama 4's, for example, attend within chunks: as layers with full attention they would
+    compute something else."""
+    model, processor = BUILD["llava"]()
+    model.config.text_config.layer_types = ["chunked_attention", *["full_attention"] * 3]
+    reason = "llama has chunked_attention layers, which are not supported; supported are conv, full"
+    with pytest.raises(ModelError, match=reason):
+        VLM(model, processor)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -49,6 +49,20 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize(
+    ("published", "thresholds"),
+    [
+        ("192", (0.001, 0.001)),
+        ("128", (0.0012, 0.001)),
+        ("64", (0.011, 0.01)),
+        ("64-vizwiz", (0.005, 0.001)),
+    ],
+)
+def test_thresholds_of_the_authors_scripts(published: str, thresholds: tuple[float, float]) -> None:
+    assert MustDrop(published=published).thresholds == thresholds
+    assert MustDrop(published=published, global_thr=0.5).thresholds == (0.5, thresholds[1])
+
+
 # --- merging -------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,8 @@ def tool() -> Any:
         yield importlib.import_module("mutants")
     finally:
         sys.path.remove(str(ROOT / "tools"))
-        del sys.modules["mutants"], sys.modules["mutations"]
+        for name in ("mutants", "mutations", "trials"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +140,51 @@ def test_a_named_mutant_that_is_gone_is_an_error(mutations: Any) -> None:
 
 
 def test_fast_tests_come_first_and_few_of_one_function(tool: Any, mutations: Any) -> None:
-    (mutant, *_) = mutations.mutants_of(SOURCE, "rule.py", "engine")
+    found = mutations.mutants_of(SOURCE, "rule.py", "engine")
+    constant, mutant = found[0], next(m for m in found if m.change == "b -= 1 -> pass")
     cases = [f"t.py::test_a[{i}]" for i in range(5)]
-    lines = {"rule.py": {mutant.line: [*cases, "t.py::test_b"], 99: ["t.py::test_c"], 50: []}}
+    lines = {"rule.py": {mutant.line: [*cases, "t.py::test_b"], 99: ["t.py::test_c"]}}
     seconds = {name: 0.1 * i for i, name in enumerate(cases)} | {"t.py::test_b": 9.0}
     coverage = tool.Coverage(lines, seconds)
     assert coverage.of(mutant, mutant.line) == [*cases[:3], "t.py::test_b", *cases[3:]]
-    # A line that runs on import: every test of the file. One that never runs: none.
-    every = {*cases, "t.py::test_b", "t.py::test_c"}
-    assert set(coverage.of(replace(mutant, first=50), 50)) == every
     assert coverage.of(replace(mutant, first=60), 60) == []
     assert coverage.of(replace(mutant, file="other.py"), 1) == []
+    # A line that runs on import, in whichever test came first: every test of the file.
+    every = {*cases, "t.py::test_b", "t.py::test_c"}
+    assert set(coverage.of(constant, constant.line)) == every
+
+
+def test_lines_that_run_on_import(mutations: Any) -> None:
+    found = mutations.mutants_of(SOURCE, "rule.py", "engine")
+    assert [m.change for m in found if m.on_import] == ["3 -> 2", "3 -> 4", "2 -> 1", "2 -> 3"]
+
+
+def test_recordings_add_up(tool: Any, tmp_path: Path) -> None:
+    old = tool.Coverage(
+        {"a.py": {1: ["x", "y"], 2: ["x"]}, "b.py": {1: ["x"]}, "c.py": {5: ["y"]}},
+        {"x": 1.0, "y": 2.0},
+        {"a.py": "1", "b.py": "1", "c.py": "1"},
+    )
+    new = tool.Coverage(
+        {"a.py": {1: ["z"], 3: ["x"]}, "b.py": {2: ["x"]}},
+        {"x": 3.0, "z": 1.0},
+        {"a.py": "1", "b.py": "2"},
+    )
+    both = new.after(old)
+    both.write(tmp_path / "coverage.json")
+    found = tool.Coverage.read(tmp_path / "coverage.json")
+    assert found.seconds == {"x": 3.0, "y": 2.0, "z": 1.0}
+    assert found.digests == {"a.py": "1", "b.py": "2", "c.py": "1"}
+    lines = {
+        file: {line: sorted(names) for line, names in rows.items() if names}
+        for file, rows in found.lines.items()
+    }
+    # x does not run line 2 any more, and what was known of the changed file is gone.
+    assert lines == {
+        "a.py": {1: ["y", "z"], 3: ["x"]},
+        "b.py": {2: ["x"]},
+        "c.py": {5: ["y"]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,7 +312,7 @@ def project(tmp_path: Path) -> Path:
     }
     files |= {
         f"tools/{name}.py": (ROOT / "tools" / f"{name}.py").read_text(encoding="utf-8")
-        for name in ("mutants", "mutations")
+        for name in ("mutants", "mutations", "trials")
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -311,10 +346,63 @@ def test_a_whole_run(project: Path) -> None:
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
 
 
-def test_a_mutant_that_hangs_is_killed(tool: Any, mutations: Any, project: Path) -> None:
-    (mutant, *_) = mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")
-    coverage = tool.Coverage({mutant.file: {mutant.line: ["tests/test_rule.py"]}}, {})
-    runner = tool.Runner(project, coverage, limit=1.0, starts=0.0)
+@pytest.fixture
+def trials(tool: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The process that runs tests of the project, without the large libraries."""
+    found = tool.Trials(project, libraries=())
+    yield found
+    found.close()
+
+
+def first_mutant(mutations: Any) -> Any:
+    return mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")[0]
+
+
+def test_a_mutant_that_hangs_is_killed(
+    tool: Any, mutations: Any, project: Path, trials: Any
+) -> None:
+    """By the processor time that it uses; a test that only takes long does not end so."""
+    mutant, rule = first_mutant(mutations), project / "vlmfast/engine/rule.py"
+    rule.write_text(RULE.replace("SIZE = 4", "SIZE = 4\nwhile SIZE < 4:\n    pass"))
+    coverage = tool.Coverage({mutant.file: {3: ["tests/test_rule.py::test_size"]}}, {})
+    runner = tool.Runner(project, coverage, 1.0, trials, starts=3.0)
     row = runner.judge(mutant)
+    assert mutant.change == "4 -> 3"
     assert (row["result"], row["by"]) == ("killed", "time")
-    assert (project / mutant.file).read_text(encoding="utf-8") == RULE
+    assert "SIZE = 4" in rule.read_text(encoding="utf-8")
+
+
+def test_a_test_that_fails_anyway_kills_nothing(
+    tool: Any, mutations: Any, project: Path, trials: Any
+) -> None:
+    (project / "tests/test_other.py").write_text("def test_broken():\n    assert False\n")
+    mutant = first_mutant(mutations)
+    names = ["tests/test_other.py::test_broken", "tests/test_rule.py::test_larger"]
+    coverage = tool.Coverage({mutant.file: {3: [*names, "tests/test_gone.py::test_gone"]}}, {})
+    row = tool.Runner(project, coverage, 1.0, trials).judge(mutant)
+    assert (row["result"], row["tests"]) == ("survived", 3)
+    named = replace(mutant, tests=("tests/test_other.py::test_broken", "tests/test_rule.py"))
+    named = replace(named, after="0")
+    row = tool.Runner(project, coverage, 1.0, trials).judge(named)
+    assert (row["result"], row["by"]) == ("killed", "FAILED tests/test_rule.py::test_size")
+
+
+def test_declarations_have_tests_that_no_recording_finds(
+    tool: Any, mutations: Any, project: Path, trials: Any
+) -> None:
+    coverage, tests = tool.Coverage({}, {}), ("tests/test_rule.py::test_size",)
+    runner = tool.Runner(project, coverage, 1.0, trials, declarations=tests)
+    found = mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")
+    inside = next(mutant for mutant in found if mutant.change == "a < SIZE -> (a <= SIZE)")
+    constant = replace(found[0], after="0")
+    assert runner.judge(constant)["by"] == "FAILED tests/test_rule.py::test_size"
+    assert runner.judge(replace(inside, after="(False)"))["by"] == "no test runs this line"
+
+
+def test_a_changed_file_is_recorded_again(
+    tool: Any, mutations: Any, project: Path, trials: Any
+) -> None:
+    mutant = first_mutant(mutations)
+    coverage = tool.Coverage({}, {}, {mutant.file: "of another text"})
+    with pytest.raises(SystemExit, match=r"rule\.py has changed since it was recorded: --record"):
+        tool.Runner(project, coverage, 1.0, trials).judge(mutant)

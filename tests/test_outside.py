@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,11 @@ def vipllava() -> tuple[Any, Any]:
     return tiny_families.filled(VipLlavaForConditionalGeneration, config, 5), processor
 
 
-def test_broken_packages_are_reported_and_skipped(installed: list[str], tiny: VLM) -> None:
+def test_broken_packages_are_reported_and_skipped(
+    installed: list[str], tiny: VLM, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, PreTrainedConfig
+
     reasons = {
         ("stages", "broken"): "ModuleNotFoundError: No module named 'a_package_that_is_not_in",
         ("stages", "hired"): "vlmfast has this name itself; names are not replaced",
@@ -112,8 +118,15 @@ def test_broken_packages_are_reported_and_skipped(installed: list[str], tiny: VL
     assert {method["name"] for method in vlmfast.methods()} == set(registry.stage_names())
     with pytest.raises(RecipeError, match=r"'broken' of vlmfast-broken 0\.1 is skipped: Mod"):
         Recipe.parse("broken:0.3")
-    with pytest.raises(ModelError, match=r"'broken_vl' of vlmfast-broken 0\.1 is skipped: M"):
+    skipped = r"'broken_vl' of vlmfast-broken 0\.1 is skipped: M"
+    with pytest.raises(ModelError, match=skipped):
         adapter_class("broken_vl")
+    AutoConfig.register(
+        "broken_vl", type("C", (PreTrainedConfig,), {"model_type": "broken_vl"}), True
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "broken_vl"}')
+    with pytest.raises(ModelError, match=f"is a 'broken_vl' model: vlmfast.families: {skipped}"):
+        VLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::vlmfast.core.outside.OutsideWarning")
@@ -177,3 +190,69 @@ def test_public_names_exist() -> None:
         assert all(getattr(module, public) is not None for public in module.__all__)
         with pytest.raises(AttributeError, match="no_such_name"):
             module.no_such_name  # noqa: B018
+
+
+# --- the guides, in an environment of their own --------------------------------------------------
+
+CHECKS = {
+    "large": "from vlmfast.testing import check_stage\nprint(check_stage('large:0.3'))",
+    "repeat": "from vlmfast.testing import check_stage\nprint(check_stage('draft-repeat'))",
+    "vipllava": "import test_outside\nfrom vlmfast.testing import check_family\n"
+    "print(check_family(*test_outside.vipllava()))",
+}
+
+
+def written(page: str, folder: Path) -> None:
+    """The files of a package as a page shows them: its first program, and its pyproject.toml."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    project = re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (name,) = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(project, encoding="utf-8")
+    (folder / name).write_text(next(p for p in programs if p.startswith('"""')), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment into which the three packages were installed.
+
+    vlmfast and what it needs are found where they are installed: nothing is downloaded.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    if not DOCS.is_dir():
+        pytest.skip("the pages are not part of this distribution")
+    sources = [folder / package for package in WORKING]
+    for package, source in zip(WORKING, sources, strict=True):
+        written(WORKING[package], source)
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
+    python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    own = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    paths = [str(Path(vlmfast.__file__).parents[1]), *(p for p in sys.path if "-packages" in p)]
+    (Path(own) / "found.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
+    how = ["-q", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    subprocess.run([python, "-m", "pip", "install", *how, *sources], check=True, timeout=300)
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", WORKING)
+def test_guides_work_word_by_word(environment: Path, package: str, tmp_path: Path) -> None:
+    """What a page shows is all that its package needs."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env["PYTHONPATH"] = str(HERE.parent)  # for the small model of ViP-LLaVA
+    done = subprocess.run(
+        [environment, "-c", CHECKS[package]],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "checks passed" in done.stdout and "CheckFailed" not in done.stderr
+    listed = subprocess.run(
+        [environment, "-c", "import vlmfast, vlmfast.models as m\n"
+         "print([x['name'] for x in vlmfast.methods()], m.families())"],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    ).stdout  # fmt: skip
+    assert all(f"'{name}'" in listed for name in ("large", "draft-repeat", "vipllava"))

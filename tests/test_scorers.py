@@ -153,6 +153,9 @@ def test_vlmevalkit():
             letter,
             letter != "Z",
         )
+    # A letter counts among the last four words.
+    assert vlmevalkit.match("B is my answer", choose) == "B"
+    assert vlmevalkit.match("B is my final answer", choose) == "Z"
     # Open questions become a choice between the answer and others.
     for response, right in {"Tampa": 1, "A": 1, "B": 0, "other answers": 0, "Miami": 0}.items():
         judged = mmmu.judge(response, [], "Tampa", "open", "vlmevalkit", guess=drawn_by(""))
@@ -170,6 +173,21 @@ def test_vlmevalkit_on_videos():
     # Its list of phrases is shorter than that of the authors.
     assert letter("The correct answer") == "Z" != ""
     assert video_mme.parse_choice("The correct answer").answer == ""
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("maybe C) not B here", "C"),
+        ("maybe C: not B) here", "C"),
+        ("maybe C. not B: here", "C"),
+        ("(C) is what the answer is", "C"),  # no letter follows the words
+        ("it is B) like DNA", "B"),  # the last letter of a word
+        ("it is B) like A", "A"),
+    ],
+)
+def test_lmms_eval_ranks_the_forms_of_a_letter(response, letter):
+    assert video_mme.parse_choice(response, LETTERED, "lmms-eval").answer == letter
 
 
 def test_official_phrase_list_with_missing_comma():
@@ -198,12 +216,21 @@ def test_official_phrase_list_with_missing_comma():
     ],
 )
 def test_yes_and_no(response, official, lmms, kit):
-    assert [pope.parse(response, mode).answer for mode in MODES] == [official, lmms, kit]
+    parsed = [pope.parse(response, mode) for mode in MODES]
+    assert [one.answer for one in parsed] == [official, lmms, kit]
+    assert [one.found for one in parsed] == [
+        bool(response),
+        lmms in ("yes", "no"),
+        kit != "unknown",
+    ]
 
 
 def test_punctuation_between_digits():
     assert pope.parse("1,2 yes,no", "vlmevalkit").answer == "unknown"  # joined: "yesno"
     assert pope.parse("yes,no", "vlmevalkit").answer == "unknown"  # apart: both
+    assert pope.parse("1,2 yes,so", "vlmevalkit").answer == "unknown"  # joined: "yesso"
+    assert pope.parse("yes,so", "vlmevalkit").answer == "yes"
+    assert pope.parse("so, yes,so", "vlmevalkit").answer == "unknown"  # as one is next to a space
     assert pope.parse("yes." * 40, "vlmevalkit").answer == "unknown"  # 32 full stops go
 
 
@@ -260,6 +287,17 @@ def test_mmmu_counts_guesses():
     assert set(mmmu.metrics(samples, "vlmevalkit")) == {"mmmu_acc", "fallbacks"}
 
 
+def test_mmmu_guesses_against_a_list_of_targets():
+    """The authors' code takes each of its letters, lmms-eval the whole as one text."""
+    guess = {mode: random.Random(seed).choice("ABCD") for mode, seed in mmmu.STREAM_SEEDS.items()}
+    for mode, right in (("official", 1.0), ("lmms-eval", 0.0)):
+        target = str([guess[mode], "none"])
+        samples = [sample("validation_Math_1", 0.0, answered=False, target=target)]
+        assert mmmu.metrics(samples, mode)["mmmu_acc_stream"] == right
+        samples[0]["target"] = guess[mode]
+        assert mmmu.metrics(samples, mode)["mmmu_acc_stream"] == 1.0
+
+
 def test_samples_are_sorted_by_id():
     ids = ["validation_Art_10", "validation_Math_1", "validation_Art_2", "validation_Art_Theory_1"]
     assert sorted(ids, key=mmmu.place) == [ids[2], ids[0], ids[3], ids[1]]
@@ -298,4 +336,4 @@ def test_pope_counts():
     assert found["pope_yes_ratio"] == 0.4
     assert pope.metrics(samples, "lmms-eval")["pope_yes_ratio"] == 0.5  # of the targets
     nothing = pope.metrics([sample("1", 0.0, answer="no", target="no")], "official")
-    assert nothing["pope_precision"] == nothing["pope_f1_score"] == 0.0
+    assert nothing["pope_precision"] == nothing["pope_recall"] == nothing["pope_f1_score"] == 0.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from closeness import close
 from helpers_layout import image_arguments, make_image
@@ -29,6 +32,28 @@ def test_top_selects_best_allowed(entries: list[tuple[int, bool]], k: int) -> No
         assert scores[chosen].min() >= scores[left].max()
     if among.all():
         assert torch.equal(chosen, best(scores[None], [k])[0])
+
+
+class Sorts(TorchFunctionMode):
+    """Records whether sorts are stable. On a CPU all are, so that results cannot show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stable: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("sort", "argsort"):
+            self.stable.append((kwargs or {}).get("stable", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_best_takes_the_first_of_equals_on_every_device() -> None:
+    scores = torch.tensor([[1.0, 2, 2, 2, 0]])
+    with Sorts() as sorts:
+        chosen = best(scores, [2])
+        scores.sort()
+    assert chosen.tolist() == [[False, True, True, False, False]]
+    assert sorts.stable == [True, False]
 
 
 def test_most_alike_uses_cosine_similarity() -> None:

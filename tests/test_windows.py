@@ -33,6 +33,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest, StatRequest
 from vlmfast.core.training import TrainingContext
 from vlmfast.core.tree import Tree
+from vlmfast.engine import compress
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.kv_layer import KVLayer
@@ -892,6 +893,22 @@ def test_statistics_equal_eager_attention(vlm):
         close(stats.entropy, -torch.xlogy(rows, rows + 1e-10).sum(2), terms=terms)
         assert torch.equal(stats.nnz[0], (rows[0, 0] > 0).sum(0))
         assert bool((maps[layer][0, 0].tril(-WINDOW) > 0).any()) != local
+
+
+def test_entropy_of_weights_below_its_offset() -> None:
+    """Peaked attention has weights far below 1e-10, whose share is zero and not NaN."""
+    n = 12
+    generator = torch.Generator().manual_seed(0)
+    query, key = (40 * torch.randn(2, n, 8, generator=generator) for _ in range(2))
+    rows = torch.arange(n)
+    request = ColumnRequest("all", want=("sum", "entropy"))
+    stats = compress._of_spans(
+        request, rows, query, key, None, None, torch.zeros(n, dtype=torch.int64), rows
+    )
+    p = compress.attention_rows(query, key, rows, None, last=rows)
+    assert ((p > 0) & (p < 1e-11)).any()
+    assert torch.equal(stats.entropy[:, 0], -torch.xlogy(p, p + 1e-10).sum(1))
+    assert torch.isfinite(stats.entropy).all()
 
 
 # --- captured steps and kernels ------------------------------------------------------------------

@@ -4,14 +4,18 @@ A mutant is one change: another comparison, a constant one higher, a dropped sta
 when a test that covers its line fails. Survivors show what no test would notice; one that changes
 nothing that can be observed is listed as equivalent in ``tools/mutants.toml``, with its reason.
 
-The tests of every line are recorded once (``--record``), with the time of each. A mutant runs
-against a few fast ones first, then against more, up to a limit of time. Mutants run in a copy of
-the tree. Results are appended to a file, one JSON line each, and a second run continues it.
+The tests of every line are recorded once, with the processor time of each; ``--record`` with other
+``--tests`` adds to the recording. A mutant runs against a few fast ones first, then against more,
+up to a limit. It is killed only if the same tests pass without the change. Mutants run in a copy
+of the tree. Results are appended to a file, one JSON line each, and a second run continues it.
+
+Time is processor time, so other work on the machine kills no mutant.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -24,18 +28,18 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mutations import STRATA, Mutant, named, sample
+from trials import LIBRARIES
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = Path("tools/mutants.toml")
 FOLDER = Path("runs/mutants")
-PYTEST = ("-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider")
-STARTS_S = 60.0  # until a test process has imported everything, on a busy machine
+STARTS_S = 30.0  # until a test process has collected its tests and made their models
 FIRST = 20  # tests of the first process
 PER_FUNCTION = 3  # of them, cases of one test function
 SLOWER = 10.0  # a mutant that takes this many times a test's own time hangs
@@ -46,10 +50,14 @@ SLOWER = 10.0  # a mutant that takes this many times a test's own time hangs
 
 @dataclass(frozen=True)
 class Coverage:
-    """Tests by file and line, and their seconds; a line that runs on import has no tests."""
+    """Tests by file and line, and their seconds of processor time.
+
+    ``digests`` holds the digest of each file as it was recorded.
+    """
 
     lines: dict[str, dict[int, list[str]]]
     seconds: dict[str, float]
+    digests: dict[str, str] = field(default_factory=dict)
 
     def of(self, mutant: Mutant, end: int) -> list[str]:
         """Tests that run a line of a mutant; of one that runs on import, those of its file.
@@ -57,9 +65,9 @@ class Coverage:
         The fastest first, at first few cases of one function.
         """
         file = self.lines.get(mutant.file, {})
-        lines = [line for line in range(mutant.first, end + 1) if line in file]
-        names = {name for line in lines for name in file[line]}
-        if lines and not names:
+        lines = range(mutant.first, end + 1)
+        names = {name for line in lines for name in file.get(line, ())}
+        if mutant.on_import:
             names = {name for line in file.values() for name in line}
         ranked = sorted(names, key=lambda name: (self.seconds.get(name, 0.0), name))
         early, late, cases = [], [], Counter[str]()
@@ -77,7 +85,35 @@ class Coverage:
             file: {int(line): [tests[i] for i in index] for line, index in rows.items()}
             for file, rows in stored["lines"].items()
         }
-        return cls(lines, dict(zip(tests, stored["seconds"], strict=True)))
+        return cls(lines, dict(zip(tests, stored["seconds"], strict=True)), stored["digests"])
+
+    def write(self, path: Path) -> None:
+        tests = sorted(self.seconds)
+        index = {name: i for i, name in enumerate(tests)}
+        lines = {
+            file: {line: sorted(index[name] for name in names) for line, names in rows.items()}
+            for file, rows in sorted(self.lines.items())
+        }
+        seconds = [round(self.seconds[name], 4) for name in tests]
+        stored = {"tests": tests, "seconds": seconds, "digests": self.digests, "lines": lines}
+        write(path, stored, indent=None)
+
+    def after(self, old: Coverage) -> Coverage:
+        """With what ``old`` knows of other tests, apart from files that have changed since."""
+        lines: dict[str, dict[int, list[str]]] = {file: {} for file in self.lines}
+        same = {file for file, of in old.digests.items() if self.digests.get(file, of) == of}
+        for rows, known in ((self.lines, set[str]()), (old.lines, set(self.seconds))):
+            for file, found in rows.items():
+                if rows is old.lines and file not in same:
+                    continue
+                to = lines.setdefault(file, {})
+                for line, names in found.items():
+                    to[line] = to.get(line, []) + [name for name in names if name not in known]
+        return Coverage(lines, old.seconds | self.seconds, old.digests | self.digests)
+
+
+def digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 class Recorder:
@@ -86,40 +122,43 @@ class Recorder:
     def __init__(self, root: Path, folders: Sequence[str], out: Path) -> None:
         import coverage
 
-        self.root, self.out, self.seconds = root, out, {}
+        self.root, self.out, self.started = root, out, 0.0
+        self.seconds: dict[str, float] = {}
+        self.passed: dict[str, bool] = {}
         self.coverage = coverage.Coverage(
             data_file=None, config_file=False, source=[str(root / folder) for folder in folders]
         )
-        self.passed: dict[str, bool] = {}
 
     def pytest_sessionstart(self) -> None:
         self.coverage.start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.coverage.switch_context(nodeid)
+        self.started = sum(os.times()[:4])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        name = report.nodeid
-        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
-        self.passed[name] = self.passed.get(name, True) and report.passed
+        self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.seconds[nodeid] = sum(os.times()[:4]) - self.started
         self.coverage.switch_context("")
 
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
         data = self.coverage.get_data()
-        tests = sorted(name for name, passed in self.passed.items() if passed)
-        index = {name: i for i, name in enumerate(tests)}
-        lines = {}
-        for file in sorted(data.measured_files()):
-            contexts = data.contexts_by_lineno(file)
-            lines[Path(file).relative_to(self.root).as_posix()] = {
-                line: sorted(index[name] for name in names if name in index)
-                for line, names in sorted(contexts.items())
+        passed = {name for name, whole in self.passed.items() if whole}
+        lines, digests = {}, {}
+        for name in sorted(data.measured_files()):
+            file = Path(name).relative_to(self.root).as_posix()
+            digests[file] = digest(Path(name))
+            lines[file] = {
+                line: sorted(passed.intersection(names))
+                for line, names in sorted(data.contexts_by_lineno(name).items())
             }
-        seconds = [round(self.seconds[name], 4) for name in tests]
-        write(self.out, {"tests": tests, "seconds": seconds, "lines": lines})
+        found = Coverage(lines, {name: self.seconds[name] for name in passed}, digests)
+        if self.out.is_file():
+            found = found.after(Coverage.read(self.out))
+        found.write(self.out)
 
 
 def record(root: Path, strata: Iterable[str], arguments: Sequence[str], out: Path) -> int:
@@ -129,8 +168,8 @@ def record(root: Path, strata: Iterable[str], arguments: Sequence[str], out: Pat
     os.chdir(root)
     sys.path.insert(0, str(root))
     folders = [STRATA[name] for name in strata]
-    flags = ["-q", "--tb=short", "-p", "no:xdist", "-m", "not slow", *arguments]
-    return int(pytest.main(flags, plugins=[Recorder(root, folders, out)]))
+    flags = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow"]
+    return int(pytest.main([*flags, *arguments], plugins=[Recorder(root, folders, out)]))
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -151,6 +190,34 @@ def copy_tree(root: Path, to: Path) -> None:
             shutil.copy2(source, target)
 
 
+class Trials:
+    """The process that runs tests in the copy: `tools/trials.py`."""
+
+    def __init__(self, tree: Path, libraries: Sequence[str] = LIBRARIES) -> None:
+        variables = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("trials.py")), *libraries],
+            cwd=tree,
+            env=os.environ | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def failure(self, tests: Sequence[str], cpu_s: float) -> str:
+        """The test that fails, or why there is none; empty if all pass."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"tests": list(tests), "cpu_s": cpu_s}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["failed"]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
 @dataclass
 class Runner:
     """Runs tests on mutants in a copy of the tree."""
@@ -158,25 +225,48 @@ class Runner:
     tree: Path
     coverage: Coverage
     limit: float
+    trials: Any
     starts: float = STARTS_S
+    declarations: Sequence[str] = ()
 
     def judge(self, mutant: Mutant) -> dict[str, Any]:
         """``killed`` or ``survived``, by which tests, and how many of them ran."""
         path = self.tree / mutant.file
+        if self.coverage.digests.get(mutant.file, digest(path)) != digest(path):
+            raise SystemExit(f"mutants: {mutant.file} has changed since it was recorded: --record")
         original = path.read_bytes()
         end = mutant.line + original[mutant.start : mutant.end].count(b"\n")
-        tests, started, ran = mutant.tests or self.coverage.of(mutant, end), time.monotonic(), 0
-        path.write_bytes(mutant.apply(original))
-        try:
-            for batch in self.batches(tests):
-                reason = self.failure(batch)
-                ran += len(batch)
-                if reason:
-                    return self.row(mutant, "killed", reason, ran, len(tests), started)
-        finally:
-            path.write_bytes(original)
+        tests = list(mutant.tests) or self.coverage.of(mutant, end)
+        if mutant.on_import:
+            tests = [*self.declarations, *(name for name in tests if name not in self.declarations)]
+        started, ran = time.monotonic(), 0
+        for batch in self.batches(tests):
+            reason = self.killed(mutant, path, original, batch)
+            ran += len(batch)
+            if reason:
+                return self.row(mutant, "killed", reason, ran, len(tests), started)
         reason = "" if tests else "no test runs this line"
         return self.row(mutant, "survived", reason, ran, len(tests), started)
+
+    def killed(self, mutant: Mutant, path: Path, original: bytes, tests: list[str]) -> str:
+        """The test that fails with the change alone; empty if there is none."""
+        while tests:
+            path.write_bytes(mutant.apply(original))
+            try:
+                reason = self.failure(tests)
+            finally:
+                path.write_bytes(original)
+            if not reason:
+                return ""
+            name = reason.partition(" ")[2]
+            until = tests.index(name) + 1 if name in tests else len(tests)
+            other = self.failure(tests[:until])
+            if not other:
+                return reason
+            # Fails in this order without the change, too.
+            without = other.partition(" ")[2]
+            tests = [of for of in tests if of != without] if without in tests else []
+        return ""
 
     def batches(self, tests: Sequence[str]) -> Iterator[list[str]]:
         """A few tests, then all others that fit into the limit."""
@@ -190,31 +280,8 @@ class Runner:
         yield from filter(None, [more])
 
     def failure(self, tests: Sequence[str]) -> str:
-        """The test that fails, or why there is none; empty if all pass."""
         own = sum(self.coverage.seconds.get(name, 0.0) for name in tests)
-        # Names of parameters may be long; a file has no limit.
-        listed = self.tree / ".tests"
-        listed.write_text("\n".join(tests), encoding="utf-8")
-        variables = {"PYTHONPATH": str(self.tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        process = subprocess.Popen(
-            [sys.executable, *PYTEST, f"@{listed}"],
-            cwd=self.tree,
-            env=os.environ | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=self.starts + SLOWER * own)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            return "time"
-        if process.returncode == 0:
-            return ""
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0].split(" - ")[0] if failed else f"status {process.returncode}"
+        return self.trials.failure(tests, self.starts + SLOWER * own)
 
     @staticmethod
     def row(
@@ -282,10 +349,10 @@ def report(rows: Sequence[dict[str, Any]], show: Callable[[str], None] = print) 
         )
 
 
-def write(path: Path, value: Any) -> None:
+def write(path: Path, value: Any, indent: int | None = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(value, indent=indent) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
@@ -340,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--only", choices=tuple(STRATA), action="append", help="these parts of the code alone")
     add("--limit", type=float, default=120.0, help="seconds of tests for one mutant")
-    add("--record", action="store_true", help="record the tests of each line again")
+    add("--record", action="store_true", help="record tests of each line, besides those recorded")
     add("--tests", default="", help="arguments of pytest for the recording, such as files")
     add("--again", action="store_true", help="judge survivors again, after tests were added")
     add("--folder", type=Path, default=FOLDER, help="recording and results")
@@ -359,13 +426,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).returncode
         if not recording.is_file():
             return status or 1
+    coverage = Coverage.read(recording)
     known = tomllib.loads((ROOT / KNOWN).read_text(encoding="utf-8"))
     drawn = sample(ROOT, strata, given.count, given.seed)
     first = [] if given.no_named else named(ROOT, known.get("named", ()))
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         copy_tree(ROOT, Path(place))
-        runner = Runner(Path(place), Coverage.read(recording), given.limit)
-        rows = run([*first, *drawn], runner, folder / "results.jsonl", again=given.again)
+        trials = Trials(Path(place))
+        runner = Runner(Path(place), coverage, given.limit, trials)
+        runner.declarations = known.get("declarations", {}).get("tests", ())
+        try:
+            rows = run([*first, *drawn], runner, folder / "results.jsonl", again=given.again)
+        finally:
+            trials.close()
     rows = [with_known(row, known.get("equivalent", ())) for row in rows]
     rows, fixed = rows[len(first) :], rows[: len(first)]
     for row in fixed:
@@ -382,6 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "command": shlex.join(["python", "tools/mutants.py", *(arguments or sys.argv[1:])]),
                 "environment": environment(),
                 "seed": given.seed,
+                "recorded_tests": len(coverage.seconds),
                 "all": summary(rows),
                 **{name: summary(part) for name, part in parts.items()},
                 "named": fixed,

@@ -43,6 +43,8 @@ class Mutant:
         Line of the statement.
     tests : tuple of str
         That judge it, where they are given.
+    on_import : bool
+        It runs when the module is imported, not in a function.
     """
 
     file: str
@@ -56,6 +58,7 @@ class Mutant:
     nth: int = 0
     first: int = 0
     tests: tuple[str, ...] = ()
+    on_import: bool = False
 
     @property
     def key(self) -> str:
@@ -149,8 +152,14 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
         yield ast.Break()
 
 
-def code(tree: ast.AST, first: int = 0) -> Iterator[tuple[ast.AST, int]]:
-    """Nodes that run and that a caller can see, and the first line of their statement.
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def code(
+    tree: ast.AST, first: int = 0, inside: bool = False
+) -> Iterator[tuple[ast.AST, int, bool]]:
+    """Nodes that run and that a caller can see, the first line of their statement, and whether
+    they are inside a function.
 
     Annotations, messages, assertions and decorators are left out.
     """
@@ -163,8 +172,9 @@ def code(tree: ast.AST, first: int = 0) -> Iterator[tuple[ast.AST, int]]:
             if isinstance(node, ast.JoinedStr) or _types_only(node):
                 continue
             line = node.lineno if isinstance(node, ast.stmt) else first
-            yield node, line
-            yield from code(node, line)
+            within = inside or (isinstance(tree, FUNCTIONS) and field == "body")
+            yield node, line, within
+            yield from code(node, line, within)
 
 
 def _types_only(node: ast.AST) -> bool:
@@ -178,7 +188,7 @@ def mutants_of(source: str, file: str, stratum: str) -> list[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line.encode()))
     raw, found, seen = source.encode(), [], Counter[tuple[str, str]]()
-    for node, first in code(ast.parse(source)):
+    for node, first, inside in code(ast.parse(source)):
         if not hasattr(node, "lineno"):
             continue
         start = starts[node.lineno - 1] + node.col_offset
@@ -191,8 +201,8 @@ def mutants_of(source: str, file: str, stratum: str) -> list[Mutant]:
             short = [" ".join(of.split()) for of in (before, after)]
             change, text = " -> ".join(short), lines[node.lineno - 1].strip()
             nth = seen[text, change]
-            mutant = Mutant(file, node.lineno, text, change, start, end, after, stratum, nth, first)
-            found.append(mutant)
+            place = (file, node.lineno, text, change, start, end, after, stratum, nth, first)
+            found.append(Mutant(*place, on_import=not inside))
             seen[text, change] += 1
     return sorted(found, key=lambda mutant: (mutant.start, mutant.end, mutant.change))
 

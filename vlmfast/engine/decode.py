@@ -279,7 +279,7 @@ class RowGroup:
                         hidden,
                         attention_mask=None,
                         position_ids=position,
-                        past_key_values=cache,
+                        **{self.adapter.cache_name: cache},
                         use_cache=True,
                         position_embeddings=self.adapter.tables(hidden, position, index),
                         vlmfast_context=context,

@@ -91,7 +91,7 @@ def _modules(
         hidden = decoder(
             inputs_embeds=embeds,
             position_ids=position,
-            past_key_values=cache,
+            **{adapter.cache_name: cache},
             use_cache=True,
             vlmfast_context=context,
         ).last_hidden_state

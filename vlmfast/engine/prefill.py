@@ -341,7 +341,7 @@ def prefill(
         hidden = adapter.decoder(
             inputs_embeds=prompt.embeds[None],
             position_ids=rows_of(prompt.layout.position),
-            past_key_values=cache,
+            **{adapter.cache_name: cache},
             use_cache=True,
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state.to(prompt.embeds.device)
@@ -502,7 +502,7 @@ class Drops:
             self.adapter.text_attention(index)(
                 hidden_states=self.adapter.attention_norm(index)(hidden),
                 attention_mask=None,
-                past_key_values=None,
+                **{self.adapter.cache_name: None},
                 **self._positions(index, kwargs),
             )
         self.context.stats |= probe.stats

@@ -249,7 +249,7 @@ class Prefiller:
             hidden = adapter.decoder(
                 inputs_embeds=prompt.embeds[None],
                 position_ids=position,
-                past_key_values=cache,
+                **{adapter.cache_name: cache},
                 use_cache=True,
                 vlmfast_context=context,
                 **adapter.decoder_kwargs(prompt.layout, prompt.extra),

@@ -6,6 +6,7 @@ adapter of another package needs can be imported from here.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from functools import cache
@@ -56,6 +57,11 @@ def _outside() -> Found:
     return found_outside(FAMILIES, _own(), _read)
 
 
+def skipped(name: str) -> str:
+    """Why the package that provides a family is not used; empty where no such package exists."""
+    return _outside().skipped.get(name, "")
+
+
 def _read(name: str, value: Any) -> type[Adapter]:
     """The adapter that an entry point refers to: its class, or a module with `FamilyAdapter`."""
     from .base import Adapter
@@ -72,18 +78,25 @@ def adapter_class(name: str) -> type[Adapter]:
     Raises
     ------
     ModelError
-        If the family is not supported, or the package that provides it is skipped.
+        If the family is not supported, with those that have similar names; or the package that
+        provides it is skipped.
     """
     if name in _own():
         return importlib.import_module(f"{__name__}.{name}").FamilyAdapter
+    if reason := skipped(name):
+        raise ModelError(reason)
     found = _outside()
-    if name in found.skipped:
-        raise ModelError(found.skipped[name])
     if name not in found.values:
-        raise ModelError(
-            f"model family {name!r} is not supported; supported are {', '.join(families())}"
-        )
+        raise ModelError(f"model family {name!r} is not supported; {alternatives(name)}")
     return found.values[name]
+
+
+def alternatives(name: str) -> str:
+    """What an error says about a family that is not supported: others, and how to add it."""
+    known = families()
+    near = difflib.get_close_matches(name, known)
+    also = f"; nearest are {', '.join(near)}" if near else ""
+    return f"supported are {', '.join(known)}{also}; docs/add-a-family.md shows how to add a family"
 
 
 def adapter_for(model: Any, processor: Any) -> Adapter:

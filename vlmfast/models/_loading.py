@@ -10,7 +10,7 @@ import torch
 
 from vlmfast.errors import ModelError
 
-from . import families
+from . import alternatives, families, skipped
 
 
 def load(
@@ -39,11 +39,14 @@ def load(
         for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
         if key in kwargs
     }
+    known = families()  # packages of other families may register their classes at import
     config = _try(f"no model configuration in {name}", AutoConfig.from_pretrained, name, **hub)
-    if config.model_type not in families():
+    kind = config.model_type
+    if kind not in known:
+        if reason := skipped(kind):
+            raise ModelError(f"{name} is a {kind!r} model: {reason}")
         raise ModelError(
-            f"{name} is a {config.model_type!r} model, which is not supported; "
-            f"supported are {', '.join(families())}"
+            f"{name} is a {kind!r} model, which is not supported; {alternatives(kind)}"
         )
     processor = _try(f"no processor in {name}", AutoProcessor.from_pretrained, name, **hub)
     if getattr(processor, "image_processor", None) is None:

@@ -33,6 +33,9 @@ _INTERLEAVED = {"cohere", "cohere2", "glm4v_text", "llama4_text"}
 # Kinds of layers that hold a state of fixed size.
 _STATES = {"conv", "linear_attention"}
 
+# All kinds of layers that are supported. Others differ in what a row attends to.
+_KINDS = {"full_attention", "sliding_attention", *_STATES}
+
 # How far 4-bit weights may be from those that they replace, relative to the largest: half of the
 # widest gap of NF4, 0.15 (Dettmers et al. 2023, arXiv 2305.14314), and its scales are per block.
 _QUANTIZED = 0.25
@@ -148,6 +151,11 @@ class Adapter:
         self.depth = len(self.decoder.layers)
         # The kinds of layers; empty where the config does not tell.
         self.kinds: tuple[str, ...] = tuple(getattr(text, "layer_types", None) or ())
+        if odd := sorted(set(self.kinds) - _KINDS):
+            raise ModelError(
+                f"{text.model_type} has {', '.join(odd)} layers, which are not supported; "
+                f"supported are {', '.join(sorted(_KINDS))}"
+            )
         # Prompt and answer must fit into it, unless the config tells which layers have a window.
         self.window: int | None = getattr(text, "sliding_window", None)
         self.windows: tuple[int | None, ...] = (None,) * self.depth
@@ -159,6 +167,9 @@ class Adapter:
         # Whether layers of different kinds have different rotary tables.
         rotary = inspect.signature(self.decoder.rotary_emb.forward).parameters
         self.rotary_by_kind = "layer_type" in rotary
+        # The decoder's argument for the cache; its name depends on the version of transformers.
+        given = inspect.signature(self.decoder.forward).parameters
+        self.cache_name = "cache" if "cache" in given else "past_key_values"
         # Layers that hold a state instead of keys and values.
         self.state_layers = frozenset(
             index for index, kind in enumerate(self.kinds) if kind in _STATES

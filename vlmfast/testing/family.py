@@ -54,7 +54,7 @@ def check_family(
     Raises
     ------
     CheckFailed
-        For the first difference, with the check and the case.
+        For the first difference or unexpected exception, with the check and the case.
     ModelError
         If the family is not supported, refuses a prompt with one image, or the model is neither in
         float32 nor in float64.
@@ -84,6 +84,7 @@ class _Checks:
         self.media = cases()
 
     def run(self) -> Report:
+        self.bad_input()
         for case, media in self.media.items():
             try:
                 tensors = self.vlm.inputs(self.question, **media)
@@ -92,7 +93,8 @@ class _Checks:
                     raise
                 self.report.left_out(f"equality: {case}", str(error).partition("\n")[0])
                 continue
-            self.equality(case, tensors)
+            with self.report.during(f"equality: {case}"):
+                self.equality(case, tensors)
         for case in ("three images", "a video"):
             if case in self.full:
                 self.identity(case)
@@ -100,7 +102,6 @@ class _Checks:
                 self.layout(case)
                 self.session(case)
         self.batch()
-        self.bad_input()
         return self.report
 
     # --- nothing dropped -------------------------------------------------------------------------
@@ -189,7 +190,9 @@ class _Checks:
             return
         for recipe in ("random:0.5", f"fastv:0.5,k={self.first_drop()}"):
             name = f"drops: {recipe}, {case}"
-            answer = self.ask(case, f"{recipe},positions=keep", max_new_tokens=1, top_logprobs=0)
+            with self.report.during(name):
+                given = {"max_new_tokens": 1, "top_logprobs": 0}
+                answer = self.ask(case, f"{recipe},positions=keep", **given)
             layout, depth = answer.trace.layout, answer.trace.depth
             assert layout is not None and depth is not None
             dropped = int((depth < self.adapter.depth).sum())
@@ -257,7 +260,7 @@ class _Checks:
         except VLMFastError as error:
             self.report.left_out(name, str(error).partition("\n")[0])
             return
-        with opened as session:
+        with opened as session, self.report.during(name):
             for question in (self.question, "and the rest ?"):
                 given = {"max_new_tokens": self.count, "do_sample": False}
                 expected = self.vlm.ask(question, **self.media[case], **given)
@@ -277,7 +280,8 @@ class _Checks:
             Request(self.question, **self.media[case], recipe=recipe) for case, recipe in chosen
         ]
         given = {"max_new_tokens": self.count, "do_sample": False}
-        answers = self.vlm.ask_many(requests, batch_size=len(requests), **given)
+        with self.report.during("batch"):
+            answers = self.vlm.ask_many(requests, batch_size=len(requests), **given)
         for (case, recipe), answer in zip(chosen, answers, strict=True):
             alone = self.ask(case, recipe)
             self.report.require(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,17 @@ class Report:
         """Raise `CheckFailed` unless a condition holds."""
         if not holds:
             raise CheckFailed(f"{self.of}: {name}: {reason}")
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Any exception inside the block fails the check ``name``."""
+        try:
+            yield
+        except CheckFailed:
+            raise
+        except Exception as error:
+            reason = f"raised {type(error).__name__}: {error}".rstrip()
+            raise CheckFailed(f"{self.of}: {name}: {reason}") from error
 
     def refuses(self, name: str, error: type[VLMFastError], call: Callable[[], Any]) -> None:
         """Bad input must raise ``error``: neither another exception nor none."""

@@ -48,7 +48,7 @@ def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: i
     Raises
     ------
     CheckFailed
-        For the first rule that is broken.
+        For the first rule that is broken, or the first unexpected exception.
     """
     vlm = VLM.from_pretrained("tiny", device="cpu") if vlm is None else vlm
     if isinstance(stage, str):
@@ -120,7 +120,8 @@ class _Checks:
         need(stage.name and stage.name == stage.name.lower(), name, "its name must be lower case")
         known = {part.protocol for part in stage.expand()}
         need(known <= set(PROTOCOLS), name, f"its protocol must be one of {', '.join(PROTOCOLS)}")
-        need((cls.__doc__ or "").strip(), name, "it has no docstring")
+        own = (cls.__doc__ or "").strip()  # `dataclass` writes the fields where there is none
+        need(own and not own.startswith(f"{cls.__name__}("), name, "it has no docstring")
         need(stage.paper, name, "`paper` names no source")
         need(hash(stage) == hash(replace(stage)), name, "equal stages have different hashes")
         need(self.read(str(stage)) == stage, name, f"{str(stage)!r} gives another stage")
@@ -162,11 +163,14 @@ class _Checks:
     def text_only(self) -> None:
         given = {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
         full = self.vlm.ask("what is two and two ?", top_logprobs=2, **given)
-        got = self.vlm.ask("what is two and two ?", recipe=self.stage, **given)
+        with self.report.during("media: no image"):
+            got = self.vlm.ask("what is two and two ?", recipe=self.stage, **given)
         self.same("media: no image", got, full)
 
     def answered(self, case: str) -> Answer:
-        answer, name = self.ask(case), f"media: {case}"
+        name = f"media: {case}"
+        with self.report.during(name):
+            answer = self.ask(case)
         stats = answer.stats
         self.report.require(answer.token_ids, name, "no token was generated")
         self.report.require(
@@ -196,7 +200,10 @@ class _Checks:
         budget = {"budget": None} if any(f.name == "budget" for f in fields(self.stage)) else {}
         stage = replace(self.stage, keep=1.0, **budget)
         for case in self.media:
-            self.same(f"identity: keep=1, {case}", self.ask(case, stage), self.ask(case, None))
+            name = f"identity: keep=1, {case}"
+            with self.report.during(name):
+                answer = self.ask(case, stage)
+            self.same(name, answer, self.ask(case, None))
 
     def batch(self, answers: dict[str, Answer]) -> None:
         requests = [
@@ -205,7 +212,8 @@ class _Checks:
             for recipe in (self.stage, None)
         ]
         given = {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
-        found = self.vlm.ask_many(requests, batch_size=len(requests), **given)
+        with self.report.during("equality: in a batch"):
+            found = self.vlm.ask_many(requests, batch_size=len(requests), **given)
         for case, got in zip(self.media, found[::2], strict=True):
             self.same(f"equality: in a batch, {case}", got, answers[case])
 
@@ -218,7 +226,7 @@ class _Checks:
             self.report.require(self.stage.query_dependent, name, str(error))
             self.report.left_out(name, str(error).partition("\n")[0])
             return
-        with opened as session:
+        with opened as session, self.report.during(name):
             got = session.ask(_QUESTION, **given)
             if session.reuses == "kv" and not self.drafts:
                 # Images are compressed without the question: another answer is legitimate.
