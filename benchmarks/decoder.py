@@ -181,7 +181,7 @@ def main() -> None:
     print("attention to the first token, by layer:", sink)
     if args.out:
         report = {
-            "command": f"benchmarks/decoder.py FOLDER --documents {args.documents} "
+            "command": f"python benchmarks/decoder.py FOLDER --documents {args.documents} "
             f"--prefix {args.prefix} --follow {args.follow}",
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
