@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 import ray
+
 from vlmfast.integrations.ray import Answerer
 
 

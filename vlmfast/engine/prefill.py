@@ -465,7 +465,7 @@ class Drops:
                 tables = tuple(table.to(home) for table in tables)
                 kwargs = {**kwargs, "position_embeddings": tables}
             if index in self.ahead:
-                self._probe(module, index, hidden, kwargs)
+                self._probe(index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
                 self.context.hidden = rows = hidden[0]
@@ -497,15 +497,15 @@ class Drops:
             tables = _rows(self.kept, *given)
         return {"position_embeddings": tables, "position_ids": position}
 
-    def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
+    def _probe(self, index: int, hidden: Tensor, kwargs: dict) -> None:
         """Statistics of layer ``index`` before it runs, from its queries and keys alone."""
         start = clock(hidden.device)
         probe = replace(
             self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
         )
         with active(probe):
-            module.get_submodule("self_attn")(
-                hidden_states=self.adapter.attention_norm(module)(hidden),
+            self.adapter.text_attention(index)(
+                hidden_states=self.adapter.attention_norm(index)(hidden),
                 attention_mask=None,
                 **{self.adapter.cache_name: None},
                 **self._positions(index, kwargs),

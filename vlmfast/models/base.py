@@ -156,10 +156,11 @@ class Adapter:
         self.writer: Any = processor  # its chat template writes prompts; the user's own
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
-        self.depth = len(self.decoder.layers)
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
+        self.examine()
+        self.depth = len(self.decoder.layers)
         # The kinds of layers; empty where the config does not tell.
         self.kinds: tuple[str, ...] = tuple(getattr(text, "layer_types", None) or ())
         if odd := sorted(set(self.kinds) - _KINDS):
@@ -234,6 +235,15 @@ class Adapter:
             f"the visual tokens of {self.config.model_type} cannot be counted from the size of an "
             "image; supported are llava, llava_next and llava_onevision"
         )
+
+    def examine(self) -> None:
+        """Find the parts of the model, in families where any tower or language model may stand.
+
+        Raises
+        ------
+        ModelError
+            For what is not found.
+        """
 
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())
@@ -441,9 +451,13 @@ class Adapter:
         """The norm after the last layer of the language model."""
         return getattr(self.decoder, "norm", None)
 
-    def attention_norm(self, layer: nn.Module) -> nn.Module:
+    def text_attention(self, layer: int) -> nn.Module:
+        """The module of a layer of the language model that attends."""
+        return self.decoder.layers[layer].get_submodule("self_attn")
+
+    def attention_norm(self, layer: int) -> nn.Module:
         """The norm before the attention of a layer of the language model."""
-        return layer.get_submodule("input_layernorm")
+        return self.decoder.layers[layer].get_submodule("input_layernorm")
 
     def mergers(self) -> list[nn.Module]:
         """Modules that turn the rows of a packed tower into tokens, including `projector`."""

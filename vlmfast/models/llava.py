@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -14,41 +11,12 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from .base import Adapter, Encoded
-
-if TYPE_CHECKING:
-    from .base import Model
+from ._composed import Completed
+from .base import Encoded
 
 
-def complete(model: Model, processor: Any) -> Any:
-    """Add settings that older checkpoints lack to the processor, taken from the model.
-
-    From these three it computes the number of placeholders of an image. Returns a copy, since the
-    processor is the user's.
-    """
-    if getattr(processor, "image_processor", None) is None:
-        return processor  # the base class raises
-    tower = model.get_encoder(modality="image")
-    tower = getattr(tower, "vision_model", tower)
-    if not hasattr(tower, "encoder"):
-        raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
-    if getattr(tower.embeddings, "register_tokens", None) is not None:
-        raise ModelError(f"{type(tower).__name__}, which has register tokens, is not supported")
-    names = ("class_embedding", "cls_token")
-    has_cls = any(getattr(tower.embeddings, name, None) is not None for name in names)
-    processor = copy.copy(processor)
-    patch_size = getattr(processor, "patch_size", None)
-    processor.patch_size = patch_size or model.config.vision_config.patch_size
-    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
-    processor.num_additional_image_tokens = int(has_cls)
-    return processor
-
-
-class FamilyAdapter(Adapter):
+class FamilyAdapter(Completed):
     fixed_tower = views_in_rows = True
-
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, complete(model, processor))
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         vision = self.config.vision_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +13,16 @@ from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Completed
 from ._media import Media
-from .base import Adapter, Encoded, Part
-from .llava import complete
-
-if TYPE_CHECKING:
-    from .base import Model
+from .base import Encoded, Part
 
 
-class FamilyAdapter(Adapter):
+class FamilyAdapter(Completed):
     tensors = ("pixel_values", "image_sizes")
+    patches_alone = True
     pixel_dims = 5
     fixed_tower = views_in_rows = crops = True
-
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, complete(model, processor))
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]

@@ -11,8 +11,9 @@ from torch import Tensor
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Composed
 from ._media import Media
-from .base import Adapter, Part
+from .base import Part
 from .llava_next import Packing
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 
@@ -27,7 +28,7 @@ class FamilyAdapter(LlavaNextVideo):
     blocks = False  # the tokens of an image depend on the number of images
 
     def __init__(self, model: Model, processor: Any) -> None:
-        Adapter.__init__(self, model, processor)
+        Composed.__init__(self, model, processor)
 
     @staticmethod
     def packing(config: Any) -> Any:
