@@ -53,8 +53,16 @@ class ViewStage(Stage):
     protocol: ClassVar[str] = "views"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     positions = "keep"
-    chooses_crops = False  # whether it overrides `crops`
-    reuses_frames = False  # whether it overrides `reused`
+
+    @property
+    def chooses_crops(self) -> bool:
+        """Whether `crops` may leave any out."""
+        return False
+
+    @property
+    def reuses_frames(self) -> bool:
+        """Whether `reused` may leave any frame out."""
+        return False
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         """The saliency of the base views that `crops` reads, from attention."""

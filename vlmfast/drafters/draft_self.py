@@ -291,7 +291,7 @@ class KeptRows(Part, PrefillStage):
             layout=layout.select(rows),
             notes=notes.setdefault("state", {}),
             stats={at: found.index_select(-1, rows) for at, found in context.stats.items()},
-            hidden=context.hidden.index_select(0, rows),
+            hidden=None if context.hidden is None else context.hidden.index_select(0, rows),
         )
         left = self.of.selects.select_tokens(own, layer)
         notes["kept"] = layout.order[rows if left is None else rows[left]]

@@ -327,7 +327,7 @@ class Merge(Part, InEncoderStage):
     """Part 1: similar windows become one token after the first layer of the tower."""
 
     name: ClassVar[str] = MustDrop.name
-    cells: ClassVar[bool] = True
+    cells = True
 
     @property
     def optional(self) -> bool:  # type: ignore[override]  # by its settings, not its class
