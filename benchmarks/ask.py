@@ -1,16 +1,23 @@
 """Compare vlmfast with Hugging Face's ``generate``: ``python benchmarks/ask.py``.
 
-Two models: the shipped `tiny`, and a LLaVA-NeXT of Qwen2-0.5B's shape with random weights (24
-layers, width 896, 2,928 visual tokens for a square image). Each variant has its own process, so
-that its peak memory can be measured. Variants are interleaved, so that thermal throttling or other
-load affects all of them. Reports medians with quartiles, and ratios to Hugging Face. Every run
-decodes the same number of tokens, and the tokens of ``none`` must equal Hugging Face's, or the
-benchmark fails.
+Two models: the shipped `tiny`, and a language model of Qwen2-0.5B's shape with random weights (24
+layers, width 896) after a vision tower of the shape that ``--tower`` names. A square image has
+2,928 visual tokens there with CLIP ViT-L/14 at 336 pixels in LLaVA-NeXT, 3,699 with SigLIP-so400m
+in LLaVA-OneVision, and 1,024 with the tower of Qwen2.5-VL. ``--frames N`` asks about a video
+instead, of which a square moves (``--clip moving``) or nothing does (``--clip static``).
+
+Each variant has its own process, so that its peak memory can be measured. Variants are interleaved,
+so that thermal throttling or other load affects all of them. Reports medians with quartiles, and
+ratios to Hugging Face. Every run decodes the same number of tokens, and the tokens of ``none`` must
+equal Hugging Face's, or the benchmark fails.
 
 ==========  ====================================================================================
-``ttft``    RGB image in host memory to first token on the host, with processor and vision tower
+``ttft``    RGB image in host memory to first token on the host: all of the following
+``media``   the processor
+``vision``  the vision tower and its projector
+``stages``  the recipe's stages; those inside the tower or the language model also count there
 ``prefill`` the language model over the prompt, to the logits of the first token
-``tpot``    time per further token
+``tpot``    time per further token, after the first
 ``memory``  peak during the answer; CPU: resident size, GPU: allocated size
 ``working`` the same without the memory of the loaded model
 ==========  ====================================================================================
@@ -30,24 +37,78 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 TINY = ROOT / "vlmfast" / "weights" / "tiny"
 HF, SHAPED = "huggingface", "qwen2-0.5b-shape"
 METRICS = ("ttft", "prefill", "tpot", "memory", "working")
-# Layers and width of the vision tower, heads.
-TOWERS = {"large": (24, 1024, 16), "small": (6, 384, 6)}
+PARTS = ("media", "vision", "stages")
+
+
+class Tower(NamedTuple):
+    """The shape of a vision tower.
+
+    Parameters
+    ----------
+    name : str
+    layers, width, heads, mlp, side, patch : int
+        ``side`` is that of a view in pixels.
+    kind : {"clip", "siglip", "qwen2_5_vl"}
+    """
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    side: int
+    patch: int = 14
+    kind: str = "clip"
+
+
+TOWERS = {
+    "clip-vit-l-14-336": Tower("CLIP ViT-L/14-336", 24, 1024, 16, 4096, 336),
+    "siglip-so400m-14-384": Tower("SigLIP-so400m/14-384", 27, 1152, 16, 4304, 384, kind="siglip"),
+    "qwen2.5-vl": Tower("tower of Qwen2.5-VL", 32, 1280, 16, 3420, 448, kind="qwen2_5_vl"),
+    "small": Tower("small tower, of no model", 6, 384, 6, 1536, 336),
+}
+TOWERS["large"] = TOWERS["clip-vit-l-14-336"]  # its former name
 QUESTION = "How many yellow objects are there?"
 
 
 # --- models --------------------------------------------------------------------------------------
 
 
+def text_of(layers: int, **more: Any) -> dict[str, Any]:
+    """Qwen2-0.5B's shape."""
+    return {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **more},
+        "tie_word_embeddings": True,
+    }
+
+
 def qwen_shaped(tower: str, layers: int, seed: int = 0) -> tuple[Any, Any]:
-    """LLaVA-NeXT of Qwen2-0.5B's shape on a CLIP tower at 336/14, random weights."""
+    """A model with a language model of Qwen2-0.5B's shape after a tower, random weights."""
     import torch
+
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    shape = TOWERS[tower]
+    build = {"clip": llava_next, "siglip": llava_onevision, "qwen2_5_vl": qwen2_5_vl}[shape.kind]
+    torch.manual_seed(seed)
+    return build(shape, layers)
+
+
+def llava_next(shape: Tower, layers: int) -> tuple[Any, Any]:
     from transformers import (
         CLIPVisionConfig,
         LlavaNextConfig,
@@ -57,54 +118,141 @@ def qwen_shaped(tower: str, layers: int, seed: int = 0) -> tuple[Any, Any]:
         Qwen2Config,
     )
 
-    sys.path.insert(0, str(ROOT / "tests"))
     import tiny_models
 
-    depth, width, heads = TOWERS[tower]
-    pinpoints = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    side = shape.side
+    pinpoints = grids(side)
     config = LlavaNextConfig(
-        vision_config=CLIPVisionConfig(
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=depth,
-            num_attention_heads=heads,
-            image_size=336,
-            patch_size=14,
-            projection_dim=768,
-        ),
-        text_config=Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=layers,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            tie_word_embeddings=True,
-        ),
+        vision_config=CLIPVisionConfig(**vit(shape), projection_dim=768),
+        text_config=Qwen2Config(**text_of(layers)),
         image_token_id=tiny_models.IMAGE_ID,
         image_grid_pinpoints=pinpoints,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(seed)
-    model = LlavaNextForConditionalGeneration(config).eval()
-    size = {"height": 336, "width": 336}
+    size = {"height": side, "width": side}
     processor = LlavaNextProcessor(
         image_processor=LlavaNextImageProcessor(
-            size={"shortest_edge": 336}, crop_size=size, image_grid_pinpoints=pinpoints
+            size={"shortest_edge": side}, crop_size=size, image_grid_pinpoints=pinpoints
         ),
         tokenizer=tiny_models.build_tokenizer(),
-        patch_size=14,
+        patch_size=shape.patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=tiny_models.CHAT_TEMPLATE,
     )
-    return model, processor
+    return LlavaNextForConditionalGeneration(config).eval(), processor
+
+
+def llava_onevision(shape: Tower, layers: int) -> tuple[Any, Any]:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionImageProcessor,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+        Qwen2Config,
+        SiglipVisionConfig,
+    )
+
+    import tiny_families
+
+    tokens = tiny_families.tokenizer(image_token="<image>", video_token="<video>")
+    image, video = tiny_families.ids(tokens, "<image>", "<video>")
+    pinpoints, size = grids(shape.side), {"height": shape.side, "width": shape.side}
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**vit(shape), vision_use_head=False),
+        text_config=Qwen2Config(**text_of(layers)),
+        image_token_id=image,
+        video_token_id=video,
+        image_grid_pinpoints=pinpoints,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=True,
+    )
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        tokenizer=tokens,
+        num_image_tokens=(shape.side // shape.patch) ** 2,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+        chat_template=tiny_families.template("<image>\n", "<video>\n"),
+    )
+    return LlavaOnevisionForConditionalGeneration(config).eval(), processor
+
+
+def qwen2_5_vl(shape: Tower, layers: int) -> tuple[Any, Any]:
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    import tiny_families
+
+    tokens = tiny_families.tokenizer(**tiny_families.QWEN)
+    start, end, image, video = tiny_families.ids(tokens, *tiny_families.QWEN.values())
+    depth, text = shape.layers, text_of(layers, mrope_section=[8, 12, 12])
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": depth,
+            "hidden_size": shape.width,
+            "intermediate_size": shape.mlp,
+            "num_heads": shape.heads,
+            "patch_size": shape.patch,
+            "window_size": 112,
+            "fullatt_block_indexes": list(range(depth // 4 - 1, depth, depth // 4)),
+            "out_hidden_size": text["hidden_size"],
+        },
+        text_config=text,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+    )
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch),
+        video_processor=Qwen2VLVideoProcessor(patch_size=shape.patch),
+        tokenizer=tokens,
+        chat_template=tiny_families.QWEN_TEMPLATE,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval(), processor
+
+
+def vit(shape: Tower) -> dict[str, Any]:
+    """The arguments of a vision config of transformers."""
+    return {
+        "hidden_size": shape.width,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "image_size": shape.side,
+        "patch_size": shape.patch,
+    }
+
+
+def grids(side: int) -> list[list[int]]:
+    """Canvases of crops: up to 2 x 2, 1 x 3 and 3 x 1 views."""
+    shapes = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    return [[rows * side, columns * side] for rows, columns in shapes]
+
+
+def clip_of(image: Any, frames: int, moving: bool) -> list[Any]:
+    """Frames of a video: an image, over which a square moves from left to right."""
+    side, found = image.width // 8, []
+    for number in range(frames):
+        frame = image.copy()
+        at = (image.width - side) * number // max(frames - 1, 1) if moving else 0
+        frame.paste((250, 220, 30), (at, at // 2, at + side, at // 2 + side))
+        found.append(frame)
+    return found
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The `VLM` under test and the image of the question."""
+    """The `VLM` under test, and the image or video of the question."""
     import torch
     from PIL import Image
 
@@ -121,10 +269,14 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         import tiny_models
 
         vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
-        image = tiny_models.make_image(672, 672)
+        side = 2 * TOWERS[args.tower].side
+        image = tiny_models.make_image(side, side)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
-    return vlm, image
+    if not args.frames:
+        return vlm, {"images": image}
+    video = clip_of(image, args.frames, args.clip == "moving")
+    return vlm, {"video": video, "num_frames": args.frames}
 
 
 # --- one variant in one process ------------------------------------------------------------------
@@ -209,14 +361,32 @@ def prefill_timer(model: Any, clock: Callable[[], float]) -> Iterator[list[float
             handle.remove()
 
 
-def run_huggingface(vlm: Any, image: Any, question: str, new_tokens: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def vision_timer(adapter: Any, clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Start of each call of the tower and end of each call of the projector, in turn."""
+    times: list[float] = []
+    handles = [
+        adapter.tower().register_forward_pre_hook(lambda *_: times.append(clock())),
+        adapter.mergers()[0].register_forward_hook(lambda *_: times.append(clock())),
+    ]
+    try:
+        yield times
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run_huggingface(
+    vlm: Any, media: dict[str, Any], question: str, new_tokens: int
+) -> dict[str, Any]:
     from vlmfast.engine.stats import clock
 
     now = lambda: clock(vlm.adapter.device)  # noqa: E731
     streamer = FirstToken(now)
     start = now()
-    inputs = vlm.inputs(question, images=image)
-    with prefill_timer(vlm.model, now) as prefill:
+    inputs = vlm.inputs(question, **media)
+    read = now()
+    with prefill_timer(vlm.model, now) as prefill, vision_timer(vlm.adapter, now) as vision:
         ids = vlm.model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, streamer=streamer
         )
@@ -224,26 +394,28 @@ def run_huggingface(vlm: Any, image: Any, question: str, new_tokens: int) -> dic
     tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
     return {
         "ttft": streamer.first - start,
+        "media": read - start,
+        "vision": sum(vision[1::2]) - sum(vision[::2]),
+        "stages": 0.0,
         "prefill": prefill[1] - prefill[0],
         "tpot": (end - streamer.first) / (len(tokens) - 1),
         "tokens": tokens,
-        "visual_tokens": int((inputs["input_ids"] == vlm.adapter.image_token_id).sum()),
+        "visual_tokens": int(vlm.adapter.visual(inputs["input_ids"]).sum()),
     }
 
 
 def run_vlmfast(
-    vlm: Any, image: Any, question: str, new_tokens: int, recipe: str
+    vlm: Any, media: dict[str, Any], question: str, new_tokens: int, recipe: str
 ) -> dict[str, Any]:
-    answer = vlm.ask(
-        question, images=image, recipe=recipe, max_new_tokens=new_tokens, do_sample=False
-    )
+    answer = vlm.ask(question, **media, recipe=recipe, max_new_tokens=new_tokens, do_sample=False)
     stats = answer.stats
     return {
         "ttft": stats.ttft_s,
         "prefill": stats.time_prefill_s,
         "tpot": stats.tpot_s,
+        "media": stats.time_media_s + stats.time_processor_s,
         "vision": stats.time_vision_s,
-        "reduce": stats.time_reduce_s,
+        "stages": stats.time_reduce_s,
         "tokens": answer.token_ids,
         "visual_tokens": round(stats.equivalent_tokens),
     }
@@ -257,15 +429,15 @@ def worker(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the libraries must not mix with the replies
-    vlm, image = load(args)
+    vlm, media = load(args)
     memory = Memory(args.device)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for _ in sys.stdin:
         before = memory.reset()
         if args.variant == HF:
-            result = run_huggingface(vlm, image, QUESTION, args.new_tokens)
+            result = run_huggingface(vlm, media, QUESTION, args.new_tokens)
         else:
-            result = run_vlmfast(vlm, image, QUESTION, args.new_tokens, args.variant)
+            result = run_vlmfast(vlm, media, QUESTION, args.new_tokens, args.variant)
         result["memory"] = memory.read()
         result["working"] = result["memory"] - before
         print(json.dumps(result), file=replies, flush=True)
@@ -276,7 +448,7 @@ class Variant:
 
     def __init__(self, name: str, model: str, args: argparse.Namespace) -> None:
         self.name, self.samples = name, []
-        options = ["dtype", "device", "tower", "layers", "new_tokens", "threads"]
+        options = ["dtype", "device", "tower", "layers", "new_tokens", "threads", "frames", "clip"]
         command = [sys.executable, __file__, "--worker", "--variant", name, "--models", model]
         for option in options:
             command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
@@ -336,9 +508,7 @@ def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     rows = {}
     for variant in variants:
         row: dict[str, Any] = {
-            metric: spread([s[metric] for s in variant.samples])
-            for metric in (*METRICS, "vision", "reduce")
-            if metric in variant.samples[0]
+            metric: spread([s[metric] for s in variant.samples]) for metric in (*METRICS, *PARTS)
         }
         row["ratio"] = {
             metric: base[metric]["median"] / row[metric]["median"]
@@ -348,7 +518,7 @@ def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
         tokens = variant.samples[0]["tokens"]
         row["visual_tokens"] = variant.samples[0]["visual_tokens"]
         row["agreement"] = sum(a == b for a, b in zip(tokens, reference, strict=True)) / len(tokens)
-        row["samples"] = [{m: s[m] for m in METRICS} for s in variant.samples]
+        row["samples"] = [{m: s[m] for m in (*METRICS, *PARTS)} for s in variant.samples]
         rows[variant.name] = row
     return rows
 
@@ -377,6 +547,21 @@ def markdown(model: str, rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def parts_table(model: str, rows: dict[str, Any]) -> str:
+    """The time to the first token by its parts, medians, and the time per further token."""
+    heads = ("TTFT", "media", "tower", "stages", "prefill", "decode, per token")
+    lines = [f"| {model} | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
+    for name, row in rows.items():
+        cells = [name]
+        for metric in ("ttft", *PARTS, "prefill", "tpot"):
+            value = row[metric]["median"] * 1e3
+            cells.append(f"{value:,.{0 if value >= 100 else 1}f} ms")
+        if name != HF:
+            cells[1] += f" ({row['ratio']['ttft']:.2f}x)"
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -393,7 +578,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device", help="default: a GPU if there is one")
     parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's default")
-    parser.add_argument("--tower", default="large", choices=tuple(TOWERS), help="vision tower")
+    parser.add_argument(
+        "--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS), help="vision tower"
+    )
+    parser.add_argument("--frames", type=int, default=0, help="ask about a video of N frames")
+    parser.add_argument("--clip", default="moving", choices=("moving", "static"))
     parser.add_argument("--layers", type=int, default=24, help="of the large language model")
     parser.add_argument("--quick", action="store_true", help="checks the script, measures nothing")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/ask-....json")
@@ -424,7 +613,7 @@ def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict
         "device": args.device,
         "dtype": args.dtype,
         "repeats": args.repeats,
-        "tower": dict(zip(("layers", "width", "heads"), TOWERS[args.tower], strict=True)),
+        "tower": TOWERS[args.tower]._asdict(),
         "layers": args.layers,
     }
 
@@ -437,6 +626,8 @@ def main(argv: list[str] | None = None) -> int:
         worker(args)
         return 0
     report = heading("ask.py", arguments, args) | {"new_tokens": args.new_tokens, "models": {}}
+    if args.frames:
+        report |= {"frames": args.frames, "clip": args.clip}
     failed = False
     for model in args.models:
         if model == "tiny" and not (TINY / "model.safetensors").is_file():
@@ -444,8 +635,11 @@ def main(argv: list[str] | None = None) -> int:
             continue
         start = time.perf_counter()
         rows = report["models"][model] = bench_model(model, args)
-        title = f"{model}, {args.tower} tower, {args.layers} layers" if model == SHAPED else model
-        print(f"\n{markdown(title, rows)}\n\n{time.perf_counter() - start:.0f} s in total")
+        title = model
+        if model == SHAPED:
+            title = f"{model}, {TOWERS[args.tower].name}, {args.layers} layers"
+        print(f"\n{markdown(title, rows)}\n\n{parts_table(title, rows)}")
+        print(f"\n{time.perf_counter() - start:.0f} s in total")
         if "none" in rows and rows["none"]["agreement"] < 1:
             print(f"{model}: the tokens of none differ from Hugging Face's", file=sys.stderr)
             failed = True

@@ -27,10 +27,12 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
 * ``transformers serve`` runs with ``--continuous-batching``. Where it cannot use it for a model it
   answers one request after the other, which the results say. It has no ``gap``: it reads the images
   after the stream has ended.
+* ``--vllm`` adds ``vllm serve`` for each of ``--recipes``, with its plug-in where the recipe is
+  not `none`, to ``throughput``. It runs in an environment of its own.
 * For ``memory`` the prefix cache has ``--prefix-cache-bytes``, so that it is full after the first
   200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
 
-If ``transformers serve`` cannot run, the results contain the reason instead of its rows.
+If another project's server cannot run, the results contain the reason instead of its rows.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import statistics
 import sys
 import tempfile
@@ -59,11 +62,14 @@ from servers import Answer, Load, Requests, Server, ServerFailed, Spec, load, st
 
 from vlmfast.core.files import replace_text
 from vlmfast.eval.bench import facts
+from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("throughput", "memory", "gap")
 TRANSFORMERS = "transformers serve"
+VLLM = "vllm serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
+VLLM_MODULE = "vllm.entrypoints.cli.main"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
 AIMS = {4: 2.5, 16: 3}
 GROWN = 1.05  # largest ratio of `memory`
@@ -101,6 +107,40 @@ def specs(args: argparse.Namespace, model: str, folder: str, *more: str) -> list
         shown = shlex.join(["transformers", "serve", args.model, *options])
         found.append(Spec(TRANSFORMERS, command, shown, is_own=False))
     return found
+
+
+def vllm_specs(args: argparse.Namespace, exported: Path, folder: str) -> list[Spec]:
+    """vLLM once for each recipe: ``none`` is vLLM itself, others need its plug-in.
+
+    Parameters
+    ----------
+    exported : Path
+        The model for vLLM.
+    folder : str
+        Its name in the API.
+    """
+    found = []
+    off = ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")
+    for recipe in args.recipes:
+        options = ["--dtype", args.dtype, *(() if args.caches else off)]
+        if recipe != "none":
+            options += ["--hf-overrides", json.dumps({"vlmfast_recipe": recipe})]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = ["--host", "127.0.0.1", "--port", str(free.getsockname()[1])]
+        named = ["--served-model-name", folder, "--max-model-len", "4096"]
+        command = ["-m", VLLM_MODULE, "serve", str(exported), *address, *named, *options]
+        shown = shlex.join(["vllm", "serve", args.model, *options])
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+        found.append(
+            Spec(vllm_name(recipe), tuple(command), shown, False, str(args.vllm), variables)
+        )
+    return found
+
+
+def vllm_name(recipe: str) -> str:
+    """The name of a server of vLLM in the tables."""
+    return VLLM if recipe == "none" else f"{VLLM}, {recipe}"
 
 
 @dataclass
@@ -179,7 +219,12 @@ def measured(job: Job) -> Loads:
     found: Loads = {}
     with ExitStack() as stack:
         servers: list[Server] = []
-        for spec in specs(args, args.model, job.folder):
+        off = () if args.caches else ("--prefix-cache-bytes", "0")
+        all_specs = specs(args, args.model, job.folder, *off)
+        if args.vllm is not None:
+            export(args.model, job.scratch / "vllm")
+            all_specs += vllm_specs(args, job.scratch / "vllm", job.folder)
+        for spec in all_specs:
             started = job.started(spec, requests, max(args.clients))
             if (server := stack.enter_context(started)) is not None:
                 server.pause()
@@ -198,7 +243,8 @@ def measured(job: Job) -> Loads:
 
 def order(args: argparse.Namespace, key: tuple[str, int]) -> tuple[int, int]:
     """Servers as in the command, each with its numbers of clients."""
-    return [*args.recipes, TRANSFORMERS].index(key[0]), args.clients.index(key[1])
+    others = [TRANSFORMERS, *map(vllm_name, args.recipes)]
+    return [*args.recipes, *others].index(key[0]), args.clients.index(key[1])
 
 
 def throughput(job: Job) -> list[Row]:
@@ -210,42 +256,54 @@ def throughput(job: Job) -> list[Row]:
 def scaling(found: Loads) -> list[Row]:
     """Throughput of several clients over that of one."""
     table = []
+    of_this_project = [name for name, _ in found if not is_other(name)]
     for (name, clients), loads in found.items():
         if clients == 1:
             continue
         ratios = ratio(loads, found[name, 1])
-        bound = SCALING.get(clients) if name != TRANSFORMERS else None
+        bound = SCALING.get(clients) if name in of_this_project else None
         what = f"answers per second, {clients} clients over 1, `{name}`"
         what += "" if bound is None else f" (aim: {AIMS[clients]})"
         table.append(Row("throughput", what, ratios, bound, least=True))
     return table
 
 
+def is_other(name: str) -> bool:
+    """Whether a server is another project's."""
+    return name.startswith((TRANSFORMERS, VLLM))
+
+
 def against(found: Loads) -> list[Row]:
-    """Throughput over that of ``transformers serve``."""
+    """Throughput over that of ``transformers serve``, and of vLLM with the same recipe."""
     table = []
     for (name, clients), loads in found.items():
-        other = found.get((TRANSFORMERS, clients))
-        if name == TRANSFORMERS or other is None:
+        if is_other(name):
             continue
-        what = f"answers per second, `{name}` over `{TRANSFORMERS}`, {plural(clients)}"
-        table.append(Row("throughput", what, ratio(loads, other), 1.0, least=True))
+        for rival in (TRANSFORMERS, vllm_name(name)):
+            other = found.get((rival, clients))
+            if other is None:
+                continue
+            what = f"answers per second, `{name}` over `{rival}`, {plural(clients)}"
+            bound = 1.0 if rival == TRANSFORMERS else None
+            table.append(Row("throughput", what, ratio(loads, other), bound, least=True))
     return table
 
 
 def equality(found: Loads) -> list[Row]:
-    """The share of the answers of `none` that are those of ``transformers serve``."""
+    """The share of answers equal to those of other servers under the same recipe."""
     table = []
     for (name, clients), loads in found.items():
-        other = found.get((TRANSFORMERS, clients))
-        if name != "none" or other is None:
-            continue
-        shares = [
-            statistics.mean(a.text == b.text for a, b in zip(x.answers, y.answers, strict=True))
-            for x, y in zip(loads, other, strict=True)
-        ]
-        what = f"share of answers equal to those of `{TRANSFORMERS}`, {plural(clients)}"
-        table.append(Row("throughput", what, shares))
+        rivals = [] if is_other(name) else [vllm_name(name)]
+        for rival in [TRANSFORMERS, *rivals] if name == "none" else rivals:
+            other = found.get((rival, clients))
+            if other is None:
+                continue
+            shares = [
+                statistics.mean(a.text == b.text for a, b in zip(x.answers, y.answers, strict=True))
+                for x, y in zip(loads, other, strict=True)
+            ]
+            what = f"share of answers equal to those of `{rival}`, {plural(clients)}"
+            table.append(Row("throughput", what, shares))
     return table
 
 
@@ -409,6 +467,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--prefix-cache-bytes", type=int, default=32 << 20, help="of `memory` (%(default)s)")
     add("--images", type=int, default=8, help="of the request of `gap` (%(default)s)")
     add("--transformers", action=argparse.BooleanOptionalAction, default=True)
+    add(
+        "--vllm",
+        type=Path,
+        metavar="PYTHON",
+        help="also vLLM: the Python of an environment in which vllm serve starts, with the plug-in",
+    )
+    add(
+        "--caches",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefix caches, and vLLM's of processed images",
+    )
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2, help="of each server; 0: PyTorch's default (%(default)s)")
@@ -424,6 +494,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--memory-requests must be two increasing numbers")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
     args.only = args.only or NAMES
+    if args.vllm is not None and not args.vllm.is_file():
+        parser.error(f"--vllm {args.vllm} is no Python interpreter")
     if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
         parser.error("gap needs the folder of a model: choose others with --only")
     return args

@@ -9,14 +9,15 @@ import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from collections.abc import Sequence as Many
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from vlmfast.scenes.examples import CAPTION_QUESTION
 
 BEFORE, AFTER = 24, 8  # parts of the stream of `stalled` before and after the other request
 START_S, ANSWER_S, STOP_S = 300, 600, 60
-ADDRESS = re.compile(r"(?:served at|running on) (http://[^\s/]+)")
+ADDRESS = re.compile(r"(?:served at|running on|vLLM server on) (http://[^\s/]+)")
 
 
 class ServerFailed(Exception):
@@ -314,12 +315,18 @@ class Spec:
         What a user would type, without the folders of this machine.
     is_own : bool
         Whether it is this project's server.
+    python : str
+        The interpreter of its environment.
+    variables : dict of str to str
+        Further environment variables.
     """
 
     name: str
     command: tuple[str, ...]
     shown: str
     is_own: bool = True
+    python: str = sys.executable
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 class Server:
@@ -348,10 +355,10 @@ class Server:
         self.spec, self._log = spec, log
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                [sys.executable, *spec.command],
+                [spec.python, *spec.command],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | variables,
+                env=os.environ | variables | spec.variables,
             )
         try:
             self.url = self._address()
@@ -367,7 +374,14 @@ class Server:
             if time.monotonic() > end:
                 raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
             time.sleep(0.05)
-        return found[1]
+        # Some servers name their address before they listen.
+        host, _, port = found[1].removeprefix("http://").rpartition(":")
+        while True:
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                return found[1]
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise ServerFailed(f"{self.spec.shown} does not listen: {self.last_line}")
+            time.sleep(0.05)
 
     @property
     def log(self) -> str:

@@ -36,12 +36,17 @@ rows are its ``generate`` with its own drafters, also compared with the plain an
 
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
+
+``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self` per view and
+keep, on captions by `tiny` in batches, and measures no time. ``speculation.py views`` decodes long
+prompts with `draft-self`: see `draft_views.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -54,12 +59,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import draft_views
 import end_to_end
-import numpy as np
 import torch
+from draft_views import RECORDED_VIEW, RESULTS, accepted_file, ratio
 from torch import Tensor, nn
 
-from vlmfast import VLM
+from vlmfast import VLM, Request
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
@@ -70,10 +76,10 @@ from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_layerskip import kept
 from vlmfast.engine.stats import Stats, clock
+from vlmfast.errors import RecipeError
 from vlmfast.eval.bench import NEAR, Referee, drawn, facts, numerics
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
-RESULTS = Path(__file__).resolve().parent / "results"
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
 TINY = "tiny"
 SHAPES = {
@@ -98,6 +104,18 @@ DRAFTERS = (
     *(["draft-vispec"] if (WEIGHTS / "tiny-draft-vispec").is_dir() else []),
     "draft-auto",
 )
+# Of `--accepted`: the usual trees, and chains that can be compared with those of `draft-self`.
+TRAINED = {
+    "draft-eagle": "draft-eagle:depth=4,nodes=5,top_k=1",
+    "draft-eagle:kind=eagle3": "draft-eagle:kind=eagle3,depth=4,nodes=5,top_k=1",
+    "draft-vispec": "draft-vispec:depth=4,nodes=5,top_k=1",
+}
+VIEWS = (
+    *("topk", "snapkv", "pyramidkv", "h2o", "vlcache", "cake"),
+    *("hired", "divprune", "visionzip", "random", "fastv", "pyramiddrop"),
+)
+KEEPS = (0.1, 0.2, 0.5)
+CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
 HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
 LAYER, AUTO = " + layer", "draft-auto over "
 # Number of pairs, and maximum length of an answer.
@@ -519,16 +537,82 @@ def _sums(lists: Any) -> list[int]:
     return [sum(of[at] for of in lists if at < len(of)) for at in range(width)]
 
 
-def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
-    """Sum of the first values over the sum of the second values, with its 95 % interval."""
-    times = np.array(pairs)
-    if not times.sum(0).all():
-        return None  # answers of one token
-    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
-    plain, drafted = times[index].sum(1).T
-    low, high = np.quantile(plain / drafted, [0.025, 0.975])
-    value = times[:, 0].sum() / times[:, 1].sum()
-    return {"value": float(value), "low": float(low), "high": float(high)}
+# --- accepted tokens -----------------------------------------------------------------------------
+
+
+def accepted(args: argparse.Namespace, command: str) -> int:
+    """Count the accepted tokens of all drafters on captions by `tiny`, in batches; no times."""
+    vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
+    views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
+    trained = [name for pair in TRAINED.items() for name in pair]
+    others = [CHAIN.format(view="topk", keep=1), RECORDED_VIEW.format(view="topk", keep=0.1)]
+    every = [*trained, *views, *others, "draft-layerskip"]
+    out = args.out or accepted_file()
+    report: dict[str, Any] = {"parts": {}}
+    if out.is_file() and not args.fresh:
+        report |= json.loads(out.read_text(encoding="utf-8"))
+    asked = [image_example(EVAL_SEED_START + n).image for n in range(args.pairs)]
+    more = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    answers = lambda recipe: vlm.ask_many(  # noqa: E731
+        [Request(CAPTION_QUESTION, image, recipe=recipe) for image in asked], batch_size=16, **more
+    )
+    plain, wrong = None, 0
+    for name in args.drafters or every:
+        key = f"captions | none | {name}"
+        if key in report["parts"] and not args.again:
+            continue
+        (stage,) = Recipe.parse(name)
+        if args.eagle3 and "eagle3" in name:
+            stage = dataclasses.replace(stage, weights=str(args.eagle3))
+        plain = plain or answers("none")
+        try:
+            got = answers(Recipe((stage,)))
+        except RecipeError as error:  # without weights for tiny
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        stats = [answer.stats for answer in got]
+        rounds, took = sum(s.rounds for s in stats), sum(s.accepted for s in stats)
+        pairs = zip(plain, got, strict=True)
+        report["parts"][key] = {
+            "prompts": len(got),
+            "identical": sum(a.token_ids == b.token_ids for a, b in pairs),
+            "rounds": rounds,
+            "drafted": sum(s.drafted for s in stats),
+            "accepted": took,
+            "mean_accepted": took / rounds,
+            "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
+            "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
+        }
+        report |= {"command": command, **facts()}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {took / rounds:.2f}", file=sys.stderr)
+    print(accepted_table(report["parts"]))
+    for key, row in report["parts"].items():
+        if row["identical"] != row["prompts"]:
+            wrong += 1
+            print(f"WRONG: {key}: {row['identical']} of {row['prompts']} answers are the same")
+    return int(bool(wrong))
+
+
+def accepted_table(parts: dict[str, dict[str, Any]]) -> str:
+    """Accepted tokens per round by drafter; of `draft-self` by view and keep."""
+
+    def cell(name: str) -> str:
+        row = parts.get(f"captions | none | {name}")
+        return "–" if row is None else f"{row['mean_accepted']:.2f}"
+
+    lines = [
+        "| drafter | its tree | chain of four | " + " | ".join(f"keep {k:g}" for k in KEEPS) + " |",
+        "|---|" + "---:|" * (2 + len(KEEPS)),
+    ]
+    for tree, chain in TRAINED.items():
+        lines.append(f"| `{tree}` | {cell(tree)} | {cell(chain)} |" + " – |" * len(KEEPS))
+    lines.append(f"| `draft-layerskip` | – | {cell('draft-layerskip')} |" + " – |" * len(KEEPS))
+    for view in VIEWS:
+        cells = [cell(CHAIN.format(view=view, keep=keep)) for keep in KEEPS]
+        lines.append(f"| `draft-self:view={view}` | – | – | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -633,6 +717,9 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of this script, or those of ``views``."""
+    if argv[:1] == ["views"]:
+        return draft_views.parse(argv[1:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -651,6 +738,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--accepted", action="store_true", help="count accepted tokens of all drafters on tiny")
+    add("--eagle3", type=Path, help="of --accepted: folder of EAGLE-3 weights, none are shipped")
     add("--minutes", type=float, default=9.0, help="start no part that may exceed this limit")
     add("--again", action="store_true", help="measure these parts again, keep the others")
     add("--fresh", action="store_true", help="discard the contents of the result file")
@@ -661,7 +750,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.rates = [float(rate) for rate in args.rates.split(",")]
     args.recipes = args.recipes or list(RECIPES)
     args.workloads = args.workloads or list(WORKLOADS)
-    args.drafters = args.drafters or (list(DRAFTERS) if args.shape == TINY else [])
+    usual = list(DRAFTERS) if args.shape == TINY and not args.accepted else []
+    args.drafters = args.drafters or usual
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     return args
 
@@ -679,8 +769,12 @@ def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["views"]:
+        return draft_views.main(arguments[1:])
     args, start = parse(arguments), time.perf_counter()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if args.accepted:
+        return accepted(args, shlex.join(["python", "benchmarks/speculation.py", *arguments]))
     about = facts()
     kind = args.device if args.device == "cpu" else about["device"].replace(" ", "-").lower()
     out = args.out or RESULTS / f"speculation-{args.shape}-{kind}.json"

@@ -502,6 +502,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     "python run_vlmfast.py": not_ours,
     "pytest": check_pytest,
     "python -m pytest": check_pytest,
+    "vllm serve": not_ours,
     "curl": check_curl,
     "docker": check_docker,
     "apt-get install": not_ours,

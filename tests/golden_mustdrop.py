@@ -20,6 +20,7 @@ from vlmfast.compressors.encoder.mustdrop import (
     dual_attention_rank,
     spatial_merge,
     text_attention,
+    window_members,
     window_similarity,
     windows,
 )
@@ -27,10 +28,14 @@ from vlmfast.core.contexts import PrefillContext, VisionContext, active
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.statistics import StatRequest
+from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.engine.attention import TEXT, VISION
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.vision import representatives
+
+
+def of_grid(side: int) -> ItemGeometry:
+    return ItemGeometry((side, side), (0, 0), (0, 1), (side, side))
 
 
 def merge_case(data: Reader, meta: Reader) -> None:
@@ -46,7 +51,9 @@ def merge_case(data: Reader, meta: Reader) -> None:
     counts = counts.min().expand_as(counts)
     if "r" in data:
         assert int(counts[0]) == int(data["r"])
-    merged, source, lengths = spatial_merge(hidden, window, similarity, counts)
+    side = math.isqrt(hidden.shape[1] - 1)
+    members = window_members((side, side), window)
+    merged, source, lengths = spatial_merge(hidden, members, similarity, counts)
     assert lengths.unique().tolist() == [out.shape[1]]
     close(merged, out, terms=window[0] * window[1])  # means over windows
     sizes = torch.zeros(out.shape[:2], dtype=torch.int64)
@@ -58,7 +65,9 @@ def merge_case(data: Reader, meta: Reader) -> None:
 
     if window[0] == window[1]:  # expressible in a recipe
         stage = MustDrop(window[0], threshold, merge="call").expand()[0]
-        by_stage, rows = stage.on_block(VisionContext(specials=1), 1, hidden)
+        by_stage, rows = stage.on_block(
+            VisionContext(items=(of_grid(side),), specials=1), 1, hidden
+        )
         assert torch.equal(by_stage, merged)
         assert torch.equal(rows, source) if int(counts[0]) else rows is None
 
@@ -96,7 +105,9 @@ def clip_case(data: Reader, meta: Reader) -> None:
     merge, key_set, *_ = MustDrop(merge="call").expand()
     modules = {id(block.self_attn): index for index, block in enumerate(blocks)}
     requests = {depth - 1: StatRequest("cls")}
-    context = VisionContext(depth=depth, modules=modules, requests=requests, specials=1)
+    context = VisionContext(
+        depth=depth, items=(of_grid(side),), modules=modules, requests=requests, specials=1
+    )
     states = [hidden]
     with active(context):
         for index, block in enumerate(blocks):

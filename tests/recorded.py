@@ -127,6 +127,11 @@ def make_image(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
+# Families that leave out crops, and frames.
+CROPS = ("llava_next", "llava_next_video", "llava_onevision", "internvl", "idefics3", "smolvlm")
+VIEWS = ("crops:0.5", "crops:0.3+hired:0.5", "static-frames:0+crops:0.5+divprune:0.5")
+
+
 def cases() -> Iterator[dict[str, Any]]:
     """Every case, in an order that depends only on this file."""
     words: list[tuple[str, str, int]] = []
@@ -141,6 +146,7 @@ def cases() -> Iterator[dict[str, Any]]:
         if family in BLOCKWISE:
             words += [(family, r, -3) for r in ("none", "random:0.5", "quickprefill", "divprune")]
         words.append((family, "divprune:0.4", -1))  # compare
+    words += [(family, recipe, 2) for family in (*CROPS, "tiny") for recipe in VIEWS]
     number = 0
     ways, samplers = itertools.cycle(WAYS), itertools.cycle(SAMPLERS)
     for family, recipe, count in words:

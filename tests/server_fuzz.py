@@ -239,6 +239,47 @@ def run(port: int, cases: Iterable[Case], connections: int, guard: float) -> Rep
     return report
 
 
+@dataclass
+class Watch:
+    """What ``/health`` answered.
+
+    Attributes
+    ----------
+    count : int
+    violations : list of str
+    """
+
+    count: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched(port: int, guard: float, period: float = 0.05) -> Iterator[Watch]:
+    """Ask whether the server is alive, again and again, until the block ends."""
+    found, ended = Watch(), threading.Event()
+    case = Case("health", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+    def ask() -> None:
+        while True:
+            try:
+                (reply,) = send(port, case, guard)
+                if reply.status != 200 or json.loads(reply.body) != {"status": "ok"}:
+                    found.violations.append(f"/health: {reply}")
+            except Exception as error:
+                found.violations.append(f"/health: {type(error).__name__}: {error}")
+            found.count += 1
+            if ended.wait(period):
+                return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
 # --- what must not be reached --------------------------------------------------------------------
 
 

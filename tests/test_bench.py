@@ -392,6 +392,82 @@ def test_targets_of_the_larger_model() -> None:
     assert "20% of the KV" in lines[2]
 
 
+# --- ask.py --------------------------------------------------------------------------------------
+
+
+def test_towers_have_the_shapes_of_their_names(ask: Any) -> None:
+    """Parameters of CLIP ViT-L/14-336, SigLIP-so400m/14-384 without head, Qwen2.5-VL's tower."""
+    wanted = {"clip-vit-l-14-336": 304e6, "siglip-so400m-14-384": 412e6, "qwen2.5-vl": 669e6}
+    for name, expected in wanted.items():
+        of = ask.TOWERS[name]
+        matrices = 3 if of.kind == "qwen2_5_vl" else 2  # its MLP is gated
+        block = 4 * of.width**2 + matrices * of.width * of.mlp
+        embedding = 3 * of.patch**2 * of.width * (2 if of.kind == "qwen2_5_vl" else 1)
+        if of.kind == "qwen2_5_vl":  # four patches enter its merger
+            embedding += 4 * of.width * (4 * of.width + 3584)
+        assert of.layers * block + embedding == pytest.approx(expected, rel=0.02)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark with small models of each kind."""
+    module = script("ask")
+    text_of = module.text_of
+    small = {"vocab_size": 512, "intermediate_size": 64}
+    monkeypatch.setattr(module, "text_of", lambda layers, **more: text_of(layers, **more) | small)
+    return module
+
+
+@pytest.mark.parametrize(("name", "grid"), [
+    ("clip-vit-l-14-336", (2, 16, 42)), ("siglip-so400m-14-384", (2, 16, 42)),
+    ("qwen2.5-vl", (4, 32, 56)),
+])  # fmt: skip
+@pytest.mark.parametrize("frames", [0, 2])
+def test_parts_of_the_time_to_the_first_token(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, name: str, grid: tuple[int, int, int], frames: int
+) -> None:
+    layers, width, side = grid
+    monkeypatch.setitem(
+        ask.TOWERS,
+        name,
+        ask.TOWERS[name]._replace(layers=layers, width=width, heads=2, mlp=32, side=side),
+    )
+    args = ask.parse(["--models", ask.SHAPED, "--tower", name, "--layers", "1", "--device", "cpu"])
+    args.model, args.frames = ask.SHAPED, frames
+    vlm, media = ask.load(args)
+    full = ask.run_huggingface(vlm, media, ask.QUESTION, 3)
+    same = ask.run_vlmfast(vlm, media, ask.QUESTION, 3, "none")
+    assert same["tokens"] == full["tokens"]
+    assert same["visual_tokens"] == full["visual_tokens"] > 0
+    for found in (full, same):
+        assert all(found[part] >= 0 for part in (*ask.PARTS, "prefill", "tpot"))
+        assert found["vision"] > 0
+        assert found["vision"] + found["prefill"] < found["ttft"]
+    reduced = ask.run_vlmfast(vlm, media, ask.QUESTION, 3, "divprune:0.5")
+    assert reduced["visual_tokens"] < full["visual_tokens"] and reduced["stages"] > 0
+    rows = {
+        variant: {part: {"median": of[part]} for part in ("ttft", *ask.PARTS, "prefill", "tpot")}
+        | {"ratio": {"ttft": 1.5}}
+        for variant, of in ((ask.HF, full), ("none", same))
+    }
+    head, _, *lines = ask.parts_table("a model", rows).splitlines()
+    assert [cell.strip() for cell in head.strip("| ").split("|")] == [
+        "a model", "TTFT", "media", "tower", "stages", "prefill", "decode, per token"
+    ]  # fmt: skip
+    assert "(1.50x)" not in lines[0] and "(1.50x)" in lines[1]
+
+
+def test_clips(ask: Any) -> None:
+    import numpy as np
+    from PIL import Image
+
+    image = Image.new("RGB", (64, 64))
+    moving, static = ask.clip_of(image, 4, True), ask.clip_of(image, 4, False)
+    assert len(moving) == len(static) == 4
+    assert all(np.array_equal(frame, static[0]) for frame in static)
+    assert len({frame.tobytes() for frame in moving}) == 4
+
+
 # --- vlmfast bench -------------------------------------------------------------------------------
 
 
@@ -402,11 +478,18 @@ def test_bench_command(random_llava_next: Path, capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
+    *lines, blank, tower = lines
     assert [line.split()[0] for line in lines] == ["recipe", "none", "hired:0.3"]
-    for column in ("TTFT", "prefill", "tokens/s", "KV cache", "peak memory", "agreement"):
+    assert blank == ""
+    assert tower == (
+        "vision tower: CLIPVisionModel, 4 blocks, width 64, 0M parameters, 32 x 32 pixels"
+    )
+    for column in ("TTFT", "media", "tower", "stages", "prefill", "tokens/s", "agreement"):
+        assert column in lines[0]
+    for column in ("KV cache", "peak memory"):
         assert column in lines[0]
     assert "x)" not in lines[1]
-    assert lines[2].count("x)") == 3
+    assert lines[2].count("x)") == 4
     assert cli([*argv, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     full, fewer = told["rows"]
@@ -415,6 +498,11 @@ def test_bench_command(random_llava_next: Path, capsys: pytest.CaptureFixture[st
     assert fewer["kv_bytes"] < full["kv_bytes"]
     assert fewer["visual_tokens"] < full["visual_tokens"] == full["visual_tokens_in"]
     assert len(full["samples"]["ttft_s"]) == 2
+    assert told["tower"] in tower
+    for row in told["rows"]:
+        for one in zip(*(row["samples"][f"{part}_s"] for part in ("ttft", "vision", "prefill")),
+                       strict=True):  # fmt: skip
+            assert one[1] > 0 and one[2] > 0 and one[1] + one[2] < one[0]
 
 
 def test_bench_refuses_an_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -538,11 +538,27 @@ def test_cropping_into_compressed_slots_is_refused(grouped, recipe):
     assert cache.logical[row] == before
 
 
-@pytest.mark.parametrize("recipe", ["h2o:0.6", "kivi:residual=8,group=4", "zipcache"])
-def test_cropping_under_decode_stages_is_refused(grouped, recipe):
-    run = started(grouped, recipe)
+@pytest.mark.parametrize("recipe", ["kivi:residual=8,group=4", "zipcache:page=8"])
+def test_cropping_under_pages_stops_at_the_last_one(grouped, recipe):
+    run, other = started(grouped, recipe), started(grouped, recipe)
     fed(grouped, run, TOKENS[:3])
-    with pytest.raises(ValueError, match="decode stages"):
+    run.cache.crop(2)
+    run.position.sub_(2)
+    assert torch.equal(fed(grouped, run, TOKENS[1:3]), fed(grouped, other, TOKENS[:3])[:, 1:])
+    before = list(run.cache.base)
+    for token in 4 * TOKENS:
+        fed(grouped, run, [token])  # first the stage, then the token
+        if run.cache.base != before:
+            break
+    with pytest.raises(ValueError, match="2 tokens reach into the compressed part"):
+        run.cache.crop(2)
+    run.cache.crop(1)
+
+
+def test_cropping_under_attention_masses_is_refused(grouped):
+    run = started(grouped, "h2o:0.6")
+    fed(grouped, run, TOKENS[:3])
+    with pytest.raises(ValueError, match="with attention masses cannot be cropped"):
         run.cache.crop(1)
 
 

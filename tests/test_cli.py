@@ -200,11 +200,10 @@ def test_methods_are_filtered(
 
 def test_places_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
     places = {m["name"]: m["place"] for m in run_json(capsys, ["methods", "--json"])}
-    assert set(places.values()) == {"frames", "encoder", "tokens", "prefill", "cache", "drafter"}
-    some = ("frames-clip", "tome", "elastic", "sparsevlm", "fastkv", "draft-eagle")
-    assert [places[name] for name in some] == [
-        "frames", "encoder", "tokens", "prefill", "cache", "drafter"
-    ]  # fmt: skip
+    wanted = ["frames", "views", "encoder", "tokens", "prefill", "cache", "drafter"]
+    some = ("frames-clip", "crops", "tome", "elastic", "sparsevlm", "fastkv", "draft-eagle")
+    assert set(places.values()) == set(wanted)
+    assert [places[name] for name in some] == wanted
     assert main(["methods", "--where", "frames", "--trained"]) == 0
     assert "no method has these properties" in capsys.readouterr().out
 

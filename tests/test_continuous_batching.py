@@ -732,6 +732,44 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
     assert steps >= 4  # of four layers and the blocks of the tower
 
 
+@pytest.mark.parametrize(
+    ("block", "pause", "interrupted"), [(0.5, 1.0, False), (3.0, 1.0, True), (0.5, 0.0, True)]
+)
+def test_short_prompts_are_not_interrupted(
+    vlm: VLM, monkeypatch, block: float, pause: float, interrupted: bool
+) -> None:
+    """By a clock on which each block takes ``block`` of the time of a decode step."""
+    wanted = [alone(vlm, request(0, tokens=STREAM)), alone(vlm, request(1, tokens=3))]
+    vlm.prefix_cache.clear()
+    vlm.engine._decoded_at = vlm.engine._decode_s = 0.0  # by another clock
+    now, between, run = [0.0], Engine._between, Rounds.run
+    inside, nested = [], [False]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", pause)
+    monkeypatch.setattr("vlmfast.engine.engine.time", clock)
+
+    def reached(self: Engine, sequence: Any) -> None:
+        now[0] += block
+        nested[0] = True
+        between(self, sequence)
+        nested[0] = False
+
+    def decoded(self: Rounds, batches: Any) -> None:
+        now[0] += 1.0
+        inside.append(nested[0])
+        run(self, batches)
+
+    monkeypatch.setattr(Engine, "_between", reached)
+    monkeypatch.setattr(Rounds, "run", decoded)
+    go = threading.Event()
+    stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
+    stream.sequence.streamed = True
+    short = vlm.submit(request(1, tokens=3))
+    go.set()
+    assert [stream.result().token_ids, short.result().token_ids] == wanted
+    assert any(inside) is interrupted
+
+
 @pytest.mark.parametrize("family", first(*STATES))
 def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     model, processor = builders()[family]()

@@ -67,6 +67,7 @@ NOT_RUN = {
     r"--model (?!tiny\b)": "online: a hub id, or a model of the reader's",
     r"^vlmfast check": "half a minute, and it writes a file; tests/test_check.py runs its parts",
     r"^vlmfast demo": "serves until it is stopped",
+    r"^vllm serve": "another project's server; make test-vllm runs the plug-in",
     r"^vlmfast serve": "tests/serve/test_documented_server.py runs it, and what asks it",
     r"^curl ": "asks a server, as above",
     r"^docker ": "needs a builder",

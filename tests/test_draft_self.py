@@ -20,10 +20,12 @@ import vlmfast.engine.decode as decode
 import vlmfast.engine.rounds as rounds
 from test_draft_product import covering, met_by
 from test_graphs import captured_by_stand_in
+from test_noise import p_of_chi2
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.drafting import SlotList
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_names
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
 from vlmfast.errors import RecipeError, VLMFastError
@@ -34,19 +36,28 @@ VIEWS = (
     "draft-self:keep=0.3,confidence=0",
     "draft-self:keep=1,confidence=0,refresh=1",
     "draft-self:view=snapkv,keep=0.5,confidence=0,refresh=2",
-    "draft-self:view=vlcache,keep=0.5,confidence=0,refresh=2",
+    "draft-self:view=fastv,keep=0.5,confidence=0",
     "draft-self:view=divprune,keep=0.5,confidence=0",
     "draft-ngram+draft-self:view=h2o,keep=0.5,refresh=3",
 )
+# Every method of which a view can be made; that of clip-relevance needs a model of its own.
+EVICTORS = ("cake", "h2o", "pyramidkv", "snapkv", "streamingllm", "vlcache")
+REDUCERS = (
+    *("divprune", "downsample", "flashvid", "grid", "hired", "mmtok", "prumerge", "prumerge-plus"),
+    *("random", "scope", "visionzip"),
+)
+DROPPERS = ("dart", "fastv", "pyramiddrop")
 MORE_VIEWS = (
     *VIEWS,
+    *(
+        f"draft-self:view={view},keep=0.6,confidence=0,refresh=2"
+        for view in (*EVICTORS, *REDUCERS, *DROPPERS)
+    ),
     "draft-self:keep=0.5,steps=6,refresh=0",
     "draft-self:view=pyramidkv,keep=0.4,steps=2",
-    "draft-self:view=cake,keep=0.6,confidence=0,refresh=1",
-    "draft-self:view=streamingllm,keep=0.6,confidence=0",
-    "draft-self:view=random,keep=0.6,confidence=0",
-    "draft-self:view=visionzip,keep=0.5,confidence=0",
     "hired:0.5+draft-self:keep=0.5",
+    "hired:0.5+draft-self:view=pyramiddrop,keep=0.7,confidence=0",
+    "fastv:0.8+draft-self:view=snapkv,keep=0.6,confidence=0",
     "snapkv:0.9,window=4+draft-self:keep=0.5,confidence=0",
 )
 FAST = ("llava", "qwen2_5_vl", "gemma3 windows", "llava_next", "internvl")
@@ -133,9 +144,29 @@ def check(models: Models, case: tuple, tokens: int = 16) -> None:
             assert stats.accepted == stats.drafted
 
 
+def generations(cases: list[tuple]) -> int:
+    return sum({"single": 1, "batch": 3, "session": 2}[way] for _, _, way, _ in cases)
+
+
 def test_the_pairs_are_covered() -> None:
     axes = (VIEWS, FAST, WAYS, SAMPLERS)
     assert set().union(*map(met_by, PAIRS)) == set().union(*map(met_by, itertools.product(*axes)))
+    assert generations(PAIRS) >= 30 and generations(PRODUCT) >= 300
+    assert len(BUILD) >= 10 and len(FAST) >= 5
+
+
+def test_every_method_is_a_view_or_refused() -> None:
+    found, refused = set(), {}
+    for name in stage_names():
+        try:
+            DraftSelf(view=name, keep=0.5).selects  # noqa: B018, the property checks the view
+        except RecipeError as error:
+            refused[name] = str(error)
+        else:
+            found.add(name)
+    assert found == {*EVICTORS, *REDUCERS, *DROPPERS, "clip-relevance"}
+    for name, reason in refused.items():
+        assert f"view={name}" in reason and "allowed are topk" in reason
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
@@ -167,6 +198,39 @@ def test_in_float32_answers_differ_at_near_ties_alone(family: str) -> None:
             assert best - second < 1e-4
             ties += 1
     assert ties <= 1
+
+
+@pytest.mark.slow
+def test_sampled_drafts_have_the_law_of_the_model(llava) -> None:
+    """Chi-square of the second token, which is drafted, against its probability after the first."""
+    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 3, "max_new_tokens": 3}
+    recipe = "draft-self:keep=0.5,confidence=0"
+    requests = [
+        Request(QUESTION, [make_image(seed=1)], recipe=recipe, generation={**sampled, "seed": seed})
+        for seed in range(600)
+    ]
+    answers = llava.ask_many(requests, batch_size=50)
+    assert all(answer.stats.drafted > 0 for answer in answers)
+    seconds: dict[int, list[int]] = {}
+    for seed, answer in enumerate(answers):
+        seconds.setdefault(answer.token_ids[0], []).append(seed)
+    seeds = max(seconds.values(), key=len)
+    assert len(seeds) >= 200
+    plain = replace(requests[seeds[0]], recipe="none")
+    (one,) = llava.ask_many([plain], top_logprobs=3)
+    tokens, logprobs = zip(*one.logprobs[1].top, strict=True)
+    seen = torch.tensor([sum(answers[s].token_ids[1] == t for s in seeds) for t in tokens])
+    assert int(seen.sum()) == len(seeds)
+
+    def p_value(law: torch.Tensor) -> float:
+        expected = law * len(seeds)
+        return p_of_chi2(float(((seen - expected) ** 2 / expected).sum()), len(law) - 1)
+
+    law = torch.tensor(logprobs, dtype=torch.float64).softmax(0)
+    assert p_value(law) > 1e-4
+    other = 0.7 * law
+    other[law.argmin()] += 0.3
+    assert p_value(other) < 1e-4  # the control
 
 
 # --- what a draft reads --------------------------------------------------------------------------
@@ -211,6 +275,23 @@ def test_drafts_are_those_of_the_evicted_cache(llava, trees, tmp_path, method: s
     drafter = f"draft-self:view={tmp_path / 'view.yaml'},steps=7,confidence=0"
     assert llava.ask(QUESTION, recipe=drafter, **given()).token_ids == plain
     assert list(trees[0].tokens) == wanted[:8]
+
+
+def test_views_of_drops_are_the_rows_that_enter_each_layer(llava, chains) -> None:
+    dropped = llava.ask(QUESTION, recipe="fastv:0.4", **given()).trace.depth
+    llava.ask(QUESTION, recipe="draft-self:view=fastv,keep=0.4,refresh=1", **given())
+    chain = next(chain for chain in chains if chain.view is not None)
+    visual = chain.visual[0][0].nonzero().flatten()
+    deepest, fewest = int(dropped.max()), int(dropped.min())
+    assert fewest < deepest
+    for layer, part in enumerate(chain.view):
+        wanted = set(visual[(dropped > layer) | (dropped == deepest)].tolist())
+        for head, count in enumerate(part.counts.tolist()):
+            got = set(part.slots[head, :count].tolist())
+            assert got & set(visual.tolist()) == wanted
+            assert got - set(visual.tolist()) == set(
+                (~chain.visual[0][0]).nonzero().flatten().tolist()
+            )
 
 
 def test_a_draft_ends_with_its_confidence(llava, trees) -> None:
@@ -442,10 +523,10 @@ def test_strict_answers_and_bytes(llava) -> None:
         ("draft-self:keep=1.5", "keep=1.5 is out of range"),
         ("draft-self:view=nothing", "view=nothing: there is no such method; allowed are topk"),
         ("draft-self:view=elastic", "view=elastic needs weights of its own"),
-        ("draft-self:view=pyramiddrop", "view=pyramiddrop selects no slots of a whole cache"),
+        ("draft-self:view=sparsevlm", "view=sparsevlm selects no slots of a whole cache"),
         ("draft-self:view=kivi", "view=kivi selects no slots of a whole cache"),
         ("draft-self:view=tome", "view=tome selects no slots of a whole cache"),
-        ("draft-self:view=draft-ngram", "view=draft-ngram selects no slots of a whole cache"),
+        ("draft-self:view=draft-eagle", "view=draft-eagle selects no slots of a whole cache"),
         ("draft-self:view=absent.yaml", "recipe file absent.yaml cannot be read"),
         ("kivi+draft-self", "kivi quantizes the cache, so draft-self cannot follow it"),
         ("h2o+draft-self", "which h2o quantizes or moves during the answer; use h2o:decode=false"),

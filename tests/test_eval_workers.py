@@ -212,6 +212,73 @@ def test_launched_processes_stop_together(tmp_path):
     assert "samples failed, more than 10" in done.stderr
 
 
+SHARD = """
+import signal, sys
+sys.path.insert(0, {tests!r})
+from eval_fakes import FakeVLM
+from vlmfast.eval import commands
+from vlmfast.cli import main
+vlm, last = FakeVLM(delay=0.01), int(sys.argv[3])
+vlm.fail = lambda question: len(vlm.asked) == last and signal.pause()
+commands._load = lambda *_: vlm
+commands._refused = lambda *_: {{}}
+out, shard = sys.argv[1:3]
+words = ["eval", "shapes", "--limit", "2", "--out", out, "--recipe", "random:seed=1"]
+sys.exit(main([*words, "--shard", shard]))
+"""
+
+
+def test_two_shards_one_killed_and_repeated_give_the_bytes_of_a_whole_run(tmp_path, capsys):
+    """Answers byte for byte, and the report too where the times are the same."""
+    from vlmfast.cli import main
+
+    (tmp_path / "script.py").write_text(SHARD.format(tests=str(Path(__file__).parent)))
+    sharded, alone = tmp_path / "sharded", tmp_path / "alone"
+
+    def start(shard: str, last: int) -> subprocess.Popen:
+        """The command for one shard; it never finishes its question number ``last``."""
+        words = [tmp_path / "script.py", sharded, shard, last]
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        return subprocess.Popen([sys.executable, *map(str, words)], env=env)
+
+    first, second = start("0/2", 0), start("1/2", 9)
+    file = sharded / "shapes" / "none" / "samples.1-of-2.jsonl"
+    while not file.exists() or file.read_bytes().count(b"\n") < 8:
+        assert second.poll() is None, "the shard has ended"
+        time.sleep(0.01)
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    assert first.wait() == 0
+    assert start("1/2", 0).wait() == 0
+
+    runs = {}
+    for recipe in ("none", "random:seed=1"):
+        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2, model="tiny")
+        own = [*(sharded / "shapes" / run.path.name).glob("samples.*-of-2.jsonl")]
+        assert len(own) == 2
+        lines = sorted(line for path in own for line in path.read_bytes().splitlines())
+        assert lines == sorted((run.path / "samples.jsonl").read_bytes().splitlines())
+        runs[run.path.name] = run
+
+    # Times are measured, and differ. With those of the whole run, the report is the same.
+    for name, run in runs.items():
+        lines = (run.path / "timings.jsonl").read_bytes().splitlines(keepends=True)
+        for path in (sharded / "shapes" / name).glob("timings.*-of-2.jsonl"):
+            ids = {json.loads(line)["doc_id"] for line in path.read_bytes().splitlines()}
+            path.write_bytes(b"".join(x for x in lines if json.loads(x)["doc_id"] in ids))
+    written = []
+    for folder in (sharded, alone):
+        assert main(["report", str(folder), "--out", str(tmp_path / f"{folder.name}-report")]) == 0
+        report = tmp_path / f"{folder.name}-report"
+        written.append([(report / name).read_bytes() for name in ("report.md", "report.json")])
+    capsys.readouterr()
+    assert written[0] == written[1]
+    # A shard that is missing changes both.
+    file.unlink()
+    main(["report", str(sharded), "--out", str(tmp_path / "half")])
+    assert (tmp_path / "half" / "report.json").read_bytes() != written[1][1]
+
+
 # --- killed --------------------------------------------------------------------------------------
 
 KILLED = """

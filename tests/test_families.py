@@ -756,26 +756,6 @@ def test_a_batch_of_requests(vlm):
         assert got.token_ids == alone.token_ids
 
 
-def test_llava_around_other_models():
-    """Transformers makes any tower and any decoder: here DINOv2 and Gemma 3, with windows."""
-    build = tiny_families.llava_around_dinov2_and_gemma3
-    assert not check_family(*build(window=256)).names(ran=False)
-    model, processor = build(window=64)
-    report = check_family(model, processor)
-    assert report.names(ran=False) == {"drops: three images", "drops: a video"}
-    vlm = VLM(model, processor)
-    adapter, window = vlm.adapter, model.config.get_text_config().sliding_window
-    assert adapter.specials() == 1 and adapter.sources()[0] == "cls"
-    assert adapter.windows == (window, window, None, window)
-    for recipe in ("hired:0.5", "tome:0.5", "pyramiddrop", "zipvl"):
-        assert vlm.ask("what ?", **CASES["one image"], recipe=recipe, max_new_tokens=4).token_ids
-    with pytest.raises(RecipeError, match="whose layers differ in their rotary embedding"):
-        vlm.ask("what ?", **CASES["one image"], recipe="streamingllm:0.5")
-    model.get_encoder(modality="image").embeddings.register_tokens = torch.zeros(1, 4, 32)
-    with pytest.raises(ModelError, match="which has register tokens, is not supported"):
-        VLM(model, processor)
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 

@@ -191,8 +191,8 @@ def test_circle_of_folders_without_an_entry_is_found(house: ModuleType, planted:
             {"a0": set()} | {f"a{i}": {f"a{i - 1}"} for i in range(1, 13)},
             ["13 floors, at most 12 allowed"],
         ),
-        ({f"a{i}": set() for i in range(22)}, []),
-        ({f"a{i}": set() for i in range(23)}, ["23 rooms, at most 22 allowed"]),
+        ({f"a{i}": set() for i in range(23)}, []),
+        ({f"a{i}": set() for i in range(24)}, ["24 rooms, at most 23 allowed"]),
         # `check` reports the circle; it has no floors to count.
         ({"a": {"b"}, "b": {"a"}}, []),
     ],

@@ -17,7 +17,8 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import RecipeError
 
-METHODS = sorted(n for n in stage_names() if stage_class(n).protocol not in ("media", "drafter"))
+_ELSEWHERE = ("media", "views", "drafter")  # have tests of their own
+METHODS = sorted(n for n in stage_names() if stage_class(n).protocol not in _ELSEWHERE)
 DRAFTERS = sorted(n for n in stage_names() if stage_class(n).protocol == "drafter")
 REDUCERS = [n for n in METHODS if hasattr(stage_class(n)(), "budget")]
 CACHES = [n for n in METHODS if n not in REDUCERS]

@@ -29,6 +29,7 @@ from vlmfast.compressors.encoder.mustdrop import (
     key_tokens,
     spatial_merge,
     text_attention,
+    window_members,
     window_similarity,
     windows,
 )
@@ -37,7 +38,7 @@ from vlmfast.core.kv import KV
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.core.statistics import StatRequest
+from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels.quantize_kv import quantize
 
@@ -91,7 +92,9 @@ def test_merge_example() -> None:
     """Two windows of the first view merge and none of the second, so the first view is padded."""
     hidden = torch.arange(17.0).expand(2, 17)[..., None]
     similarity = torch.tensor([[0.1, 0.9, 0.2, 0.95]] * 2)
-    merged, source, lengths = spatial_merge(hidden, (2, 2), similarity, torch.tensor([2, 0]))
+    merged, source, lengths = spatial_merge(
+        hidden, window_members((4, 4), (2, 2)), similarity, torch.tensor([2, 0])
+    )
     assert lengths.tolist() == [11, 17]
     # Lower right, then upper right, then the left half in raster order.
     assert merged[0, :11, 0].tolist() == [0, 13.5, 5.5, 1, 2, 5, 6, 9, 10, 13, 14]
@@ -113,7 +116,9 @@ def test_most_similar_windows_are_averaged(
     m, ids = window[0] * window[1], window_ids(*shape)
     hidden = noise(len(counts), 1 + side * side, 3, seed=seed)
     similarity = window_similarity(windows(hidden[:, 1:], window))
-    got, source, lengths = spatial_merge(hidden, window, similarity, torch.tensor(counts))
+    got, source, lengths = spatial_merge(
+        hidden, window_members((side, side), window), similarity, torch.tensor(counts)
+    )
     assert got.shape[1] == int(lengths.max())
     for view, count in enumerate(counts):
         assert int(lengths[view]) == 1 + side * side - count * (m - 1)
@@ -128,10 +133,15 @@ def test_most_similar_windows_are_averaged(
             assert (source[view, members] == row).all()
 
 
+def of_grid(patches: int) -> ItemGeometry:
+    side = math.isqrt(patches)
+    return ItemGeometry((64, 64), (0, 0), (0, 1), (side, side))
+
+
 def on_block(
     stage: MustDrop, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, PrefillContext]:
-    context = VisionContext(depth=4, specials=1)
+    context = VisionContext(depth=4, items=(of_grid(hidden.shape[1] - 1),), specials=1)
     return *stage.expand()[0].on_block(context, 1, hidden), context
 
 
@@ -197,16 +207,13 @@ def test_window_must_divide_the_view(window: int, side: int, message: str) -> No
 
 @pytest.mark.parametrize(("side", "window"), [(24, 3), (16, 2), (12, 3), (8, 2)])
 def test_window_depends_on_the_grid(side: int, window: int) -> None:
-    assert MustDrop().window_of(side) == (window, window)
-    assert MustDrop(2).window_of(side) == (2, 2)
+    assert MustDrop().window_of((side, side)) == (window, window)
+    assert MustDrop(2).window_of((side, side)) == (2, 2)
 
 
-def test_non_square_grid_raises() -> None:
-    with pytest.raises(RecipeError, match=r"a square grid of patches .* has 15 of them"):
+def test_merged_grid_raises() -> None:
+    with pytest.raises(RecipeError, match=r"no earlier stage has merged; .* has 15 of 3x3 here"):
         on_block(MustDrop(), noise(1, 16, 4))
-    context = VisionContext(merged=torch.zeros(1, 17, dtype=torch.int64))
-    with pytest.raises(RecipeError, match="no earlier stage has merged"):
-        MustDrop().expand()[0].on_block(context, 1, noise(1, 17, 4))
 
 
 # --- key set -------------------------------------------------------------------------------------

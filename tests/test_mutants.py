@@ -341,6 +341,9 @@ def test_a_whole_run(project: Path) -> None:
     assert "named: killed vlmfast/engine/rule.py:3: 4 -> 1" in done.stdout
     assert "equivalent: vlmfast/engine/rule.py:3: 4 -> 5  any size above one" in done.stdout
     assert (project / "vlmfast/engine/rule.py").read_text() == RULE  # the copy was changed
+    report = [*command, "--judged", "--report", "report.json"]
+    only = subprocess.run(report, cwd=project, capture_output=True, text=True, check=False)
+    assert only.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
     again = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert "min left" not in again.stdout  # nothing was judged again
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]

@@ -142,6 +142,7 @@ def shown(answer: vlmfast.Answer) -> dict[str, Any]:
     """All of an answer except times and what the cache had."""
     stats = answer.stats.to_dict()
     others = ("cached_tokens", "peak_memory_bytes", "tokens_per_s", "vision_passes")
+    others += ("views", "views_encoded")
     same = {k: v for k, v in stats.items() if not k.endswith("_s") and k not in others}
     return {"tokens": answer.token_ids, "trace": answer.trace.to_dict(), **same}
 

@@ -24,8 +24,9 @@ from vlmfast.api.request import messages_of, sequence_of
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
+from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
+from vlmfast.engine.prefix import Prefix
 from vlmfast.engine.sampling import Sampling
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -625,13 +626,109 @@ def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     assert got.stats.accepted > 0
 
 
-def test_strict_disables_drafts_in_batches_and_with_pages() -> None:
+@pytest.fixture
+def drifting(monkeypatch) -> None:
+    """Trees write values that differ from those of single tokens."""
+    verify = Batch.verify
+
+    def drifts(self, trees):
+        output = verify(self, trees)
+        for layer in self.groups[0].cache.layers:
+            layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.02
+        return output
+
+    monkeypatch.setattr(Batch, "verify", drifts)
+
+
+@pytest.fixture
+def pages(monkeypatch) -> list[torch.Tensor]:
+    """The keys and values that decode stages quantize."""
+    found, quantize = [], RowSlots.quantize
+
+    def noted(self, count, make):
+        found.extend(x[:, :count].clone() for x in (self.keys, self.values))
+        quantize(self, count, make)
+
+    monkeypatch.setattr(RowSlots, "quantize", noted)
+    return found
+
+
+@pytest.mark.parametrize("recipe", [*PAGED, "zipcache:page=8"])
+def test_strict_answers_quantize_what_single_tokens_write(recipe, drifting, pages) -> None:
+    """A tree's last bits never enter a page."""
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
-    for recipe in ("zipvl:page=8", "h2o:0.7"):
-        wanted = vlm.ask(QUESTION, recipe=recipe, **given())
-        got = drafted(vlm, wanted, recipe, strict=True, **given())
+    more = given(max_new_tokens=36)
+    wanted = vlm.ask(QUESTION, recipe=recipe, **more)
+    plain = pages.copy()
+    assert len(plain) > 2 * 2 * len(vlm.adapter.decoder.layers)
+    for strict in (True, False):  # the second is the control
+        pages.clear()
+        got = drafted(vlm, wanted, recipe, Patient(), **more, strict=strict)
+        same = len(pages) == len(plain) and all(map(torch.equal, pages, plain))
+        assert same == strict and got.stats.accepted > 0
+        if strict:
+            assert got.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("recipe", [*PAGED, "zipcache:page=8"])
+def test_strict_answers_are_drafted_up_to_the_first_page(llava, recipe: str) -> None:
+    """Without near ties; the tokens before the page are decoded again, all others once."""
+    name, more = recipe.partition(":")[0], given(max_new_tokens=36)
+    wanted = llava.ask(QUESTION, recipe=recipe, **more)
+    got = drafted(llava, wanted, recipe, strict=True, **more)
+    assert got.token_ids == wanted.token_ids and got.stats.redecoded == 0
+    assert 0 < got.stats.accepted < 8
+    assert got.stats.speculation == f"off: strict, {name} modifies the cache"
+    short = drafted(llava, wanted, recipe, strict=True, **given(max_new_tokens=4))
+    assert short.stats.accepted == 2 and short.stats.speculation == "knows"
+
+
+@pytest.mark.parametrize("recipe", ["none", "kivi:bits=4,group=4,residual=64"])
+def test_strict_answers_of_a_session_leave_what_single_tokens_write(
+    recipe, drifting, monkeypatch
+) -> None:
+    vlm = VLM(*build_llava(dtype=torch.bfloat16))
+    given = {"max_new_tokens": 24, "eos_token_id": None}
+    left, extended = [], Prefix.extended
+
+    def noted(self, sequence):
+        layers = sequence.group.cache.layers
+        left.append(torch.stack([layer.values[0, :, : layer.max_lengths[0]] for layer in layers]))
+        return extended(self, sequence)
+
+    monkeypatch.setattr(Prefix, "extended", noted)
+
+    def answered(stages: Recipe, **more):
+        """An answer, and the values in the cache after it."""
+        left.clear()
+        with vlm.session(images=make_image(seed=1), recipe=stages) as session:
+            answer = session.ask(QUESTION, **given, **more)
+        return answer, left[-1].clone()
+
+    wanted, values = answered(Recipe.of(recipe))
+    knows = Recipe.of(recipe) + Patient(answer=tuple(wanted.token_ids))
+    for strict in (True, False):  # the second is the control
+        got, found = answered(knows, strict=strict)
+        assert got.stats.accepted > 0
+        assert torch.equal(found, values) == strict
+    assert answered(knows, strict=True)[0].token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("recipe", ["h2o:0.7", "cake:0.7", "streamingllm:0.7"])
+def test_evictions_at_every_token_disable_drafts(llava, recipe: str) -> None:
+    wanted = llava.ask(QUESTION, recipe=recipe, **given())
+    for strict in (True, False):
+        got = drafted(llava, wanted, recipe, strict=strict, **given())
         assert got.token_ids == wanted.token_ids and got.stats.drafted == 0
-        assert got.stats.speculation.startswith("off: strict")
+        name = recipe.partition(":")[0]
+        assert got.stats.speculation == f"off: {name} modifies the cache at every token"
+    with llava.session(images=make_image(seed=1), recipe=f"{recipe}+draft-ngram") as session:
+        got = session.ask(QUESTION, strict=True, max_new_tokens=8, eos_token_id=None)
+    assert len(got.token_ids) == 8 and got.stats.drafted == 0
+
+
+def test_strict_answers_are_not_drafted_in_a_batch_without_drafts() -> None:
+    vlm = VLM(*build_llava(dtype=torch.bfloat16))
     generation = {"max_new_tokens": 8, "eos_token_id": None, "strict": True}
     requests = [
         Request(QUESTION, make_image(seed=1), recipe=Recipe((Patient(),))) for _ in range(2)

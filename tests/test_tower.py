@@ -57,6 +57,21 @@ def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     assert "forward" not in vars(vlm.adapter.tower())
 
 
+@pytest.mark.parametrize("recipe", ["crops:0.5", "crops:0.25+visionzip:dominant=4,contextual=3"])
+def test_passes_over_chosen_views_are_captured(recipe: str) -> None:
+    """One graph for the base view, one for the crops."""
+    plain, vlm = (VLM(*build_llava_next(), prefix_cache_bytes=0) for _ in range(2))
+    towers = vlm.adapter.kept["towers"] = Towers(record=repeated)
+    for seed in range(3):
+        given = {"images": make_image(seed=seed), "recipe": recipe, "max_new_tokens": 5}
+        wanted = plain.ask("what ?", **given)
+        got = vlm.ask("what ?", **given)
+        assert got.token_ids == wanted.token_ids
+        assert torch.equal(got.trace.depth, wanted.trace.depth)
+        # A single crop has the shape of the base view, whose graph it shares.
+        assert towers.replayed == 2 * seed + ("0.25" in recipe)
+
+
 def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]

@@ -15,10 +15,9 @@ from closeness import apart, close
 from vlmfast import VLM
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.tree import Tree
-from vlmfast.core.weights import load_weights
+from vlmfast.core.weights import SHIPPED, load_weights
 from vlmfast.drafters._training import Drafting, Teacher, accepted, unroll
 from vlmfast.drafters.draft_eagle.stage import DraftEagle
-from vlmfast.drafters.draft_eagle.visual import Visual
 from vlmfast.drafters.draft_vispec.stage import DraftVispec
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
 from vlmfast.train.drafters import DrafterTrainer, drawn, teach
@@ -328,8 +327,8 @@ def test_eagle3_learns_its_own_vocabulary(tiny: VLM, lesson) -> None:
     student = torch.randn(2, 20)
     teacher = torch.zeros(2, 512)
     teacher[0, 50], teacher[1, 300] = 9, 9  # the first is not in the drafter's vocabulary
-    both, _ = made.loss(module, None, student, None, teacher)
-    one, _ = made.loss(module, None, student[1:], None, teacher[1:])
+    both, _ = made.pass_loss(module, None, student, None, teacher)
+    one, _ = made.pass_loss(module, None, student[1:], None, teacher[1:])
     close(both, one, terms=20 + 20)  # both distributions
 
 
@@ -413,6 +412,12 @@ def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
     assert torch.equal(state(other)[key], state(trainer)[key].bfloat16().float())
     with pytest.raises(TrainingError, match="contains another drafter"):
         DrafterTrainer(arguments(tmp_path / "three", "--kind", "eagle3", *init))
+    # ViSpec has no compressor, which those of eagle may have.
+    init = ("--init", str(SHIPPED / "tiny-draft-eagle"))
+    other = DrafterTrainer(arguments(tmp_path / "shipped", "--kind", "vispec", *init))
+    shipped = load_weights(DraftEagle(), sizes, signature)
+    assert torch.equal(state(other)[key], shipped.state_dict()[key])
+    assert any(name.startswith("compressor.") for name in shipped.state_dict())
 
 
 def test_epochs_contain_each_sample_once(tmp_path) -> None:
@@ -444,20 +449,25 @@ def test_invalid_options_raise(tmp_path, flags, message) -> None:
 # --- shipped drafter -----------------------------------------------------------------------------
 
 
-def test_shipped_drafter_acceptance(tiny: VLM) -> None:
+@pytest.mark.parametrize("stage", [DraftEagle(), DraftVispec()], ids=lambda stage: stage.name)
+def test_shipped_drafter_acceptance(tiny: VLM, stage) -> None:
     adapter = tiny.adapter
-    module = load_weights(DraftEagle(), adapter.sizes(), adapter.signature())
-    made, untrained = training(tiny, *(["--compressor"] if module.compressor else []))
+    module = load_weights(stage, adapter.sizes(), adapter.signature())
+    flags = ["--compressor"] if module.compressor else []
+    kind = "eagle" if isinstance(stage, DraftEagle) else "vispec"
+    made, untrained = training(tiny, "--kind", kind, *flags)
     target = Teacher(adapter)
 
     def mean(module) -> float:
         rounds = total = 0
         for number in range(drafters._HELD_OUT + 1000, drafters._HELD_OUT + 1003):
             messages = drawn(number)
-            lesson = teach(tiny, messages, tiny.chat(messages).token_ids, [DraftEagle()])
+            lesson = teach(tiny, messages, tiny.chat(messages).token_ids, [stage])
             with torch.no_grad():
-                more = accepted(made.draft(module, lesson, target, 4, Visual()), lesson.answer)
+                drafts = made.draft(module, lesson, target, 4, made.views()[0])
+            more = accepted(drafts, lesson.answer)
             rounds, total = rounds + more[0], total + more[1]
         return total / rounds
 
     assert mean(module) > 1.5 > 0.3 > mean(untrained)
+    assert (SHIPPED / f"tiny-{stage.name}" / "model.safetensors").stat().st_size < 4e6

@@ -94,7 +94,9 @@ class Past:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
-    def update(self, keys: Tensor, values: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return torch.cat([self.keys[None], keys], 2), torch.cat([self.values[None], values], 2)
 
 

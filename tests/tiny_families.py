@@ -811,36 +811,94 @@ def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(Lfm2VlForConditionalGeneration, config, 8, seed), processor
 
 
-def llava_around_dinov2_and_gemma3(window: int, seed: int = 0) -> tuple[nn.Module, Any]:
-    """A LLaVA whose tower and language model are not those of the published ones."""
-    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
-    from transformers import LlavaForConditionalGeneration as Llava
+# Towers and language models that Transformers puts into a LLaVA, and where they differ from the
+# others in what their config takes.
+TOWERS: dict[str, dict[str, Any]] = {
+    "clip_vision_model": {},
+    "siglip_vision_model": {},
+    "dinov2": {"mlp_ratio": 2},
+    "dinov2_with_registers": {"mlp_ratio": 2},
+    "vit": {},
+    "dinov3_vit": {"num_register_tokens": 3},  # rotary positions
+    "deit": {},  # a second special row
+    "beit": {"use_relative_position_bias": True},
+}
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": None},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "gpt_neox": {},
+    "olmo2": {},  # norms after attention alone
+    "gemma3_text": {
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+    },
+}
 
-    tokens = tokenizer(image_token="<image>")
-    config = LlavaConfig(
-        text_config={
-            **TEXT,
-            "model_type": "gemma3_text",
-            "vocab_size": len(tokens),
-            "query_pre_attn_scalar": 16,
-            "sliding_window": window,
-            "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
-        },
-        vision_config={**open_clip_models(model_type="dinov2"), "mlp_ratio": 2},
-        image_token_id=ids(tokens, "<image>")[0],
+
+def llava_around(
+    tower: str,
+    decoder: str,
+    family: str = "llava",
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+) -> tuple[nn.Module, Any]:
+    """A LLaVA of any tower and language model, by their ``model_type``.
+
+    ``family`` is ``llava``, ``llava_next`` or ``llava_onevision``; ``text`` and ``vision`` are
+    added to the configs. A tower without special rows projects all of its rows, others all but the
+    first.
+    """
+    import transformers
+
+    tokens = tokenizer(image_token="<image>", video_token="<video>")
+    words = {"model_type": decoder, "vocab_size": len(tokens)}
+    views = {"model_type": tower, **open_clip_models(), **TOWERS.get(tower, {})}
+    strategy = "full" if tower == "siglip_vision_model" else "default"
+    how = {"vision_feature_select_strategy": strategy}
+    name = {"llava": "Llava", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[
+        family
+    ]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**TEXT, **words, **DECODERS.get(decoder, {}), **(text or {})},
+        vision_config={**views, **(vision or {})},
         vision_feature_layer=-1,
-        tie_word_embeddings=False,
+        **{
+            key: value
+            for key, value in _llava(tokens).items()
+            if family != "llava" or "grid" not in key
+        },
+        **how,
     )
-    size = {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 4 * PATCH}, crop_size=size),
+    edge = {"height": 4 * PATCH, "width": 4 * PATCH}
+    crop = {"size": {"shortest_edge": 4 * PATCH}, "crop_size": edge}
+    if family == "llava":
+        images = transformers.CLIPImageProcessor(**crop)
+        more: dict[str, Any] = {"patch_size": PATCH}
+    elif family == "llava_next":
+        images = transformers.LlavaNextImageProcessor(**crop, image_grid_pinpoints=PINPOINTS)
+        more = {"patch_size": PATCH}
+    else:
+        images = transformers.LlavaOnevisionImageProcessor(
+            size=edge, image_grid_pinpoints=PINPOINTS
+        )
+        videos = transformers.LlavaOnevisionVideoProcessor(size=edge)
+        more = {"video_processor": videos, "num_image_tokens": 16 + int(strategy == "default")}
+    processor = getattr(transformers, f"{name}Processor")(
+        image_processor=images,
         tokenizer=tokens,
-        patch_size=PATCH,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-        chat_template=template("<image>"),
+        chat_template=template("<image>", "<video>"),
+        **more,
+        **how,
     )
-    return filled(Llava, config, 5, seed), processor
+    return filled(
+        getattr(transformers, f"{name}ForConditionalGeneration"), config, 6, seed
+    ), processor
 
 
 # Families with code of their own for the most part. Others share it with one of these: the kit and

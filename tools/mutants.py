@@ -364,6 +364,12 @@ def parsed(line: str) -> dict[str, Any] | None:
         return None
 
 
+def judged(out: Path) -> dict[str, dict[str, Any]]:
+    """By key: the last row of each mutant in a file of results."""
+    lines = out.read_text(encoding="utf-8").splitlines() if out.is_file() else []
+    return {row["key"]: row for row in map(parsed, lines) if row is not None}
+
+
 def run(
     mutants: Sequence[Mutant],
     runner: Runner,
@@ -377,11 +383,8 @@ def run(
     With ``again``, those that survived are judged once more, as tests may have been added.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    known = {}
+    known = judged(out)
     if out.is_file():
-        for row in map(parsed, out.read_text(encoding="utf-8").splitlines()):
-            if row is not None:
-                known[row["key"]] = row
         with out.open("a", encoding="utf-8") as file:
             file.write("\n")  # after the half of a line that was interrupted
     started, done = time.monotonic(), 0
@@ -410,6 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--record", action="store_true", help="record tests of each line, besides those recorded")
     add("--tests", default="", help="arguments of pytest for the recording, such as files")
     add("--again", action="store_true", help="judge survivors again, after tests were added")
+    add("--judged", action="store_true", help="report the mutants that were judged, judge no more")
     add("--folder", type=Path, default=FOLDER, help="recording and results")
     add("--report", type=Path, help="write the results with the environment to this file")
     add("--no-named", action="store_true", help="without the mutants of tools/mutants.toml")
@@ -430,15 +434,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = tomllib.loads((ROOT / KNOWN).read_text(encoding="utf-8"))
     drawn = sample(ROOT, strata, given.count, given.seed)
     first = [] if given.no_named else named(ROOT, known.get("named", ()))
-    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
-        copy_tree(ROOT, Path(place))
-        trials = Trials(Path(place))
-        runner = Runner(Path(place), coverage, given.limit, trials)
-        runner.declarations = known.get("declarations", {}).get("tests", ())
-        try:
-            rows = run([*first, *drawn], runner, folder / "results.jsonl", again=given.again)
-        finally:
-            trials.close()
+    results = folder / "results.jsonl"
+    if given.judged:
+        found = judged(results)
+        first, drawn = ([m for m in part if m.key in found] for part in (first, drawn))
+        rows = [found[mutant.key] for mutant in (*first, *drawn)]
+    else:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+            copy_tree(ROOT, Path(place))
+            trials = Trials(Path(place))
+            runner = Runner(Path(place), coverage, given.limit, trials)
+            runner.declarations = known.get("declarations", {}).get("tests", ())
+            try:
+                rows = run([*first, *drawn], runner, results, again=given.again)
+            finally:
+                trials.close()
     rows = [with_known(row, known.get("equivalent", ())) for row in rows]
     rows, fixed = rows[len(first) :], rows[: len(first)]
     for row in fixed:
@@ -456,6 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "environment": environment(),
                 "seed": given.seed,
                 "recorded_tests": len(coverage.seconds),
+                "drawn": given.count,
+                "judged": len(rows),
                 "all": summary(rows),
                 **{name: summary(part) for name, part in parts.items()},
                 "named": fixed,

@@ -253,5 +253,11 @@ def named(root: Path, entries: Sequence[dict[str, Any]]) -> list[Mutant]:
         mutant = Mutant(
             entry["file"], number, entry["line"], entry["change"], start, end, after, stratum
         )
-        found.append(replace(mutant, first=number, tests=tuple(entry.get("tests", ()))))
+        within = any(
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body[0].lineno <= number <= (node.end_lineno or 0)
+            for node in ast.walk(ast.parse(raw))
+        )
+        tests = tuple(entry.get("tests", ()))
+        found.append(replace(mutant, first=number, tests=tests, on_import=not within))
     return found

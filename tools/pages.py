@@ -29,6 +29,7 @@ DRAFTS = ROOT / "benchmarks" / "results" / "speculation-tiny-cpu.json"
 
 PROTOCOLS = {
     "media": ("Frames", "before encoding, to select the frames of a video"),
+    "views": ("Views", "before the vision tower, to leave out crops and frames"),
     "in-encoder": ("Vision tower", "between the blocks of the vision tower"),
     "encode": ("Before the language model", "between the vision tower and the language model"),
     "prefill": (
@@ -492,13 +493,14 @@ def method_page(method: dict[str, Any], found: list[Report]) -> str:
         parts.append(NEEDS[word])
     question = "Describe the image." if protocol == "drafter" else "What is in the bottom left?"
     media = "examples/picture.png"
-    if protocol == "media":
+    shows_video = protocol == "media" or getattr(stage_class(word)(), "reuses_frames", False)
+    if shows_video:
         media, question = "examples/clip.mp4", "Which way does the cyan star move?"
     parts.append(
         f'```\nvlmfast ask {media} "{question}" --recipe {recipe}\n```\n\n'
         f'```python\nvlm = vlmfast.VLM.from_pretrained("tiny")\n'
         f'vlm.ask(\n    "{question}",\n'
-        f'    {"video" if protocol == "media" else "images"}="{media}",\n'
+        f'    {"video" if shows_video else "images"}="{media}",\n'
         f'    recipe="{recipe}",\n)\n```'
     )
     parts += _measured_section(word, protocol, found)

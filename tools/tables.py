@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _COMPARED = {
 _PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
 # Column -> the folders of its methods.
 _KINDS = {
+    "views": ("views",),
     "vision encoder": ("encoder",),
     "before the LLM": ("frames", "tokens"),
     "LLM layers": ("prefill",),
@@ -138,8 +140,12 @@ def timings() -> str:
     assert spec and spec.loader
     ask = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ask)
-    models = _asked()["models"]
-    return "\n\n".join(ask.markdown(name, rows) for name, rows in models.items())
+    tables = []
+    for name, rows in _asked()["models"].items():
+        tables.append(ask.markdown(name, rows))
+        if all("media" in row for row in rows.values()):
+            tables.append(ask.parts_table(name, rows))
+    return "\n\n".join(tables)
 
 
 def runs_where() -> str:
@@ -205,6 +211,46 @@ def verbose() -> str:
     return robustness_report.length_table(_attacked()["robustness-verbose"])
 
 
+def draws() -> str:
+    """How good the recipes are that the race chooses on drawn scenes."""
+    path = ROOT / "benchmarks" / "results" / "tune-tiny.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    head = ["`--for`", "within the limit", "certified", "loss, median", "loss, largest"]
+    rows = [[*head, "cost, median", "times the cheapest, median"]]
+    for objective in ("ttft", "memory"):
+        about = found[objective]
+        losses = [100 * one["loss_on_rest"] for one in about["each"]]
+        cost = statistics.median(one["cost"] for one in about["each"])
+        rows.append(
+            [
+                f"`{objective}`",
+                f"{about['within_bound']} of {about['draws']}",
+                f"{about['certified']} of {about['draws']}",
+                f"{statistics.median(losses):+.1f}",
+                f"{max(losses):+.1f}",
+                f"{100 * cost:.0f} %",
+                f"{about['median_cost_over_cheapest']:.2f}",
+            ]
+        )
+    return _table(rows)
+
+
+def static_frames() -> str:
+    """Frames that ``static-frames`` encodes, and answers that it changes."""
+    path = ROOT / "benchmarks" / "results" / "static-frames-tiny.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    recipes = list(dict.fromkeys(row["recipe"] for row in found))
+    rows = [["encoded / same answer / right", *(f"`{recipe}`" for recipe in recipes)]]
+    for name in dict.fromkeys(row["version"] for row in found):
+        own = {row["recipe"]: row for row in found if row["version"] == name}
+        shares = [
+            " / ".join(f"{100 * own[recipe][key]:.0f} %" for key in ("encoded", "same", "right"))
+            for recipe in recipes
+        ]
+        rows.append([name, *shares])
+    return _table(rows)
+
+
 def _attacked() -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -234,6 +280,8 @@ TABLES = {
     ("docs/robustness.md", "guards"): guards,
     ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
+    ("docs/tune.md", "draws"): draws,
+    ("docs/views.md", "static-frames"): static_frames,
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
     ("README.md", "families"): runs_where,

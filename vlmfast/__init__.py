@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vlmfast.api.overlays import overlay
     from vlmfast.api.session import Session
     from vlmfast.api.vlm import VLM, methods
+    from vlmfast.core.exact import exact_count
     from vlmfast.core.recipe import Recipe
     from vlmfast.core.weights import StageWeights
     from vlmfast.engine.handle import Handle
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         RequestCancelled,
         VLMFastError,
     )
+    from vlmfast.media.types import ImageLike, VideoLike
 
 # Public name -> module. Everything is imported on first use, so that `import vlmfast` is cheap.
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "attach": "api.attachment",
     "Session": "api.session",
     "overlay": "api.overlays",
+    "exact_count": "core.exact",
     "Recipe": "core.recipe",
     "StageWeights": "core.weights",
     "VLMFastError": "errors",
@@ -48,6 +51,8 @@ _HOMES = {
     "RequestCancelled": "errors",
     "DeadlineExceeded": "errors",
     "Handle": "engine.handle",
+    "ImageLike": "media.types",
+    "VideoLike": "media.types",
 }
 
 # A library prints no log lines unless the program that uses it asks for them.
@@ -64,6 +69,7 @@ __all__ = [
     "ComparisonTable",
     "DeadlineExceeded",
     "Handle",
+    "ImageLike",
     "MediaError",
     "ModelError",
     "Recipe",
@@ -73,8 +79,10 @@ __all__ = [
     "Session",
     "StageWeights",
     "VLMFastError",
+    "VideoLike",
     "__version__",
     "attach",
+    "exact_count",
     "methods",
     "overlay",
 ]

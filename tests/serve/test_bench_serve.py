@@ -363,6 +363,48 @@ def test_a_server_that_waits_takes_no_time(
     assert server._process.returncode is not None
 
 
+def test_vllm_runs_the_same_recipes_in_its_own_environment() -> None:
+    recipes = ["none", "hired:budget=0.2"]
+    argv = ["--vllm", sys.executable, "--recipes", *recipes, "--dtype", "float32"]
+    with_caches, without = (
+        serve.vllm_specs(serve.parse([*argv, *more]), Path("exported"), "name")
+        for more in ([], ["--no-caches"])
+    )
+    assert [spec.name for spec in with_caches] == ["vllm serve", "vllm serve, hired:budget=0.2"]
+    stock, reduced = (spec.command for spec in with_caches)
+    assert "--hf-overrides" not in stock
+    override = json.loads(reduced[reduced.index("--hf-overrides") + 1])
+    assert override == {"vlmfast_recipe": "hired:budget=0.2"}
+    for spec in (*with_caches, *without):
+        assert spec.python == sys.executable and not spec.is_own
+        assert spec.command[spec.command.index("--served-model-name") + 1] == "name"
+    assert all("--no-enable-prefix-caching" in spec.command for spec in without)
+    assert not any("--no-enable-prefix-caching" in spec.command for spec in with_caches)
+    ports = [spec.command[spec.command.index("--port") + 1] for spec in with_caches]
+    assert len(set(ports)) == 2
+
+
+def test_rows_compare_a_recipe_with_vllm_under_the_same_recipe() -> None:
+    answer = servers.Answer(0.0, [0.1], 0.2, "text", 4)
+    other = servers.Answer(0.0, [0.1], 0.2, "other", 4)
+    found = {
+        ("none", 1): [servers.Load(1.0, [answer])],
+        ("fast", 1): [servers.Load(0.5, [answer])],
+        ("vllm serve", 1): [servers.Load(2.0, [answer])],
+        ("vllm serve, fast", 1): [servers.Load(2.0, [other])],
+    }
+    ratios = {row.what: row.ratios for row in serve.against(found)}
+    assert ratios == {
+        "answers per second, `none` over `vllm serve`, 1 client": [2.0],
+        "answers per second, `fast` over `vllm serve, fast`, 1 client": [4.0],
+    }
+    shares = {row.what: row.ratios for row in serve.equality(found)}
+    assert shares == {
+        "share of answers equal to those of `vllm serve`, 1 client": [1.0],
+        "share of answers equal to those of `vllm serve, fast`, 1 client": [0.0],
+    }
+
+
 def test_a_model_without_end(tmp_path: Path) -> None:
     folder = serve.endless(servers.ask.TINY, tmp_path / "endless")
     names = {file.name for file in servers.ask.TINY.iterdir()}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tiny_models import make_image
+from vlmfast.core.layout import Kind
 
 QUESTION = "What is in the bottom left?"
 
@@ -121,6 +122,29 @@ def test_trace_has_the_boxes_of_kept_tokens(served: Any) -> None:
     assert len(trace["tokens"]) == usage["vlmfast"]["visual_tokens_in"]
     assert all(0 <= low <= 1 for token in entered for low in token["box"])
     assert "trace" not in served.chat(max_tokens=1).json()["usage"]["vlmfast"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "merges"), [("downsample", True), ("prumerge", True), ("none", False)]
+)
+def test_trace_has_the_boxes_of_merged_tokens(served: Any, recipe: str, merges: bool) -> None:
+    """All tokens are accounted for: by the number that each row represents, and by boxes."""
+    asked = {"model": "full", "recipe": recipe, "max_tokens": 1, "trace": True}
+    usage = served.chat(image=8, **asked).json()["usage"]["vlmfast"]
+    trace = usage["trace"]
+    tokens, merged = trace["tokens"], trace["merged"]
+    assert bool(merged) is merges
+    entered = [number for number, token in enumerate(tokens) if token["depth"]]
+    assert {one["token"] for one in merged} <= set(entered)
+    weights = dict.fromkeys(entered, 1) | {one["token"]: one["weight"] for one in merged}
+    patches = sum(weight for at, weight in weights.items() if tokens[at]["kind"] != Kind.NEWLINE)
+    assert patches == sum(token["kind"] != Kind.NEWLINE for token in tokens)
+    for one in merged:
+        (left, top, right, bottom), own = one["box"], tokens[one["token"]]["box"]
+        assert left <= own[0] < own[2] <= right and top <= own[1] < own[3] <= bottom
+    if recipe == "downsample":
+        whole = [one["box"] for one in merged if tokens[one["token"]]["tile"] == 0]
+        assert sum((r - x) * (b - y) for x, y, r, b in whole) == pytest.approx(1, rel=1e-5)
 
 
 def test_length_defaults_to_the_limit(served: Any) -> None:

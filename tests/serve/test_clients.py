@@ -96,8 +96,11 @@ def test_video(served: Any, client: openai.OpenAI) -> None:
     found = client.chat.completions.create(
         model="full",
         messages=[{"role": "user", "content": content}],
-        extra_body={"num_frames": 4},
+        extra_body={"num_frames": 4, "trace": True},
     )
+    trace = found.usage.vlmfast["trace"]
+    assert trace["items"] == [{"video": 0, "frame": n, "frames": 4} for n in range(4)]
+    assert {token["item"] for token in trace["tokens"]} == set(range(4))
     frames = load_video(data, num_frames=4).frames
     expected = served.vlm.ask(question, video=frames)
     assert found.choices[0].message.content == expected.text

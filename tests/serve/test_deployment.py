@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 from documented import ROOT, options
 from vlmfast.cli import commands as cli
 from vlmfast.errors import VLMFastError
-from vlmfast.serve.config import ServerConfig
+from vlmfast.serve.commands import config_of
+from vlmfast.serve.config import MediaLimits, ServerConfig
 from vlmfast.serve.errors import RequestError
 from vlmfast.serve.metrics import Metrics
 from vlmfast.serve.responses import ResponsesRequest
@@ -112,6 +114,27 @@ def test_page_lists_all_options_with_their_defaults() -> None:
             assert default.replace(",", "") in row.split("|")[2].replace(",", ""), row
 
 
+def test_each_limit_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of the configuration that no option reaches would keep its default."""
+    monkeypatch.delenv("VLMFAST_API_KEY", raising=False)
+    parser = cli._parser()._subparsers._group_actions[0].choices["serve"]
+    assert options(parser)  # which adds them
+    given = {
+        action.option_strings[0]: action.default + 1
+        for action in parser._actions
+        if action.metavar == "N" and isinstance(action.default, int | float)
+    }
+    words = [word for option, value in given.items() for word in (option, str(value))]
+    args = cli._parser().parse_args(["serve", "tiny", *words])
+    args.model = args.served
+    config = config_of(args)
+    for found, default in ((config, ServerConfig()), (config.media, MediaLimits())):
+        for f in fields(default):
+            value = getattr(default, f.name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert getattr(found, f.name) == value + 1, f.name
+
+
 def test_page_lists_all_fields() -> None:
     text = section("Fields of chat completions")
     assert first_cells(text) == set(ChatRequest.model_fields)
@@ -161,8 +184,6 @@ def json_of(instruction: str, text: str) -> list[str]:
 
 
 def test_container_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlmfast.serve.commands import config_of
-
     text = DOCKERFILE.read_text(encoding="utf-8")
     words = [*json_of("ENTRYPOINT", text), *json_of("CMD", text)]
     args = cli._parser().parse_args(words[1:])
@@ -202,7 +223,7 @@ def test_unit_starts_the_server_and_lets_answers_end() -> None:
     args = cli._parser().parse_args(words[1:])
     assert Path(words[0]).name == "vlmfast"
     assert (args.command, args.host) == ("serve", ServerConfig.host)
-    assert float(found["TimeoutStopSec"]) > args.grace_s + 10
+    assert float(found["TimeoutStopSec"]) > args.grace + 10
     assert found["KillSignal"] == "SIGTERM"
     assert "VLMFAST_API_KEY" not in found and found["EnvironmentFile"].startswith("/etc/")
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,15 @@ def target(
 def run(target: Target, seed: str, count: int, batch: int) -> server_fuzz.Report:
     """Send many requests, and check the server between them."""
     fuzz, report = target.fuzz(seed), server_fuzz.Report()
-    for start in range(0, count, batch):
-        cases = (fuzz.case(number) for number in range(start, min(start + batch, count)))
-        found = server_fuzz.run(target.port, cases, CONNECTIONS, GUARD)
-        report.statuses += found.statuses
-        report.violations += found.violations + target.check()
+    with server_fuzz.watched(target.port, GUARD) as health:
+        for start in range(0, count, batch):
+            cases = (fuzz.case(number) for number in range(start, min(start + batch, count)))
+            found = server_fuzz.run(target.port, cases, CONNECTIONS, GUARD)
+            report.statuses += found.statuses
+            report.violations += found.violations + target.check()
+    report.violations += health.violations
     assert not report.violations, "\n".join(report.violations)
+    assert health.count > 1
     target.served.until(lambda: target.idle)
     return report
 
@@ -247,6 +251,17 @@ def test_requests_are_determined_by_seed_and_number() -> None:
     for number in range(50):
         assert first.case(number) == again.case(number)
     assert [first.case(n) for n in range(9)] != [other.case(n) for n in range(9)]
+
+
+def test_dead_servers_are_found(target: Target) -> None:
+    with server_fuzz.watched(target.port, GUARD) as health:
+        pass
+    assert health.count and not health.violations
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # without listening
+        with server_fuzz.watched(unused.getsockname()[1], GUARD) as health:
+            pass
+    assert len(health.violations) == health.count > 0
 
 
 def test_hangs_are_found(target: Target) -> None:

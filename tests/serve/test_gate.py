@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -11,9 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from vlmfast import VLMFastError
 from vlmfast.serve.config import MediaLimits, ServerConfig
+from vlmfast.serve.errors import RequestError
+from vlmfast.serve.responses import ResponsesRequest
+from vlmfast.serve.schema import ChatRequest, read_as
+from vlmfast.serve.tokens import TokenizeRequest
 
 CHAT = "/v1/chat/completions"
 
@@ -276,6 +282,65 @@ def test_wrong_fields_of_responses(served: Any, more: dict[str, Any]) -> None:
     error = error_of(served.post("/v1/responses", {**body, **more}), 400)
     (name,) = more
     assert (error["param"] or "").startswith(name)
+
+
+KINDS: tuple[Any, ...] = (None, True, 5, 0.5, "text", [], [5], {}, {"a": 1}, [[]], "x" * 2000)
+SMALLEST = {
+    ChatRequest: {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+    ResponsesRequest: {"model": "tiny", "input": "hello"},
+    TokenizeRequest: {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+def refusal(model: type[BaseModel], body: dict[str, Any]) -> RequestError | None:
+    try:
+        read_as(model, json.dumps(body).encode())
+    except RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("model", SMALLEST)
+def test_each_field_refuses_other_types(model: type[BaseModel]) -> None:
+    """By an error that names the field."""
+    assert refusal(model, SMALLEST[model]) is None
+    for name in model.model_fields:
+        found = [refusal(model, {**SMALLEST[model], name: value}) for value in KINDS]
+        errors = [error for error in found if error is not None]
+        assert len(errors) >= 5, name
+        assert all(error.status == 400 for error in errors)
+        assert all((error.param or "").startswith(name) for error in errors), errors
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "fps", "presence_penalty", "max_tokens"])
+def test_numbers_that_are_not_finite_are_refused(served: Any, field: str, number: str) -> None:
+    text = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]})
+    content = f'{text[:-1]}, "{field}": {number}}}'
+    with served.client() as client:
+        response = client.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    error_of(response, 400)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ["user", "user"],
+        ["assistant", "user"],
+        ["user", "assistant", "assistant", "user"],
+        ["user", "assistant"],
+        ["assistant"],
+    ],
+    ids="-".join,
+)
+def test_repeated_roles_are_answered_as_by_the_library(served: Any, roles: list[str]) -> None:
+    messages = [{"role": role, "content": f"What is {n}?"} for n, role in enumerate(roles)]
+    response = served.post(CHAT, {"model": "full", "messages": messages, "max_tokens": 4})
+    with contextlib.suppress(VLMFastError):
+        expected = served.vlm.chat(messages, max_new_tokens=4)
+        assert response.json()["choices"][0]["message"]["content"] == expected.text
+        return
+    error_of(response, 400)
 
 
 def test_unknown_models_and_paths(served: Any) -> None:

@@ -304,13 +304,14 @@ def test_memory_after_many_bad_requests(tmp_path: Path) -> None:
     sizes = []
     with server_fuzz.canary() as canary, running(*options) as server:
         fuzz = server_fuzz.Fuzz("process", ("tiny", "fast"), canary.url, folder=tmp_path)
-        for start in range(0, 10_000, 500):
-            cases = (fuzz.case(number) for number in range(start, start + 500))
-            report = server_fuzz.run(server.port, cases, 6, GUARD)
-            assert not report.violations, "\n".join(report.violations)
-            assert server.request("GET", "/health").status == 200
-            if start + 500 in (2_000, 10_000):
-                sizes.append(server.idle_memory())
+        with server_fuzz.watched(server.port, GUARD) as health:
+            for start in range(0, 10_000, 500):
+                cases = (fuzz.case(number) for number in range(start, start + 500))
+                report = server_fuzz.run(server.port, cases, 6, GUARD)
+                assert not report.violations, "\n".join(report.violations)
+                if start + 500 in (2_000, 10_000):
+                    sizes.append(server.idle_memory())
+        assert health.count > 100 and not health.violations, "\n".join(health.violations)
         assert canary.count == 0
         assert server.chat(max_tokens=2).status == 200
         server.stop()

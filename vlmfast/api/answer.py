@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,11 @@ from vlmfast.errors import VLMFastError
 if TYPE_CHECKING:
     import pandas
 
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.core.stage import Stage
     from vlmfast.engine.sampling import TokenLogprobs
     from vlmfast.engine.stats import Stats, Trace
+    from vlmfast.media.types import ImageLike, VideoLike
 
 
 _BRIEF = 120  # characters of a text on one line
@@ -86,11 +90,11 @@ class Request:
     """
 
     question: str | None = None
-    images: Any = None
-    video: Any = None
+    images: ImageLike | Sequence[ImageLike] | None = None
+    video: VideoLike | None = None
     num_frames: int | None = None
     fps: float | None = None
-    recipe: Any = None
+    recipe: str | Stage | Recipe | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     messages: list[dict] | None = None
     tenant: str = ""

@@ -29,7 +29,10 @@ from .request import answer_of, opened
 from .vlm import VLM
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, ProcessorMixin
+
+    from vlmfast.core.recipe import Recipe
+    from vlmfast.core.stage import Stage
 
     from .answer import Answer
 
@@ -38,7 +41,9 @@ _LARGEST = 2**24  # upper bound on a size in pixels or patches
 _ALONGSIDE = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "token_type_ids")
 
 
-def attach(model: PreTrainedModel, processor: Any, recipe: Any = None) -> Attachment:
+def attach(
+    model: PreTrainedModel, processor: ProcessorMixin, recipe: str | Stage | Recipe | None = None
+) -> Attachment:
     """Make ``model.generate`` run a recipe, on this instance, until it is detached.
 
     ``model.generate(**processor(...), ...)`` then goes through vlmfast, with Hugging Face's
@@ -90,7 +95,12 @@ class Attachment:
         Whether it is active, or would be without the attachments made after it.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: Any, recipe: Any = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        recipe: str | Stage | Recipe | None = None,
+    ) -> None:
         self.vlm = VLM(model, processor)
         self.recipe = self.vlm.recipe(recipe)
         if stages := self.recipe.acting(MediaStage):

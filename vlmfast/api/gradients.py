@@ -117,7 +117,7 @@ def logits_of(vlm: VLM, inputs: Inputs, seen: Seen | None = None) -> Tensor:
 def _after(vlm: VLM, seen: Seen) -> tuple[Stats, Trace]:
     """Stats and trace of a prompt whose image is encoded."""
     trace = Trace()
-    trace.begin(seen.tokens.layout, vlm.adapter.depth)
+    trace.begin(seen.tokens.layout, vlm.adapter.depth, seen.vision.items)
     return Stats(visual_tokens_in=len(seen.tokens)), trace
 
 

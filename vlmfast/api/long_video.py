@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ from .request import (
     submitted,
     templated,
 )
+
+if TYPE_CHECKING:
+    from vlmfast.media.types import VideoLike
 
 FRAMES = 16  # maximum per block, the group of QuickPrefill
 _SHARE = 4  # a block takes at most 1 / _SHARE of the cache
@@ -101,7 +104,7 @@ class Positions(CacheStage):
 def answer_long(
     adapter: Adapter,
     question: str,
-    source: tuple[Any, int | None, float | None],
+    source: tuple[VideoLike, int | None, float | None],
     recipe: Recipe,
     max_kv_tokens: int,
     generation: Generation,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from vlmfast.core.display import (
     Cost,
@@ -19,11 +20,33 @@ from vlmfast.core.display import (
 )
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from vlmfast.engine.stats import Stats, Trace
 
 # Pixels of an overlay: of one image, of one among others, in a table.
 _SIDE, _SMALL, _SMALLEST = 288, 128, 96
 _MOST = 4  # images or frames of an answer that are shown
+
+
+class Answered(Protocol):
+    """What is shown of an `Answer`."""
+
+    text: str
+    trace: Trace
+
+
+class Compared(Protocol):
+    """What is shown of a `Comparison`."""
+
+    recipe: str
+    agreement: float | None
+    error: str | None
+
+    @property
+    def answer(self) -> Answered | None: ...
+
+    def costs(self) -> list[Cost]: ...
 
 
 def answer_html(
@@ -46,7 +69,7 @@ def answer_html(
     return block(paragraph(text, large=True), images, html_costs(stats.costs(full)), last)
 
 
-def comparisons_html(rows: list[Any]) -> str:
+def comparisons_html(rows: Sequence[Compared]) -> str:
     """A table of `Comparison` rows: overlays, costs and answers."""
     names = list(dict.fromkeys(cost.name for row in rows for cost in row.costs()))
     head = ["recipe", "answer", "agreement", *names, "kept tokens"]
@@ -87,7 +110,7 @@ def _note(shown: int, total: int) -> str:
     return "" if shown == total else paragraph(f"{shown} of {total} images", faint=True)
 
 
-def images_html(images: list[Any], what: str) -> str:
+def images_html(images: list[Image.Image], what: str) -> str:
     """Images beside each other, embedded as JPEG."""
     parts = []
     for number, image in enumerate(images, 1):
@@ -109,7 +132,7 @@ def facts_html(title: str, facts: dict[str, str]) -> str:
 
 
 def session_html(
-    title: str, stats: Stats, images: list[Any], messages: list[dict], about: list[str]
+    title: str, stats: Stats, images: list[Image.Image], messages: list[dict], about: list[str]
 ) -> str:
     """A session's images, costs and conversation.
 

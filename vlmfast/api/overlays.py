@@ -154,6 +154,7 @@ class Tokens:
 
 def tokens_of(trace: Trace) -> Tokens:
     """The visual tokens of an answer, in the order of its prompt."""
+    assert trace.layout is not None and trace.entered is not None and trace.depth is not None
     before, entered = trace.layout.to("cpu"), trace.entered.to("cpu")
     life = trace.depth.cpu().numpy() / max(trace.layers, 1)
     row = np.searchsorted(before.order.numpy(), entered.order.numpy())
@@ -227,8 +228,8 @@ def resized(image: Image.Image, size: int | None) -> Image.Image:
     """The image with a longer side of ``size``; by default in `MIN_SIDE` to `MAX_SIDE`."""
     longest = max(image.size)
     target = min(max(longest, MIN_SIDE), MAX_SIDE) if size is None else size
-    scaled = tuple(max(1, round(side * target / longest)) for side in image.size)
-    return image.resize(scaled, Image.Resampling.BICUBIC)
+    width, height = (max(1, round(side * target / longest)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _shade(image: Image.Image, tokens: Tokens) -> Image.Image:
@@ -242,7 +243,7 @@ def _shade(image: Image.Image, tokens: Tokens) -> Image.Image:
         patch = life[top:bottom, left:right]
         np.maximum(patch, value, out=patch)
     gone = 1 - np.clip(life, 0, 1)[..., None]
-    grey = pixels @ np.float32([0.299, 0.587, 0.114])
+    grey = pixels @ np.array([0.299, 0.587, 0.114], dtype=np.float32)
     dim = _BRIGHTNESS * (_COLOR * pixels + (1 - _COLOR) * grey[..., None])
     pixels = np.where(life[..., None] < 0, _UNSEEN * pixels, pixels + gone * (dim - pixels))
     kept, thickness = life == 1, max(1, round(max(width, height) / 300))

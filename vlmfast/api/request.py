@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmfast.core.protocols import EncodeStage, InEncoderStage, MediaStage
+from vlmfast.core.protocols import EncodeStage, MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import hashed
 from vlmfast.engine.handle import Handle
@@ -35,6 +36,11 @@ from vlmfast.models.base import Adapter
 from .answer import Answer, Request
 from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
 from .stored_recipe import AUTO, stored_recipe
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from vlmfast.media.types import ImageLike, VideoLike
 
 # Parameters of the public methods, suggested for misspelt arguments.
 ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
@@ -58,7 +64,7 @@ class Rendered:
     """
 
     text: str
-    images: list[Any] = field(default_factory=list)
+    images: list[Image.Image] = field(default_factory=list)
     frames: list[tuple] = field(default_factory=list)
     question: str = ""
 
@@ -68,7 +74,7 @@ class Rendered:
         return [(image.height, image.width) for image in self.images]
 
 
-def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
+def recipe_of(adapter: Adapter, recipe: str | Stage | Recipe | None) -> Recipe:
     """Parse a recipe for a model; presets depend on its vision tower, ``auto`` on its weights."""
     if isinstance(recipe, str) and recipe.strip() == AUTO:
         return stored_recipe(adapter)
@@ -80,8 +86,8 @@ def recipe_of(adapter: Adapter, recipe: Any) -> Recipe:
 
 def messages_of(
     question: str | None,
-    images: Any = None,
-    video: Any = None,
+    images: ImageLike | Many[ImageLike] | None = None,
+    video: VideoLike | None = None,
     num_frames: int | None = None,
     fps: float | None = None,
 ) -> list[dict]:
@@ -101,7 +107,7 @@ def messages_of(
     return [{"role": "user", "content": content}]
 
 
-def check_question(question: Any) -> None:
+def check_question(question: object) -> None:
     """Raise unless a question is a text that is not blank."""
     if not isinstance(question, str):
         raise VLMFastError(f"question={shown(question)} must be a text")
@@ -109,7 +115,7 @@ def check_question(question: Any) -> None:
         raise VLMFastError("question is empty; it must be a text with at least one letter")
 
 
-def check_messages(adapter: Adapter, messages: Any) -> None:
+def check_messages(adapter: Adapter, messages: object) -> None:
     """Check messages against the supported part of Hugging Face's chat schema.
 
     Raises
@@ -319,7 +325,7 @@ def read_media(
     return plain
 
 
-def check_frames(name: str, value: Any) -> None:
+def check_frames(name: str, value: object) -> None:
     """Raise unless ``num_frames`` or ``fps`` is a number; `media` checks its range."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise MediaError(f"{name}={shown(value)}: must be a number above 0")
@@ -364,7 +370,7 @@ def check_length(
     least = max_new_tokens if generation.explicit else 1
     if most is None or ids.shape[1] + least <= most:
         return  # prompts with more positions than tokens are checked where positions are counted
-    closing = (*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage))
+    closing = (*tower_stages(recipe), *recipe.acting(EncodeStage))
     if any(getattr(stage, "positions", "keep") == "compact" for stage in closing):
         visual = adapter.visual(ids[0])
         taken = int((~visual).sum()) + int(visual.any())
@@ -465,7 +471,7 @@ def sequence_of(
 
 def sequence_of_request(
     adapter: Adapter,
-    request: Any,
+    request: object,
     generation: dict[str, Any],
     number: int = 0,
     *,
@@ -512,7 +518,7 @@ def answered(
 
 def streamed(
     adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
-) -> Iterator[str | Answer]:
+) -> Generator[str | Answer, None, None]:
     """Yield the pieces of an answer, then the answer; closing the iterator cancels the request."""
     with submitted(adapter, sequence_of(adapter, messages, recipe, generation)) as handle:
         yield from handle
@@ -542,7 +548,7 @@ def check_number(
         raise VLMFastError(f"{name}={shown(value)} must be {must}{limit}")
 
 
-def check_tenant(tenant: Any) -> None:
+def check_tenant(tenant: object) -> None:
     """Raise unless the name of a tenant is a text."""
     if not isinstance(tenant, str):
         raise VLMFastError(f"tenant={shown(tenant)} must be a text")

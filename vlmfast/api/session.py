@@ -11,12 +11,13 @@ import copy
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from vlmfast.core import snapshot
 from vlmfast.core.display import plural
-from vlmfast.core.protocols import InEncoderStage, MediaStage
+from vlmfast.core.protocols import MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import tower_fingerprint
 from vlmfast.engine.handle import Handle
@@ -59,6 +61,9 @@ from .request import (
     submitted,
     tensors_of,
 )
+
+if TYPE_CHECKING:
+    from vlmfast.media.types import ImageLike, VideoLike
 
 _FREE_SLOTS = 128  # of a new cache
 
@@ -197,8 +202,8 @@ class Session:
     def _open(
         cls,
         group: Sessions,
-        images: Any,
-        video: Any,
+        images: ImageLike | Many[ImageLike] | None,
+        video: VideoLike | None,
         num_frames: int | None,
         fps: float | None,
         recipe: Recipe,
@@ -250,7 +255,7 @@ class Session:
                 sizes,
                 frames,
                 snapshot.moved({k: v for k, v in tensors.items() if k not in pixels}, "cpu"),
-                snapshot.moved(pixels, "cpu") if recipe.acting(InEncoderStage) else {},
+                snapshot.moved(pixels, "cpu") if tower_stages(recipe) else {},
                 snapshot.moved(seen, "cpu"),
                 copy.deepcopy(stats),
                 copied(trace, "cpu", []),
@@ -337,7 +342,7 @@ class Session:
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`.
 
         If the stream is closed early, the conversation continues with the partial answer.
@@ -348,7 +353,7 @@ class Session:
 
     def _streamed(
         self, question: str, restore: bool, generation: Generation
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         with self._submit(question, restore, generation) as handle:
             yield from handle
 
@@ -651,7 +656,9 @@ class Session:
                     prefix.release()
 
     @classmethod
-    def _load(cls, group: Sessions, path: str | Path, recipe: Any) -> Session:
+    def _load(
+        cls, group: Sessions, path: str | Path, recipe: str | Stage | Recipe | None
+    ) -> Session:
         adapter = group.adapter
 
         def choose(saved: str) -> Recipe:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.layout import Kind, TokenLayout
-from vlmfast.core.protocols import DecodeStage, EncodeStage, InEncoderStage
+from vlmfast.core.protocols import DecodeStage, EncodeStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.prefill import Seen
-from vlmfast.engine.stats import Trace
+from vlmfast.engine.stats import Trace, frames_of
 from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.media import MAX_PIXELS, MAX_VIDEO_PIXELS
 from vlmfast.models.base import Adapter
@@ -147,7 +147,7 @@ def check_seen(
     own = {key: of for key, of in tensors.items() if key not in ("input_ids", "attention_mask")}
     pixels = {key for key in own if key.startswith("pixel_values")}
     need(known.tensors.keys() == own.keys() - pixels, "tensors of the processor are missing")
-    inside = recipe.acting(InEncoderStage)
+    inside = tower_stages(recipe)
     need(known.pixels.keys() == (pixels if inside else set()), "pixels are missing")
     for key, of in (known.tensors | known.pixels).items():
         _tensor(of, key, own[key].shape, own[key].dtype)
@@ -223,12 +223,15 @@ def _check_trace(
     position: Tensor,
 ) -> None:
     need(trace.layout is not None and trace.entered is not None, "the trace has no layout")
+    assert trace.layout is not None and trace.entered is not None
     _check_layout(trace.layout, items, order, position, "trace.layout")
     need(len(trace.layout) == len(order), "the trace has other tokens")
     _check_layout(trace.entered, items, order, position, "trace.entered")
     _tensor(trace.depth, "trace.depth", (len(order),), torch.int64, 0, adapter.depth)
     need(trace.layers == adapter.depth, f"trace.layers is {trace.layers}")
     need(not trace.images, "there are images in the trace")
+    # Files of earlier versions have none.
+    need(trace.frames in ([], frames_of(items)), "the trace has other frames")
     for entry in trace.stages:
         need(isinstance(entry[0], str), "trace.stages names no stage")
         _whole(entry[1], "trace.stages", 0, adapter.depth)
@@ -247,11 +250,11 @@ def _check_vision(
             need(not lacking, f"statistics of the tower's layer {layer} are missing")
             lacking = asked.keys and layer not in vision.keys
             need(not lacking, f"keys of the tower's layer {layer} are missing")
-        for asked in stage.saliencies():
-            need(asked.key in vision.saliency, f"the saliency {asked.key} is missing")
+        for request in stage.saliencies():
+            need(request.key in vision.saliency, f"the saliency {request.key} is missing")
         if stage.wants_cls and adapter.projects_cls() and not stage.saliencies():
             need(vision.cls is not None, "the CLS tokens are missing")
-    inside = bool(recipe.acting(InEncoderStage))
+    inside = bool(tower_stages(recipe))
     for name in ("rows", "keys"):
         found = getattr(vision, name)
         for layer, of in found.items():
@@ -267,6 +270,9 @@ def _check_vision(
         need(name == "keys" or all(bool((of >= 0).all()) for of in found.values()), f"{name} < 0")
     if vision.cls is not None:
         _tensor(vision.cls, "cls", (views, adapter.width), (adapter.dtype, torch.float32))
+    if vision.skipped is not None:
+        need(inside, "views are missing")
+        _tensor(vision.skipped, "skipped", (views,), torch.bool)
     for key, of in vision.saliency.items():
         need(isinstance(key, str) and len(of) == len(items), "saliency is of other images")
         for one, item in zip(of, items, strict=True):
@@ -277,7 +283,8 @@ def _check_vision(
             need((one.keys is None) == key.endswith("/none"), "keys of the saliency are missing")
             if one.keys is not None:
                 _tensor(one.keys, "saliency keys", (each, patches, None), torch.float32)
-                need(one.keys.shape[2] == of[0].keys.shape[2] > 0, "saliency keys differ")
+                like = one.keys if of[0].keys is None else of[0].keys
+                need(one.keys.shape[2] == like.shape[2] > 0, "saliency keys differ")
 
 
 def _parts(recipe: Recipe) -> list[Any]:
@@ -494,7 +501,7 @@ def _cake(note: dict, stage: Any, depth: int, heads: int, dim: int, consumed: in
         found = note.get(name)
         if found is not None or note.get("kept"):
             need(isinstance(found, list) and len(found) == depth, f"notes of cake lack {name}")
-            for of in found:
+            for of in found or ():
                 _whole(of, "notes of cake", 0, consumed)
 
 

@@ -40,22 +40,26 @@ _LONGEST = 4096  # characters of a recipe
 
 def identity(adapter: Adapter) -> dict[str, Any]:
     """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
-    if adapter.split:
-        raise ModelError("sessions of a model on several devices cannot be saved or loaded")
-    digest, picked = hashlib.sha256(), {}
+    digest = hashlib.sha256()
+    picked: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, weight in weights_of(adapter.model):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         flat = weight.detach().reshape(-1)
         if len(flat):
             index = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15
-            picked.setdefault(flat.dtype, []).append(flat[index])
+            picked.setdefault(flat.dtype, []).append(flat[index].cpu())
     for samples in picked.values():
-        digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(torch.cat(samples).view(torch.uint8).numpy().tobytes())
     return {
         "sizes": adapter.sizes(),
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "weights": digest.hexdigest(),
     }
+
+
+def _one_device(adapter: Adapter) -> None:
+    if adapter.split:
+        raise ModelError("sessions of a model on several devices cannot be saved or loaded")
 
 
 def write(
@@ -76,6 +80,7 @@ def write(
     VLMFastError
         With the reason, if the file cannot be written.
     """
+    _one_device(adapter)
     tensors: dict[str, torch.Tensor] = {}
     metadata = {
         "kind": _KIND,
@@ -112,6 +117,7 @@ def read(
         For a file that cannot be read or used; `ModelError` if it was saved with another model,
         `RecipeError` if it was saved under another recipe.
     """
+    _one_device(adapter)
     metadata, tensors = snapshot.read(path, "a saved session")
     if metadata.get("kind") != _KIND:
         raise VLMFastError(f"{path} is not a saved session")

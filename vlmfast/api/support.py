@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import VLMFastError
 
 if TYPE_CHECKING:
+    from vlmfast.core.stage import Stage
+
     from .vlm import VLM
 
 _SIZE = (64, 96)  # height and width of the test image
@@ -41,7 +43,7 @@ class Support:
     note: str = ""
 
 
-def support_of(vlm: VLM, recipe: Any, *, video: bool = False) -> Support:
+def support_of(vlm: VLM, recipe: str | Stage | Recipe | None, *, video: bool = False) -> Support:
     """Test whether a recipe runs on a model, by generating one token.
 
     Parameters

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
@@ -22,12 +22,15 @@ from .answer import Answer, Comparison, ComparisonTable, Request, agreement
 from .generation import DEFAULT_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, ProcessorMixin
 
+    from vlmfast.core.counting import ImageLayout
     from vlmfast.engine.engine import Engine
     from vlmfast.engine.handle import Handle
     from vlmfast.engine.prefix_cache import PrefixCache
-    from vlmfast.engine.sequence import Sequence
+    from vlmfast.engine.sequence import Sequence as OpenSequence
+    from vlmfast.media.types import ImageLike, VideoLike
+    from vlmfast.models.base import Model
 
     from .session import Session
 
@@ -71,7 +74,7 @@ class VLM:
     def __init__(
         self,
         model: PreTrainedModel,
-        processor: Any,
+        processor: ProcessorMixin,
         *,
         decoding: str = "auto",
         prefix_cache_bytes: int | None = None,
@@ -93,7 +96,7 @@ class VLM:
                 "without LLM.int8 of bitsandbytes; use decoding='auto'"
             )
         self.adapter.decoding, self.adapter.writer = decoding, processor
-        self.model, self.processor = model, processor
+        self.model, self.processor = cast("Model", model), processor
         self._limit_cache("prefix_cache_bytes", prefix_cache_bytes)
         self._sessions = Sessions(self.adapter)
 
@@ -187,7 +190,7 @@ class VLM:
         _check_bytes(name, bytes)
         self.prefix_cache.limit = default_limit(self.adapter) if bytes is None else int(bytes)
 
-    def recipe(self, recipe: Any) -> Recipe:
+    def recipe(self, recipe: str | Stage | Recipe | None) -> Recipe:
         """Parse a recipe for this model; presets depend on its vision tower.
 
         Parameters
@@ -205,17 +208,34 @@ class VLM:
 
         return recipe_of(self.adapter, recipe)
 
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of an image, from its size; for `exact_count`.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width in pixels.
+        alone : bool
+            Whether it is the only image of its prompt: LLaVA-OneVision does not crop several.
+
+        Raises
+        ------
+        ModelError
+            For families other than LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision.
+        """
+        return self.adapter.image_layout(size, alone=alone)
+
     # --- questions -------------------------------------------------------------------------------
 
     def ask(
         self,
         question: str,
-        images: Any = None,
-        video: Any = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
         num_frames: int | None = None,
         fps: float | None = None,
-        recipe: Any = None,
+        recipe: str | Stage | Recipe | None = None,
         max_kv_tokens: int | None = None,
         progress: bool = True,
         **generation: Any,
@@ -263,7 +283,9 @@ class VLM:
         messages = messages_of(question, images, video, num_frames, fps)
         return answered(self.adapter, messages, recipe, passed)
 
-    def chat(self, messages: list[dict], *, recipe: Any = None, **generation: Any) -> Answer:
+    def chat(
+        self, messages: list[dict], *, recipe: str | Stage | Recipe | None = None, **generation: Any
+    ) -> Answer:
         """Answer the last turn of a conversation in Hugging Face's chat schema.
 
         A content entry ``{"type": "image", ...}`` gives its image under ``image``, ``path``,
@@ -279,14 +301,14 @@ class VLM:
     def stream(
         self,
         question: str,
-        images: Any = None,
-        video: Any = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
         num_frames: int | None = None,
         fps: float | None = None,
-        recipe: Any = None,
+        recipe: str | Stage | Recipe | None = None,
         **generation: Any,
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`."""
         from .generation import gate
         from .request import ASK, check_streamer, messages_of, streamed
@@ -363,10 +385,10 @@ class VLM:
     def compare(
         self,
         question: str,
-        images: Any = None,
-        video: Any = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
-        recipes: list[Any],
+        recipes: Sequence[str | Stage | Recipe | None],
         num_frames: int | None = None,
         fps: float | None = None,
         errors: str = "row",
@@ -431,14 +453,34 @@ class VLM:
                 table.append(Comparison(name, None, None, str(answer), full))
         return table
 
+    @overload
+    def ask_many(
+        self,
+        requests: Iterable[Request | str],
+        *,
+        batch_size: int = ...,
+        errors: Literal["raise"] = ...,
+        **generation: Any,
+    ) -> list[Answer]: ...
+
+    @overload
+    def ask_many(
+        self,
+        requests: Iterable[Request | str],
+        *,
+        batch_size: int = ...,
+        errors: Literal["keep"],
+        **generation: Any,
+    ) -> list[Answer | Exception]: ...
+
     def ask_many(
         self,
         requests: Iterable[Request | str],
         *,
         batch_size: int = 8,
-        errors: str = "raise",
+        errors: Literal["raise", "keep"] = "raise",
         **generation: Any,
-    ) -> list[Any]:
+    ) -> Any:
         """Answer many questions, up to ``batch_size`` of them decoded together.
 
         Every request has its own images, recipe, length and stopping criteria. Prompts are
@@ -496,7 +538,7 @@ class VLM:
         requests: Iterable[Request | str],
         generation: dict[str, Any],
         failed: dict[int, Any] | None,
-    ) -> Iterator[Sequence]:
+    ) -> Iterator[OpenSequence]:
         """Open the sequences of requests; errors are put into ``failed``, if it is given."""
         from .request import sequence_of_request
 
@@ -514,12 +556,12 @@ class VLM:
 
     def session(
         self,
-        images: Any = None,
-        video: Any = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
         num_frames: int | None = None,
         fps: float | None = None,
-        recipe: Any = None,
+        recipe: str | Stage | Recipe | None = None,
         history: bool = True,
         tenant: str = "",
     ) -> Session:
@@ -553,7 +595,9 @@ class VLM:
         media = images, video, num_frames, fps
         return Session._open(self._sessions, *media, recipe, history, tenant)
 
-    def load_session(self, path: str | Path, *, recipe: Any = None) -> Session:
+    def load_session(
+        self, path: str | Path, *, recipe: str | Stage | Recipe | None = None
+    ) -> Session:
         """Load a session that `Session.save` wrote, and continue it.
 
         Parameters
@@ -576,9 +620,9 @@ class VLM:
 
     def warmup(
         self,
-        recipe: Any = None,
-        images: Any = None,
-        video: Any = None,
+        recipe: str | Stage | Recipe | None = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
         num_frames: int | None = None,
         fps: float | None = None,
@@ -630,8 +674,8 @@ class VLM:
     def inputs(
         self,
         question: str,
-        images: Any = None,
-        video: Any = None,
+        images: ImageLike | Sequence[ImageLike] | None = None,
+        video: VideoLike | None = None,
         *,
         num_frames: int | None = None,
         fps: float | None = None,

@@ -154,7 +154,14 @@ Build = Callable[[Shape, Draws], Iterator[Case]]
 
 
 def _case(
-    s: Shape, module: Any, name: str, args: tuple, terms: int, about: str = "", moved: int = 0, **kw
+    s: Shape,
+    module: Any,
+    name: str,
+    args: tuple,
+    terms: int,
+    about: str = "",
+    moved: int = 0,
+    **kw: Any,
 ) -> Case:
     """A function of a kernel file and the function of the same name with ``_ref``."""
     pair = (getattr(module, name), getattr(module, f"{name}_ref"))
@@ -178,7 +185,7 @@ def _decode_mixed(s: Shape, draw: Draws) -> Iterator[Case]:
     mask = (torch.arange(s.length, device=s.device) < lengths[..., None])[:, :, None]
     moved = _nbytes(keys, values) + 2 * query.nbytes
     terms = s.dim + s.length
-    args = query, [], keys, values, lengths  # as a plain decode step
+    args: tuple[Any, ...] = query, [], keys, values, lengths  # as a plain decode step
     yield _case(s, decode_mixed, "decode_mixed", args, terms, "plain", moved)
     if s.large:
         return
@@ -240,7 +247,7 @@ def _biased_attention(s: Shape, draw: Draws) -> Iterator[Case]:
     terms, name = s.dim + s.length, "biased_attention"
     yield _case(s, biased_attention, name, (query, keys, values, bias), terms, "causal")
     keys[1, :, s.length // 2 :] = torch.nan
-    kw = {"causal": False, "lengths": lengths}
+    kw: dict[str, Any] = {"causal": False, "lengths": lengths}
     yield _case(s, biased_attention, name, (query[:, :, -3:], keys, values), terms, "ragged", **kw)
 
 
@@ -256,7 +263,7 @@ def _col_stats(s: Shape, draw: Draws) -> Iterator[Case]:
     want = ("sum", "sumsq", "max", "entropy")
     yield _case(s, col_stats, "row_lse", (query, key), terms, "all rows")
     args = query, key, window
-    kw = {"bias": bias, "start": 3, "want": want}
+    kw: dict[str, Any] = {"bias": bias, "start": 3, "want": want}
     yield _case(s, col_stats, "col_stats", args, terms, "last 9 rows, bias", **kw)
     yield _case(s, col_stats, "col_stats", (query, key), terms, "all rows", want=want)
 
@@ -352,7 +359,7 @@ def _norm_rope_append(s: Shape, draw: Draws) -> Iterator[Case]:
     )
     if s.large:
         return
-    kw = {"branch_weight": draw.normal(s.width), "unit_offset": True}
+    kw: dict[str, Any] = {"branch_weight": draw.normal(s.width), "unit_offset": True}
     yield _case(s, norm_rope_append, "residual_norm", args, 2 * s.width, "norm of a branch", **kw)
     batch, new, capacity = 2, 2, s.length + 2
     query = draw.normal(batch, s.heads, new, s.dim)
@@ -368,13 +375,14 @@ def _norm_rope_append(s: Shape, draw: Draws) -> Iterator[Case]:
         rotated = function(query, key, value, cos, sin, keys, values, lengths, norm)
         return rotated, keys, values
 
+    pair = norm_rope_append.rotate_append, norm_rope_append.rotate_append_ref
     for about, norm in (
         ("ragged", None),
         ("norms of heads", norm_rope_append.HeadNorm(*weights, 1e-6)),
     ):
         terms = 2 if norm is None else s.dim
         case = _case(s, norm_rope_append, "rotate_append", (), terms, about)
-        run, reference = (partial(appended, of.func, norm) for of in (case.run, case.reference))
+        run, reference = (partial(appended, of, norm) for of in pair)
         yield replace(case, run=run, reference=reference)
 
 

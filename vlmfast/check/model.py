@@ -215,16 +215,16 @@ def check_model(
     yield (row := attempt("Hugging Face generate", reference))
     if not row.passed:
         return
-    (reference,) = made
-    yield attempt("decoding=auto", check_decoding, reference, vlm)
-    yield attempt("decoding=eager", check_decoding, reference, fresh("eager"))
+    (known,) = made
+    yield attempt("decoding=auto", check_decoding, known, vlm)
+    yield attempt("decoding=eager", check_decoding, known, fresh("eager"))
     if record is not None or device.type == "cuda":
-        yield attempt("capture and reuse", check_capture, reference, fresh("auto"), record)
+        yield attempt("capture and reuse", check_capture, known, fresh("auto"), record)
     else:
         yield Row("capture and reuse", None, note="CUDA graphs need a GPU")
-    yield attempt("second thread", check_thread, reference, vlm, nullcontext())
+    yield attempt("second thread", check_thread, known, vlm, nullcontext())
     for other in others:
-        yield attempt("another current GPU", check_thread, reference, vlm, other)
+        yield attempt("another current GPU", check_thread, known, vlm, other)
     yield attempt(
         "memory",
         check_memory,

@@ -159,6 +159,15 @@ def report(parser: argparse.ArgumentParser) -> None:
     module("eval.commands").add_report(parser)
 
 
+def encode(parser: argparse.ArgumentParser) -> None:
+    module("integrations.commands").add_encode(parser)
+    add_model(parser)
+
+
+def export(parser: argparse.ArgumentParser) -> None:
+    module("integrations.commands").add_export(parser)
+
+
 def train(parser: argparse.ArgumentParser) -> None:
     training, registry = module("train.stages"), module("core.registry")
     parser.epilog = examples(

@@ -1,6 +1,6 @@
 """The command line: ``vlmfast ask``, ``compare``, ``bench``, ``check``, ``methods``, ``env``,
-``train``, ``tune``, ``eval``, ``report``, ``reproduce``, ``serve``, ``demo``, ``examples``,
-``completion``.
+``train``, ``tune``, ``eval``, ``report``, ``reproduce``, ``encode``, ``export``, ``serve``,
+``demo``, ``examples``, ``completion``.
 
 Each command imports what it needs when it runs, so that ``vlmfast --help`` is fast.
 """
@@ -178,8 +178,9 @@ def _bench(args: argparse.Namespace) -> int | None:
     if args.drafters or args.prompts or args.strict:
         raise VLMFastError("--drafter, --prompts and --strict belong to --audit-lossless")
     args.recipes = args.recipes or list(bench.RECIPES)
+    vlm = _vlm(args)
     rows = bench.bench(
-        _vlm(args),
+        vlm,
         args.recipes,
         new_tokens=args.new_tokens,
         repeats=args.repeats,
@@ -187,12 +188,14 @@ def _bench(args: argparse.Namespace) -> int | None:
     )
     names = ["none", *args.recipes]
     if args.json:
-        about = {"model": args.model, "new_tokens": args.new_tokens, "repeats": args.repeats}
+        about = {"model": args.model, "tower": bench.tower_of(vlm)}
+        about |= {"new_tokens": args.new_tokens, "repeats": args.repeats}
         # As given: the canonical text of a row omits defaults.
         found = [{**vars(row), "recipe": name} for name, row in zip(names, rows, strict=True)]
         print_json({**bench.facts(), **about, "rows": found})
         return None
     print_table([bench_row(*pair, rows[0]) for pair in zip(names, rows, strict=True)])
+    print(f"\nvision tower: {bench.tower_of(vlm)}")
     return None
 
 
@@ -311,6 +314,14 @@ def _reproduce(args: argparse.Namespace) -> int:
     return module("eval.reproduce.commands").run(args)
 
 
+def _encode(args: argparse.Namespace) -> None:
+    module("integrations.commands").run_encode(args, partial(_vlm, args))
+
+
+def _export(args: argparse.Namespace) -> None:
+    module("integrations.commands").run_export(args)
+
+
 def _demo(args: argparse.Namespace) -> None:
     app = module("demos.app")  # raises for missing packages before a checkpoint is loaded
 
@@ -392,6 +403,12 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
         _reproduce,
     ),
     "train": ("train the shipped model, a drafter or a method", arguments.train, _train),
+    "encode": (
+        "encode images for other engines; interrupted runs resume",
+        arguments.encode,
+        _encode,
+    ),
+    "export": ("write a checkpoint that vLLM loads", arguments.export, _export),
     "serve": ("serve a model through OpenAI's API", arguments.serve, _serve),
     "demo": (
         "serve a page that compares the full model with a recipe",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Folders of methods, in pipeline order.
 PLACES = {
     "frames": "frames of a video, before the vision tower",
+    "views": "views of images that the vision tower encodes",
     "encoder": "inside the vision tower",
     "tokens": "between the vision tower and the language model",
     "prefill": "between the layers of the language model, during prefill",
@@ -27,6 +28,7 @@ PLACES = {
 # Of methods from other packages, by their protocol.
 _PLACE_OF_PROTOCOL = {
     "media": "frames",
+    "views": "views",
     "in-encoder": "encoder",
     "encode": "tokens",
     "prefill": "prefill",

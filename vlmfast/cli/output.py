@@ -57,7 +57,7 @@ def comparison_row(name: str, row: Comparison) -> dict[str, str]:
     """Costs and answer; of a refused recipe, the reason."""
     if row.answer is None:
         columns = ("visual tokens", "TTFT", "tokens/s", "KV cache", "saliency", "agreement")
-        reason = " ".join(row.error.split())
+        reason = " ".join((row.error or "").split())
         return {"recipe": name, **dict.fromkeys(columns, "-"), "answer": f"refused: {reason}"}
     return {
         **stats_row(name, row.answer.stats),
@@ -74,6 +74,9 @@ def bench_row(name: str, row: Any, full: Any) -> dict[str, str]:
         "recipe": name,
         "visual tokens": _tokens(row.visual_tokens_in, row.visual_tokens),
         "TTFT": against(seconds(row.ttft_s), full.ttft_s / row.ttft_s),
+        "media": seconds(row.media_s),
+        "tower": against(seconds(row.vision_s), full.vision_s / row.vision_s),
+        "stages": seconds(row.stages_s),
         "prefill": against(seconds(row.prefill_s), full.prefill_s / row.prefill_s),
         "tokens/s": against(f"{row.tokens_per_s:.0f}", row.tokens_per_s / full.tokens_per_s),
         "KV cache": in_bytes(row.kv_bytes),

@@ -12,7 +12,8 @@ __getattr__, __dir__, __all__ = public_names(
     {
         "vlmfast.core.stage": "Stage",
         "vlmfast.core.protocols": (
-            "CacheStage DecodeStage EncodeStage InEncoderStage MediaStage PrefillStage Slots"
+            "CacheStage DecodeStage EncodeStage InEncoderStage MediaStage PrefillStage Slots "
+            "ViewStage"
         ),
         "vlmfast.compressors.reducer": "Reducer",
         "vlmfast.compressors.evictor": "Evictor",

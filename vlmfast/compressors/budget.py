@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from vlmfast.errors import RecipeError
 
 
-def equivalent(n: int, layers: Sequence[int], counts: Sequence[int], depth: int) -> float:
+def equivalent(n: int, layers: Sequence[int], counts: Sequence[float], depth: int) -> float:
     """Visual tokens averaged over ``depth`` layers.
 
     ``n`` enter the first layer; from layer ``layers[i]`` on, ``counts[i]`` are left.

@@ -139,4 +139,5 @@ def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
     there = slot < sizes[:, None]
     table = members[(start + slot).clamp(max=len(members) - 1)]
     offset = torch.stack([y / (2 * h), x / (2 * w)], dim=1).float()
-    return Cells(*(t.to(device) for t in (table, there, cell, index, offset)), (h / a, w / b))
+    parts = [t.to(device) for t in (table, there, cell, index, offset)]
+    return Cells(parts[0], parts[1], parts[2], parts[3], parts[4], (h / a, w / b))

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import grid_sample, normalize
 
 from vlmfast.core import hub
 from vlmfast.core.params import param
 from vlmfast.errors import RecipeError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _AT_ONCE = 16  # images per forward pass
 _FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # by default on the Hub
@@ -37,7 +40,7 @@ def pretrained_param() -> Any:
 class Clip:
     """An OpenCLIP model with its tokenizer and its image preprocessing."""
 
-    model: nn.Module
+    model: Any  # classes of OpenCLIP have no common one
     tokenizer: Any
     prepare: Any
 
@@ -48,7 +51,7 @@ class Clip:
         return normalize(self.model.encode_text(ids).float(), dim=-1)[0]
 
     @torch.no_grad()
-    def images(self, images: Sequence[Any]) -> Tensor:
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
         """Embeddings of whole images: float32, (N, D), of length 1."""
         parts = [
             self.model.encode_image(self._pixels(images[i : i + _AT_ONCE]))
@@ -64,7 +67,7 @@ class Clip:
         return plain and isinstance(getattr(visual, "proj", None), Tensor)
 
     @torch.no_grad()
-    def relevance(self, image: Any, text: Tensor) -> Tensor:
+    def relevance(self, image: Image.Image, text: Tensor) -> Tensor:
         """Relevance of each part of an image to a text: float32, (h, w).
 
         For a ViT, minus the cosine of its patches after the last norm and projection: with a model
@@ -99,7 +102,7 @@ class Clip:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _pixels(self, images: Sequence[Any]) -> Tensor:
+    def _pixels(self, images: Sequence[Image.Image]) -> Tensor:
         return torch.stack([self.prepare(image) for image in images]).to(self._device)
 
 

@@ -8,8 +8,9 @@ different lengths, where an earlier stage left them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ def per_kv_head(received: Tensor, agg: str) -> Tensor:
 
     ``agg`` is ``mean``, ``max`` or ``sum``.
     """
-    return {"mean": received.mean, "max": received.amax, "sum": received.sum}[agg](1)
+    means: dict[str, Callable[[int], Tensor]]
+    means = {"mean": received.mean, "max": received.amax, "sum": received.sum}
+    return means[agg](1)
 
 
 def least_share(least: int, n: int) -> float:
@@ -65,7 +68,7 @@ class Evictor(CacheStage):
 
     lead: ClassVar[str | None] = "keep"
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
-    window = 0
+    window = cast("float", 0)
     sinks = 0
 
     keep: float = param(
@@ -104,14 +107,14 @@ class Evictor(CacheStage):
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
         lengths = kv.lengths.tolist()
-        counts = {n: self._count(context, layer, n) for n in set(lengths)}
-        if all(count == n for n, count in counts.items()):
+        kept = {n: self._count(context, layer, n) for n in set(lengths)}
+        if all(count == n for n, count in kept.items()):
             return kv
 
         def per_head(values: list[int]) -> Tensor:
             return torch.tensor(values, device=kv.keys.device)[:, None]
 
-        counts = [counts[n] for n in lengths]
+        counts = [kept[n] for n in lengths]
         slots = torch.arange(len(kv), device=kv.keys.device)
         recent = slots >= per_head([n - self.last(c) for n, c in zip(lengths, counts, strict=True)])
         valid = kv.valid

@@ -62,7 +62,10 @@ class GuardedRanking(Guarded):
 
     def best(self, scores: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
         """`select.best`, with the reserve."""
-        return reserved(scores, counts, self.reserve) if self.reserve else best(scores, counts)
+        none = scores.shape[-1] == 0  # a view whose tokens an earlier stage dropped
+        if none or not self.reserve:
+            return best(scores, counts)
+        return reserved(scores, counts, self.reserve)
 
 
 def reserved(scores: Tensor, counts: Sequence[int] | Tensor, share: float) -> Tensor:

@@ -79,6 +79,7 @@ class Layered(Evictor):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
+        assert stats is not None
         n = len(kv)
         average = self._count(context, layer, n)
         if average == n:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from vlmfast.core.stage import Stage
 
@@ -14,10 +15,6 @@ class Part(Stage):
 
     of: Any
 
-    @property
-    def positions(self) -> str:
-        return self.of.positions
-
-    @property
-    def proportional_attention(self) -> bool:
-        return self.of.proportional_attention
+    # For types plain attributes, as in the classes of the protocols.
+    positions = cast(str, property(attrgetter("of.positions")))
+    proportional_attention = cast(bool, property(attrgetter("of.proportional_attention")))

@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, inexact
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import budget_param, param, positions_param
 from vlmfast.core.protocols import EncodeStage
@@ -30,9 +31,26 @@ class Reducer(EncodeStage):
         """Fraction of the tokens kept; ``None`` if the method uses other parameters."""
         return self.keep if self.budget is None else self.budget
 
-    def target(self, tokens: VisualTokens) -> int:
+    def target(self, tokens: VisualTokens | TokenCount) -> int:
         """Number of tokens kept of one image."""
-        return count(self.fraction, len(tokens))
+        return self.count_of(len(tokens))
+
+    def count_of(self, n: int) -> int:
+        """Number kept of ``n`` tokens, where `fraction` is given."""
+        assert self.fraction is not None
+        return count(self.fraction, n)
+
+    def tokens_left(self, before: TokenCount) -> TokenCount:
+        """As `EncodeStage.tokens_left`; everything where all tokens are kept."""
+        if self.fraction == 1:
+            return before
+        if self.fraction is None:
+            raise inexact(self.name, "the content of the image")
+        return self.count_left(before)
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """`tokens_left` where not all tokens are kept."""
+        return super().tokens_left(before)
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

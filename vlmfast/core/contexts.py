@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from .drafting import Observer, SlotList
 from .former import FormerAttribute
 from .layout import TokenLayout
 from .statistics import ItemGeometry, StatRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass
@@ -60,6 +63,11 @@ class VisionContext:
     lengths : Tensor, int64, (views,), optional
         Valid rows of each view, where merging left different numbers; the others, at the end, are
         padding.
+    raster : Tensor, int64, (N,), optional
+        For a stage with `InEncoderStage.cells`: the row of each visual token of a view, in raster
+        order, where rows are not in that order.
+    numbers : list of int, optional
+        Of the views in the current forward pass, where these are not all of its images.
     """
 
     depth: int = 0
@@ -76,6 +84,8 @@ class VisionContext:
     merged: Tensor | None = None
     sizes: Iterator[Tensor] | None = None
     lengths: Tensor | None = None
+    raster: Tensor | None = None
+    numbers: list[int] | None = None
     repair = FormerAttribute("proportional_attention")
 
 
@@ -135,7 +145,7 @@ class PrefillContext:
     layout: TokenLayout
     depth: int = 0
     requests: dict[int, StatRequest] = field(default_factory=dict)
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[str, dict[Any, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
     proportional_attention: bool = False
     cache: Any = None
@@ -154,7 +164,7 @@ class PrefillContext:
 
     # Not annotated: `TrainingContext` declares them as fields.
     answer = 0
-    soft = None
+    soft = cast("Tensor | None", None)
 
     def select(self, index: Tensor) -> None:
         """Keep rows ``index`` of the current tokens, in the layout and in every statistic."""
@@ -269,5 +279,5 @@ class EncodeRequest:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     trained: dict[str, nn.Module] = field(default_factory=dict)
     order: Tensor | None = None
-    images: Sequence[Any] = ()
+    images: Sequence[Image.Image] = ()
     pictures = FormerAttribute("images")

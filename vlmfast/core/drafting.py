@@ -207,6 +207,7 @@ class Budget:
         """
         if self.noise is None:
             return logits.float().log_softmax(-1)
+        assert self.warp is not None  # there is noise only where the request samples
         return self.warp(logits.float()).log_softmax(-1) + self.noise(depth)
 
 

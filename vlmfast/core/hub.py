@@ -48,6 +48,7 @@ def download(name: str, weights: str, files: tuple[str, ...]) -> Path:
     )
 
     match = _ID.fullmatch(weights)
+    assert match is not None  # see `is_hub_id`
     repo, revision = match["repo"], match["revision"]
     about = f"{name}: weights={weights}"
     try:

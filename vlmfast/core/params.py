@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field
 from types import NoneType
 from typing import Any, get_args
@@ -128,7 +128,7 @@ _LONGEST = 80  # characters of a text that errors quote
 LARGEST = 2**60  # of whole numbers: in 64 bits, with room for sums
 
 
-def describe(metadata: dict[str, Any]) -> str:
+def describe(metadata: Mapping[str, Any]) -> str:
     if metadata.get("choices"):
         return "one of " + ", ".join(metadata["choices"])
     return " and ".join(f"{sign} {metadata[k]:g}" for k, sign in SIGNS.items() if k in metadata)

@@ -79,9 +79,16 @@ def loaded_value(module: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of all weights, those of quantized layers in the parts they consist of."""
+    """Names and values of all weights, those of quantized layers in the parts they consist of.
+
+    Tied weights are listed once, under their first name, as in ``named_parameters``.
+    """
+    seen: set[int] = set()
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in seen:
+                continue
+            seen.add(id(weight))
             value = loaded_value(module, name, weight)
             yield from _parts(f"{path}.{name}" if path else name, value)
 

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.quantize_kv import Segment
 from .contexts import EncodeRequest, PrefillContext, VisionContext
+from .counting import TokenCount, inexact
 from .drafting import Drafter, Governor, Target
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
-from .saliency import SaliencyRequest
+from .saliency import Saliency, SaliencyRequest
 from .stage import Stage, Stages
 from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
-PROTOCOLS = ("media", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
+if TYPE_CHECKING:
+    from vlmfast.media.info import VideoInfo
+
+PROTOCOLS = ("media", "views", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,64 @@ class MediaStage(Stage):
     protocol: ClassVar[str] = "media"
     query_dependent: ClassVar[bool] = True
 
-    def frames(self, video: Any, question: str) -> list[int]:
+    def frames(self, video: VideoInfo, question: str) -> list[int]:
         """Indices of the frames to read, ascending."""
         raise NotImplementedError(f"{type(self).__name__}.frames")
+
+
+@dataclass(frozen=True)
+class ViewStage(Stage):
+    """Chooses which views of images the vision tower encodes: crops of an image, frames of a video.
+
+    A view that is left out costs nothing in the tower, the projector and the prefill. With a field
+    ``positions = "compact"``, the rows of the prompt are renumbered if tokens are dropped.
+    """
+
+    protocol: ClassVar[str] = "views"
+    # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
+    positions = "keep"
+
+    @property
+    def chooses_crops(self) -> bool:
+        """Whether `crops` may leave any out."""
+        return False
+
+    @property
+    def reuses_frames(self) -> bool:
+        """Whether `reused` may leave any frame out."""
+        return False
+
+    def saliencies(self) -> tuple[SaliencyRequest, ...]:
+        """The saliency of the base views that `crops` reads, from attention."""
+        return ()
+
+    def crops(self, geometry: ItemGeometry, saliency: tuple[Saliency, ...]) -> list[int]:
+        """Crops of an image to encode, from 0 in raster order, ascending.
+
+        Called for each image with crops, after its base view was encoded. The tokens of other crops
+        are dropped, and so are newlines of rows without any other token.
+
+        Parameters
+        ----------
+        saliency : tuple of Saliency
+            By `saliencies`: of the base view alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.crops")
+
+    def reused(self, pixels: Tensor) -> list[int]:
+        """For each frame of a video the earlier frame whose features it gets, or itself.
+
+        Parameters
+        ----------
+        pixels : Tensor, (F, V, C, H, W)
+            The normalized pixels of F frames of V views each.
+
+        Returns
+        -------
+        list of int
+            Ascending; a frame that another one refers to refers to itself.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.reused")
 
 
 @dataclass(frozen=True)
@@ -68,7 +127,8 @@ class InEncoderStage(Stage):
         With it rows are *cells*: the ``m`` patches that become one visual token, concatenated, so
         that D is ``m`` times the tower's width, as is that of ``context.keys``; special rows are
         repeated to that width. ``context.items`` are the images in ``hidden``, all of one grid of
-        visual tokens. Such a stage changes rows by merging alone.
+        visual tokens, and ``context.raster`` is the order of rows within it. Such a stage changes
+        rows by merging alone.
 
         Parameters
         ----------
@@ -124,6 +184,16 @@ class EncodeStage(Stage):
         """The saliency of each token that `reduce` reads; every tower provides one."""
         return ()
 
+    def tokens_left(self, before: TokenCount) -> TokenCount:
+        """How many tokens of an image `reduce` leaves, from counts before it alone.
+
+        Raises
+        ------
+        RecipeError
+            By default: where the number depends on the content of the image.
+        """
+        raise inexact(self.name, "the content of the image")
+
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
@@ -178,6 +248,7 @@ class PrefillStage(Stage):
     """
 
     protocol: ClassVar[str] = "prefill"
+    observes: ClassVar[bool] = False  # whether `select_tokens` never returns rows
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.
     positions = "keep"
 
@@ -314,7 +385,7 @@ class Slots(Protocol):
     @property
     def seen(self) -> int: ...
     @property
-    def notes(self) -> dict[str, dict[str, Any]]: ...
+    def notes(self) -> dict[str, dict[Any, Any]]: ...
 
     def evict(self, slot: Tensor) -> None:
         """Remove one slot per head, (H,); the last slot takes its place."""
@@ -387,3 +458,8 @@ class DrafterStage(Stage):
             State for this model and these drafters; shared by all answers.
         """
         raise NotImplementedError(f"{type(self).__name__}.govern")
+
+
+def tower_stages(recipe: Stages) -> list[ViewStage | InEncoderStage]:
+    """The stages of a recipe that change what the vision tower computes, in pipeline order."""
+    return [*recipe.acting(ViewStage), *recipe.acting(InEncoderStage)]

@@ -66,6 +66,12 @@ class Recipe(Stages):
                 raise RecipeError(f"{name} appears twice in the recipe {self}")
         if sum(stage.protocol == "media" for stage in self) > 1:
             raise RecipeError(f"recipe {self} has two stages that choose the frames; only one may")
+        for flag, what in (
+            ("chooses_crops", "choose the crops"),
+            ("reuses_frames", "reuse frames"),
+        ):
+            if sum(getattr(p, flag, False) for s in self for p in s.expand()) > 1:
+                raise RecipeError(f"recipe {self} has two stages that {what}; only one may")
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
         for first, second in pairwise(parts):
             if first.quantizes:

@@ -19,6 +19,7 @@ from .stage import Stage
 
 _HOMES = (
     "compressors.frames",
+    "compressors.views",
     "compressors.encoder",
     "compressors.tokens",
     "compressors.prefill",

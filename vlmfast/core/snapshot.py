@@ -179,7 +179,7 @@ def write(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    head = parts[0]
+    head = bytes(parts[0])
     parts[0] = head[:_AT] + digest.hexdigest().encode() + head[_AT + _SUM :]
     replace_bytes(path, parts)
 
@@ -203,7 +203,7 @@ def _parts(metadata: dict[str, str], tensors: dict[str, Tensor]) -> Iterator[byt
     for name in order:
         # Empty tensors have no bytes that could be viewed.
         if tensors[name].nbytes:
-            yield memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+            yield tensors[name].reshape(-1).view(torch.uint8).numpy().data
 
 
 def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:

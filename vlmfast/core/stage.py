@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
 
@@ -39,6 +39,11 @@ _FORMER = {
 }
 
 
+def _fields(cls: type) -> tuple[Field[Any], ...]:
+    """`fields` of a class that only its metaclass knows to be a dataclass."""
+    return fields(cls)
+
+
 def _former_parameters(cls: type) -> dict[str, str]:
     """Deprecated to present names of the fields of a stage."""
     return {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
@@ -57,7 +62,7 @@ class _StageType(type):
             if name in values:
                 raise TypeError(f"{cls.__name__}: {name} is given twice")
             values[name] = value
-        for f in fields(cls):
+        for f in _fields(cls):
             replaced = f.metadata.get("former_choices", {})
             if isinstance(value := values.get(f.name), str) and value in replaced:
                 warn_renamed(f"{cls.__name__}({f.name}={value!r})", repr(replaced[value]))
@@ -222,7 +227,7 @@ class Stage(metaclass=_StageType):
         }
         if not changed:
             return self.name
-        if list(changed) == [self.lead]:
+        if self.lead is not None and list(changed) == [self.lead]:
             return f"{self.name}:{changed[self.lead]}"
         names = {f.name: recipe_name(f) for f in fields(self)}
         return f"{self.name}:" + ",".join(f"{names[key]}={v}" for key, v in changed.items())
@@ -274,10 +279,16 @@ class Stage(metaclass=_StageType):
 S = TypeVar("S", bound=Stage)
 
 
+def with_values(stage: S, **values: Any) -> S:
+    """A copy of a stage with other values of fields, which its class must have."""
+    return replace(stage, **values)
+
+
 class Stages(tuple[Stage, ...]):
     """Stages in pipeline order; ``a + b`` appends."""
 
-    def __add__(self, other: Stage | tuple[Stage, ...]) -> Self:
+    # Narrower than that of tuples, which joins tuples of any type.
+    def __add__(self, other: Stage | tuple[Stage, ...]) -> Self:  # type: ignore[override]
         if not isinstance(other, Stage | tuple):
             return NotImplemented
         return type(self)((*self, *((other,) if isinstance(other, Stage) else other)))

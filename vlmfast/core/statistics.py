@@ -179,6 +179,9 @@ class VisionStats:
         By `SaliencyRequest.key`: of each of ``items``. Read it with `salient`.
     left_out : tuple of str
         Parts of methods that the tower does not support.
+    skipped : Tensor, bool, (views,), optional
+        Crops that a stage of the recipe left out: their statistics are 0, and none of their tokens
+        is in the prompt.
     """
 
     items: tuple[ItemGeometry, ...]
@@ -187,6 +190,7 @@ class VisionStats:
     cls: Tensor | None = None
     saliency: dict[str, tuple[Saliency, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    skipped: Tensor | None = None
 
     def sources(self) -> str:
         """The sources of saliency, ``cls`` for example; empty where none was requested."""

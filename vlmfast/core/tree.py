@@ -60,7 +60,8 @@ class Tree:
     @staticmethod
     def of_paths(root: int, paths: Iterable[Sequence[int]]) -> Tree:
         """The smallest tree that contains all ``paths`` below ``root``, in order of appearance."""
-        tokens, parents, children = [root], [-1], [{}]
+        tokens, parents = [root], [-1]
+        children: list[dict[int, int]] = [{}]
         for path in paths:
             node = 0
             for token in path:
@@ -116,7 +117,9 @@ class Tree:
 
     def without(self, banned: Sequence[int]) -> Tree:
         """Without the nodes that carry a ``banned`` token, and what follows them."""
-        index, tokens, parents = {-1: -1}, [], []
+        tokens: list[int] = []
+        parents: list[int] = []
+        index = {-1: -1}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
             if node == 0 or (token not in banned and parent in index):
                 index[node] = len(tokens)

@@ -54,6 +54,23 @@ def token_saliency(tokens: VisualTokens, stats: VisionStats, asked: SaliencyRequ
     return saliency
 
 
+def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
+    """Tokens in a row of the stitched crops, newline included, that has a kept token.
+
+    A newline closes the row of the tokens before it. The whole view of a tiled image has no
+    newlines, so keeping its tokens never adds one, and they count as open.
+
+    Returns
+    -------
+    Tensor, bool, (S,)
+    """
+    newline = (layout.kind == Kind.NEWLINE).long()
+    row = newline.cumsum(0) - newline
+    outside = (layout.tile == 0) & tiled
+    hits = torch.zeros_like(row).index_add(0, row, (kept & ~outside).long())
+    return (hits[row] > 0) | outside
+
+
 def covering(boxes: Tensor, group: Tensor, groups: int) -> Tensor:
     """The smallest box around the boxes of each group.
 

@@ -89,10 +89,11 @@ class StageWeights:
         folder = _located(name, text)
         about = _described(folder / CONFIG, f"{name}: weights={text}")
         state = _state(folder, f"{name}: weights={text}")
+        card: str | None = None
         try:
             card = (folder / CARD).read_text(encoding="utf-8")
         except FileNotFoundError:
-            card = None
+            pass
         except (OSError, ValueError) as error:
             raise RecipeError(f"{name}: {folder / CARD} cannot be read: {error}") from error
         weights = cls(
@@ -105,13 +106,11 @@ class StageWeights:
             about.get("license"),
         )
         weights._check(f"{name}: {folder / CONFIG}")
-        generated = weights.model_card()
+        generated, edited = weights.model_card(), card
         if card is not None and hub.is_hub_id(text):  # the next repository has another id
             repo_id = text.partition("@")[0]
             generated = with_hub_id(generated, repo_id)
             edited = card.replace(f"weights={repo_id}", f"weights={FOLDER}")
-        else:
-            edited = card
         return weights if card in (None, generated) else replace(weights, card=edited)
 
     def _check(self, where: str) -> None:

@@ -183,7 +183,8 @@ def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:
 
     def loaded(name: str) -> list[Any]:
         try:
-            desk.load(name, device=desk.vlm.adapter.device)
+            device = None if isinstance(desk.vlm, RemoteVLM) else desk.vlm.adapter.device
+            desk.load(name, device=device)
         except Exception as error:
             return [gr.skip(), panels.message(message_of(error), error=True), gr.skip()]
         return [_about(desk), panels.message(f"Loaded {desk.name}."), presets(desk)]

@@ -14,7 +14,7 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, with_values
 from vlmfast.errors import RecipeError
 
 NONE = "none"
@@ -136,7 +136,7 @@ def turn(text: str, place: str, value: float) -> str:
     stages = list(Recipe.parse(text))
     at = _first(stages, place)
     dial = None if at is None else dial_of(stages[at])
-    if dial is None:
+    if at is None or dial is None:
         raise RecipeError(f"{PLACES[place]}: no method with a parameter; choose a method first")
     stages[at] = _set(stages[at], dial, value)
     return str(Recipe(tuple(stages)))
@@ -146,7 +146,8 @@ def set_positions(text: str, keep: bool) -> str:
     """Preserve the rotary ids of all kept tokens, or renumber them."""
     policy = "keep" if keep else "compact"
     stages = (
-        replace(s, positions=policy) if hasattr(s, "positions") else s for s in Recipe.parse(text)
+        with_values(s, positions=policy) if hasattr(s, "positions") else s
+        for s in Recipe.parse(text)
     )
     return str(Recipe(tuple(stages)))
 
@@ -158,9 +159,10 @@ def dial_of(stage: Stage) -> Dial | None:
     if f is None:
         return None
     value = getattr(stage, f.name)
-    kind = type(f.default)
+    default: Any = f.default
+    kind = type(default)
     if kind is int:
-        low, high = f.metadata.get("ge", 1), f.metadata.get("le", max(8, 2 * f.default))
+        low, high = f.metadata.get("ge", 1), f.metadata.get("le", max(8, 2 * default))
         return Dial(recipe_name(f), value, low, high, 1)
     if kind is float or f.name == "budget":
         return Dial(recipe_name(f), value, 0.05, 0.95 if "lt" in f.metadata else 1.0, 0.005)
@@ -171,7 +173,7 @@ def _set(stage: Stage, dial: Dial, value: float) -> Stage:
     names = {recipe_name(f): f for f in fields(stage)}
     f = names[dial.name]
     values: dict[str, Any] = {f.name: int(value) if type(f.default) is int else float(value)}
-    if f.name == "budget" and stage.lead not in (None, "budget"):
+    if f.name == "budget" and stage.lead is not None and stage.lead != "budget":
         # The budget overrides the method's bare value; reset it, so that the text omits it.
         values[stage.lead] = next(f.default for f in fields(stage) if f.name == stage.lead)
     return replace(stage, **values)
@@ -179,7 +181,8 @@ def _set(stage: Stage, dial: Dial, value: float) -> Stage:
 
 def _new(method: str, keep: bool) -> Stage:
     cls = stage_class(method)
-    names, values = {f.name for f in fields(cls)}, {}
+    names = {f.name for f in fields(cls)}
+    values: dict[str, Any] = {}
     if "budget" in names:
         values["budget"] = max(_BUDGET, cls().floor(32))
     if "positions" in names and keep:

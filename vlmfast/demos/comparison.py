@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: lis
     opening = Opening(Media(kind, path, FRAMES if kind == "video" else 1), asked)
     talk = desk.opened(opening)
     turn = talk.turns[-1] if talk else None
+    shown = turn.shown if turn else None
     with gr.Column(elem_classes="comparison", elem_id=f"{kind}-comparison"):
         status = gr.HTML(
             panels.result(turn) if turn else panels.progress("Preparing the first example …"),
@@ -95,7 +96,10 @@ def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: lis
         )
         with gr.Row(elem_classes="result"):
             with gr.Column(elem_classes="shown", min_width=160):
-                view = gr.HTML(views.kept_html(turn.shown) if turn else "", elem_id=f"{kind}-view")
+                view = gr.HTML(
+                    views.kept_html(shown) if shown else "",
+                    elem_id=f"{kind}-view",
+                )
                 gr.HTML(_CONTROLS.format(kind=kind), js_on_load=_ON_LOAD)
             with gr.Column(elem_classes="said", min_width=160):
                 question = gr.Textbox(
@@ -144,12 +148,14 @@ def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: lis
                     ]
         with gr.Accordion("Tokens in the language model, by depth", open=False):
             depths = gr.HTML(
-                views.depths_html(turn.shown) if turn else "", elem_id=f"{kind}-depths"
+                views.depths_html(shown) if shown else "",
+                elem_id=f"{kind}-depths",
             )
             trace = gr.DownloadButton(
                 "Trace as JSON", interactive=False, elem_id=f"{kind}-trace", size="sm"
             )
-    parts = (status, view, question, ask, again, stop, *sides, counters)
+    full, recipe = sides
+    parts = (status, view, question, ask, again, stop, full, recipe, counters)
     return Panel(kind, opening, *parts, media, current, frames, buttons, depths, trace)
 
 
@@ -239,7 +245,7 @@ def wire(
         file = files.new_trace(user)
         panels.write_trace(talk, turn, file)
         return [
-            views.depths_html(turn.shown),
+            views.depths_html(turn.shown) if turn.shown else "",
             gr.DownloadButton(value=str(file), interactive=True),
         ]
 
@@ -285,15 +291,18 @@ def wire(
     panel.stop.click(stopped, **_QUICK)
 
 
-def _shown(desk: Desk, talks: Iterator[Conversation]) -> Iterator[list]:
+def _shown(desk: Desk, talks: Generator[Conversation, None, None]) -> Iterator[list]:
     """Yield the components of `Panel.answers` during an answer."""
     yield _unchanged(panels.progress("Processing the input …"))
-    view, talk, drawn = "", None, None
+    view = ""
+    talk: Conversation | None = None
+    drawn: Conversation | None = None
     try:
         for talk in talks:
             if talk is not drawn:
                 view, drawn = views.plain_html(talk.images), talk
             yield _state(talk, panels.progress("Answering …"), view)
+        assert talk is not None
         turn = talk.turns[-1]
         status = panels.result(turn)
         if any(a.stats.time_total_s >= desk.limits.seconds for a in turn.answers.values()):
@@ -312,12 +321,14 @@ def _unchanged(status: str) -> list:
 
 
 def _state(talk: Conversation | None, status: str, view: str) -> list:
-    turn = talk and (talk.current or (talk.turns or [None])[-1])
+    turns = [] if talk is None else talk.turns[-1:]
+    if talk is not None and talk.current is not None:
+        turns = [talk.current]
     return [
         status,
         view,
         *(panels.answer_html(talk, side, title) for side, title in _TITLES.items()),
-        panels.table(panels.counters(turn)),
+        panels.table(panels.counters(turns[0] if turns else None)),
         gr.DownloadButton(interactive=False),
     ]
 
@@ -336,8 +347,9 @@ def _ready(kind: str, path: str | None, frames: int) -> list:
 
 
 def _view_of(talk: Conversation) -> str:
-    if talk.turns and talk.turns[-1].answers:
-        return views.kept_html(talk.turns[-1].shown)
+    shown = talk.turns[-1].shown if talk.turns else None
+    if shown is not None:
+        return views.kept_html(shown)
     return views.plain_html(talk.images)
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from vlmfast.media import load_image, load_video
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION
-from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
+from vlmfast.scenes.examples import (
+    EVAL_SEED_START,
+    ImageExample,
+    VideoExample,
+    image_example,
+    video_example,
+)
 
 # Seed and question: the index of one of the scene's questions, or a text.
 _IMAGES = ((9, 2), (4, CAPTION_QUESTION), (2, 1), (1, 1))
@@ -24,9 +30,9 @@ def write_examples(folder: Path) -> dict[str, list[list[str]]]:
         example.image.save(path)
         rows["image"].append([str(path), _question(example, question)])
     for seed, question in _VIDEOS:
-        example, path = video_example(EVAL_SEED_START + seed), folder / f"video-{seed}.mp4"
-        _write_video(path, example.frames)
-        rows["video"].append([str(path), _question(example, question)])
+        video, path = video_example(EVAL_SEED_START + seed), folder / f"video-{seed}.mp4"
+        _write_video(path, video.frames)
+        rows["video"].append([str(path), _question(video, question)])
     return rows
 
 
@@ -45,7 +51,7 @@ def thumbnails(rows: dict[str, list[list[str]]]) -> dict[str, list[str]]:
     return found
 
 
-def _question(example, question: int | str) -> str:
+def _question(example: ImageExample | VideoExample, question: int | str) -> str:
     return question if isinstance(question, str) else example.qa[question].question
 
 

@@ -39,7 +39,8 @@ def measured(desk: Desk, controls: RecipeControls, tab: gr.Tab) -> None:
             marked = desk.recipe(recipe)
         except VLMFastError:  # while it is being written
             return gr.skip()
-        return chart(axis, marked, talk and talk.recipe, talk and talk.kept)
+        asked, kept = (None, None) if talk is None else (talk.recipe, talk.kept)
+        return chart(axis, marked, asked, kept)
 
     def changed(opened: bool, axis: str, recipe: str, request: gr.Request) -> Any:
         return drawn(axis, recipe, request) if opened else gr.skip()

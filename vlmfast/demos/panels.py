@@ -45,9 +45,9 @@ def _texts(turn: Turn, side: str) -> list[str]:
 
 def counters(turn: Turn | None) -> list[tuple[str, str, str]]:
     """Rows (counter, full model, recipe) with the cost of a turn, without those that are empty."""
-    full = turn and turn.answers.get(FULL)
-    shown = turn and turn.shown
-    agree = turn and turn.agreement
+    full = None if turn is None else turn.answers.get(FULL)
+    shown = None if turn is None else turn.shown
+    agree = None if turn is None else turn.agreement
     rows = [(what, text_of(full), text_of(shown)) for what, text_of in _COUNTED.items()]
     rows.append(("Agreement with the full model", _NONE, _per(agree)))
     return [row for row in rows if row[1:] != (_NONE, _NONE)]
@@ -55,6 +55,7 @@ def counters(turn: Turn | None) -> list[tuple[str, str, str]]:
 
 def headline(turn: Turn) -> str:
     """What the recipe saved in a turn, from the rounded numbers of the table."""
+    assert turn.shown is not None  # the turn is complete
     full, shown = turn.answers[FULL].stats, turn.shown.stats
     parts = [
         _ratio(
@@ -121,6 +122,7 @@ def progress(text: str) -> str:
 
 def result(turn: Turn) -> str:
     """The status of a complete turn: its headline, and what was asked."""
+    assert turn.shown is not None  # the turn is complete
     asked = f"“{turn.question}” Answered with {turn.shown.recipe}; times of one run."
     return (
         f'<div role="status" class="status"><p class="headline">{html.escape(headline(turn))}</p>'

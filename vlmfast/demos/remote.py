@@ -10,11 +10,11 @@ import base64
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -102,19 +102,21 @@ class RemoteVLM:
             found = json.loads(response.read())
         return Recipe.parse(found["vlmfast"]["recipe"])
 
-    def submit(self, request: Request) -> closing[Iterator[str | Answer]]:
+    def submit(self, request: Request) -> closing[Generator[str | Answer, None, None]]:
         """Ask one question; as a context manager, the pieces of the answer and finally the answer.
 
         When the block ends early, the connection is closed and the server cancels the request.
         """
-        media = _Media(request.images, request.video, request.num_frames)
+        # The page passes an image, or the path of a video.
+        image = cast("Image.Image | None", request.images)
+        media = _Media(image, cast("str | None", request.video), request.num_frames)
         messages = media.before([], request.question or "")
-        recipe = request.recipe or Recipe()
+        recipe = Recipe.of(request.recipe)
         return closing(self.stream(messages, media, recipe, request.tenant, request.generation))
 
     def session(
         self,
-        images: Any = None,
+        images: Image.Image | None = None,
         video: str | None = None,
         *,
         num_frames: int | None = None,
@@ -132,7 +134,7 @@ class RemoteVLM:
         recipe: Recipe,
         tenant: str,
         generation: dict[str, Any],
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and finally the answer.
 
         Parameters
@@ -219,7 +221,7 @@ class RemoteSession:
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
-    ) -> Iterator[str | Answer]:
+    ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and finally the answer.
 
         Parameters
@@ -355,7 +357,7 @@ def _data_url(kind: str, data: bytes) -> str:
 
 
 def _trace(found: dict[str, Any]) -> Trace:
-    """A trace from `Trace.to_dict`, which does not contain what was merged into a token."""
+    """The inverse of `Trace.to_dict`."""
     stages = [(stage["name"], stage["layer"]) for stage in found["stages"]]
     tokens, layers = found["tokens"], found["layers"]
     if not tokens:
@@ -372,8 +374,27 @@ def _trace(found: dict[str, Any]) -> Trace:
         tile=tile.to(torch.int32),
         box=box.where(box >= 0, torch.nan),
     )
-    entered = layout.select(depth > 0)
-    return Trace(layout, entered, depth, layers, stages, saliency=found["saliency"])
+    frames = [
+        (-1 if item["video"] is None else item["video"], item["frame"], item["frames"])
+        for item in found["items"]
+    ]
+    entered = _with_merged(layout, found["merged"]).select(depth > 0)
+    return Trace(layout, entered, depth, layers, stages, frames=frames, saliency=found["saliency"])
+
+
+def _with_merged(layout: TokenLayout, merged: list[dict[str, Any]]) -> TokenLayout:
+    """The visual tokens with what became of some of them before the language model."""
+    if not merged:
+        return layout
+    token = torch.tensor([one["token"] for one in merged])
+    changed = {
+        name: getattr(layout, name).index_copy(
+            0, token, torch.tensor([one[name] for one in merged], dtype=getattr(layout, name).dtype)
+        )
+        for name in ("kind", "box", "weight")
+    }
+    box = changed["box"]
+    return layout.replace(**{**changed, "box": box.where(box >= 0, torch.nan)})
 
 
 def _error(response: httpx2.Response) -> VLMFastError:

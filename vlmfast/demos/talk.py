@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -90,7 +90,9 @@ class Turn:
     @property
     def agreement(self) -> float | None:
         full, shown = self.answers.get(FULL), self.shown
-        return full and shown and agreement(shown.token_ids, full.token_ids)
+        if full is None or shown is None:
+            return None
+        return agreement(shown.token_ids, full.token_ids)
 
 
 class Conversation:
@@ -119,7 +121,7 @@ class Conversation:
 
     def ask(
         self, question: str, *, sides: tuple[str, ...] = (FULL, RECIPE), **generation: Any
-    ) -> Iterator[Turn]:
+    ) -> Generator[Turn, None, None]:
         """Yield the turn after each new piece of text; a complete turn is added to ``turns``.
 
         The full model and the recipe run one after the other, so that neither slows the other.
@@ -130,7 +132,7 @@ class Conversation:
             # A session cannot reuse frames that depend on the question.
             per_question = any(stage.query_dependent for stage in recipe.acting(MediaStage))
             if self.turns and (self.history or not per_question):
-                pieces: Callable[..., Iterator] = self._session(side, recipe).stream
+                pieces: Callable[..., Generator] = self._session(side, recipe).stream
             else:
                 pieces = self._first(recipe)
             yield from self._written(turn, side, pieces(question, **generation))
@@ -139,7 +141,7 @@ class Conversation:
         self.turns.append(turn)
         self.current = None
 
-    def look_again(self, **generation: Any) -> Iterator[Turn]:
+    def look_again(self, **generation: Any) -> Generator[Turn, None, None]:
         """Repeat the last question in the recipe's session with all visual tokens restored."""
         if not self.turns:
             raise VLMFastError("no question to repeat: ask a question first")
@@ -182,8 +184,8 @@ class Conversation:
         while self._sessions:
             self._sessions.popitem()[1].close()
 
-    def _first(self, recipe: Recipe) -> Callable[..., Iterator]:
-        def pieces(question: str, **generation: Any) -> Iterator:
+    def _first(self, recipe: Recipe) -> Callable[..., Generator]:
+        def pieces(question: str, **generation: Any) -> Generator:
             given = self._given(recipe) | {"recipe": recipe, "tenant": _new()}
             with self.vlm.submit(Request(question, **given, generation=generation)) as handle:
                 yield from handle
@@ -218,7 +220,9 @@ class Conversation:
             messages.append({"role": "assistant", "content": text})
         return messages
 
-    def _written(self, turn: Turn, side: str, pieces: Iterator[str | Answer]) -> Iterator[Turn]:
+    def _written(
+        self, turn: Turn, side: str, pieces: Generator[str | Answer, None, None]
+    ) -> Iterator[Turn]:
         turn.texts[side] = ""
         try:
             with closing(pieces):
@@ -392,7 +396,7 @@ class Desk:
         """The conversation that the page opens with, once it is complete."""
         return self._opened.get(opening)
 
-    def open(self, opening: Opening) -> Iterator[Conversation]:
+    def open(self, opening: Opening) -> Generator[Conversation, None, None]:
         """Answer the question that the page opens with; later calls return the same answers.
 
         Both sides first generate one token each, so that the times do not contain what only the
@@ -417,7 +421,7 @@ class Desk:
 
     def ask(
         self, user: str, media: Media, question: str, recipe: str, tokens: int, history: bool
-    ) -> Iterator[Conversation]:
+    ) -> Generator[Conversation, None, None]:
         """Answer a question; yields the conversation after each update.
 
         Changing the input, the recipe or ``history`` starts a new conversation.
@@ -430,8 +434,8 @@ class Desk:
         _check_question(question)
         chosen = self.recipe(recipe)
         talk = self.talk(user)
-        same = talk and (talk.media, talk.recipe, talk.history) == (media, chosen, history)
-        if not same:
+        same = (media, chosen, history)
+        if talk is None or (talk.media, talk.recipe, talk.history) != same:
             talk = Conversation(self.vlm, media, chosen, history)
             self._enter(user, talk)
         with closing(talk.ask(question.strip(), **self._generation(tokens))) as turns:
@@ -457,7 +461,7 @@ class Desk:
 
     def look_again(
         self, user: str, tokens: int, opening: Opening | None = None
-    ) -> Iterator[Conversation]:
+    ) -> Generator[Conversation, None, None]:
         """Repeat the last question with all visual tokens.
 
         Without a question of the user, that of ``opening`` is repeated.

@@ -124,7 +124,7 @@ def plain_html(images: Sequence[Image.Image]) -> str:
 def depths_html(answer: Answer) -> str:
     """Tokens in the language model, at the first layer and wherever their number changes."""
     trace = answer.trace
-    if trace.layout is None:
+    if trace.layout is None or trace.depth is None:
         return ""
     whole = _alive(replace(trace, entered=trace.layout), torch.ones_like(trace.depth))
     lines = [_depth(answer, whole, f"From the vision tower: {len(trace.depth)} tokens")]

@@ -75,11 +75,13 @@ class Cache:
     @property
     def keys(self) -> Tensor:
         """(1, G, length, d), rotated."""
+        assert self._buffer is not None
         return self._buffer[0, :, :, : self.length]
 
     @property
     def values(self) -> Tensor:
         """(1, G, length, d)."""
+        assert self._buffer is not None
         return self._buffer[1, :, :, : self.length]
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -269,7 +271,7 @@ class Layer(nn.Module):
         norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.double, self.norm_before_residual = double, norm_before_residual
+        self._double, self.norm_before_residual = double, norm_before_residual
         norm = partial(RMSNorm, width, eps)
         sizes = (width, 2 * width if double else width, heads, kv_heads, head_width)
         self.self_attn = Attention(*sizes, theta, stretch, qkv_bias)
@@ -280,7 +282,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """Rows (B, S, D or 2 D) with rotary ids (B, S) to (B, S, D)."""
-        if self.double:
+        if self._double:
+            assert self.hidden_norm is not None and self.input_layernorm is not None
             embeds, x = x.chunk(2, dim=-1)
             hidden = self.hidden_norm(x)
             if self.norm_before_residual:

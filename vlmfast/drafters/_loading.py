@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError
 
 CONFIG = "config.json"
@@ -112,7 +113,8 @@ def load_published(stage: DrafterStage, folder: str | Path, sizes: dict[str, Any
         raise RecipeError(f"{stage.name}: {folder} has hidden_act={act}; only silu is supported")
     if (depth := layer.get("num_hidden_layers", 1)) != 1:
         raise RecipeError(f"{stage.name}: {folder} has {depth} layers; only one is supported")
-    built = stage.build(_config(stage, folder, config, layer, state))
+    # Of a class of drafters, with the attributes that are set here.
+    built: Any = stage.build(_config(stage, folder, config, layer, state))
     if built.kind == "eagle3" and "d2t" not in state:
         if len(built.d2t) != layer.get("vocab_size"):
             raise RecipeError(f"{stage.name}: {folder} lacks d2t, the ids of its vocabulary")
@@ -317,6 +319,7 @@ def replay(drafter: Drafter, read: Read, prompt: int, nodes: int, depth: int) ->
     accepted, at = [], prompt  # rows that the target has read; the next one is the root
     while at + 1 < len(read.ids):
         tree = drafter.propose(read.ids[at], Budget(nodes, depth))
+        assert isinstance(tree, Tree)  # of drafters with weights of their own
         path = [0]
         while (
             at + len(path) < len(read.layout)

@@ -62,7 +62,9 @@ def guesses(shape: Tree, root: int, successors: Callable[[int], Sequence[int]]) 
 
 def filled(shape: Tree, root: int, successors: Callable[[int], Sequence[int]]) -> Tree:
     """A tree of that shape, without the nodes that have no token."""
-    index, tokens, parents = {-1: -1}, [], []
+    tokens: list[int] = []
+    parents: list[int] = []
+    index = {-1: -1}
     for node, token in enumerate(guesses(shape, root, successors)):
         if token is not None:
             index[node] = len(tokens)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vlmfast.core.protocols import DrafterStage
@@ -180,11 +180,15 @@ class DrafterTraining(Training):
     ----------------
     later : tuple of str
         Prefixes of weights that ``--init`` may lack.
+    unused : tuple of str
+        Prefixes of weights in ``--init`` that this kind has no use for.
     decay : float
         Weight of each forward pass relative to the one before, as in EAGLE-3.
     """
 
+    stage: ClassVar[type[DrafterStage]]
     later: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def config(self) -> dict[str, Any]:
         """The kind; the layer's dimensions are among the sizes."""
@@ -194,7 +198,7 @@ class DrafterTraining(Training):
         """Stages that request the target's hidden states; all need its features."""
         return [self.stage()]
 
-    def begin(self, module: nn.Module, answers: Callable[[int], list[int]]) -> None:
+    def begin(self, module: Any, answers: Callable[[int], list[int]]) -> None:
         """Set what depends on the answers, before the first step."""
 
     def views(self) -> tuple[str, ...]:
@@ -209,7 +213,7 @@ class DrafterTraining(Training):
         """The true rows of a sample, with images shortened by ``view``."""
         raise NotImplementedError(f"{type(self).__name__}.known")
 
-    def loss(
+    def pass_loss(
         self, module: Any, hidden: Tensor, student: Tensor, true: Tensor, teacher: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss of one forward pass, summed over its rows, and further values to log.
@@ -221,7 +225,7 @@ class DrafterTraining(Training):
         student, teacher : Tensor, (m, V)
             Logits.
         """
-        raise NotImplementedError(f"{type(self).__name__}.loss")
+        raise NotImplementedError(f"{type(self).__name__}.pass_loss")
 
     decay: ClassVar[float] = 0.8
 
@@ -234,11 +238,12 @@ class DrafterTraining(Training):
         def embeds(step: int, hidden: Tensor) -> Tensor:
             return lesson.embeds[n + step : last]
 
-        total, info = lesson.embeds.new_zeros(()), {}
+        total = lesson.embeds.new_zeros(())
+        info: dict[str, float] = {}
         for step, hidden in enumerate(unroll(module, known, self.args.ttt, embeds)):
             true = lesson.features[n + step : last] / scale
             student = module.output(hidden, target.logits)
-            loss, more = self.loss(module, hidden / scale, student, true, lesson.logits[step:])
+            loss, more = self.pass_loss(module, hidden / scale, student, true, lesson.logits[step:])
             total = total + self.decay**step * loss
             info |= {f"{key}_{step}": value for key, value in more.items()}
         return total, info

@@ -29,9 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from vlmfast.core.drafting import Target, Traffic
+from vlmfast.core.drafting import Drafter, Target, Traffic
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.registry import stage_class
@@ -44,6 +44,10 @@ _TRUSTED = 0.8  # of the predicted time that drafted rounds take at the least if
 _KEEP = 0.95  # weight of the running mean in each round
 _PREFERRED = ("draft-eagle", "draft-vispec")
 _FREE = ("draft-ngram", "draft-recycle")
+
+
+def _stage(name: str) -> DrafterStage:
+    return cast(DrafterStage, stage_class(name)())
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,15 @@ class DraftAuto(DrafterStage):
     def largest(self) -> tuple[int, int]:
         return 1, 0
 
-    def open(self, target: Target) -> None:
+    def open(self, target: Target) -> Drafter:
         raise NotImplementedError("draft-auto drafts nothing")
 
     def choice(self, ships: Callable[[DrafterStage], bool]) -> list[DrafterStage]:
         """The drafters of a recipe without any: a trained one, or those without weights."""
         for name in _PREFERRED:
-            if ships(stage := stage_class(name)()):
+            if ships(stage := _stage(name)):
                 return [stage]
-        return [stage_class(name)() for name in _FREE]
+        return [_stage(name) for name in _FREE]
 
     def govern(self, limit: tuple[int, int], known: dict[Any, Any]) -> Governor:
         return Governor(self, limit, known)

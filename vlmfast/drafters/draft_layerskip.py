@@ -81,6 +81,7 @@ class Chain:
         pass
 
     def propose(self, root: int, budget: Budget) -> Tree:
+        assert self.target.shallow is not None
         chain = [root]
         for depth in range(1, min(budget.depth, self.stage.depth) + 1):
             logits = self.target.shallow(chain[-1], depth - 1, self.layers).float()

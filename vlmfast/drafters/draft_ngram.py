@@ -65,7 +65,7 @@ def continuations(
     ids: Sequence[int], ngram: int, tokens: int, latest: bool, banned: Sequence[int] = ()
 ) -> Iterator[tuple[int, ...]]:
     """The distinct continuations of the matches, best match first."""
-    seen = {()}
+    seen: set[tuple[int, ...]] = {()}
     for _, start in matches(ids, ngram, latest):
         copy = tuple(copied(ids, start, tokens, banned))
         if copy not in seen:

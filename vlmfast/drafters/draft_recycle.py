@@ -76,6 +76,7 @@ class Successors:
 
     def learn(self, done: Round) -> None:
         """Store the target's best successors of every node of a tree."""
+        assert done.logits is not None
         size = done.logits.shape[-1]
         rows = done.logits.topk(min(SUCCESSORS + len(self.banned), size)).indices.tolist()
         for node in (*range(len(rows)), *done.path):

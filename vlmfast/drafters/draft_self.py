@@ -17,6 +17,8 @@ The view is held as indices into the cache; nothing is copied. Its sources:
   ``vlcache``, ``cake``): the slots that it would keep.
 - A method that reduces the visual tokens before the language model (``hired``, ``divprune``, ...):
   all text, and the visual tokens that it would keep.
+- A method that drops visual tokens between the layers (``fastv``, ``dart``, ``pyramiddrop``): all
+  text, and in each layer the visual tokens that it would let in.
 - A recipe file (``.yaml``) with one of these methods under its own parameters.
 
 Views of ``topk`` and of evictors are computed again every ``refresh`` verified rounds, from the
@@ -71,11 +73,17 @@ from vlmfast.core.drafting import (
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import param
-from vlmfast.core.protocols import CacheStage, DecodeStage, DrafterStage, EncodeStage
+from vlmfast.core.protocols import (
+    CacheStage,
+    DecodeStage,
+    DrafterStage,
+    EncodeStage,
+    PrefillStage,
+)
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.core.stage import Stage, Stages
+from vlmfast.core.stage import Stage, Stages, with_values
 from vlmfast.core.statistics import ColumnRequest, ColumnStats, StatRequest, VisionStats
 from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError, VLMFastError
@@ -96,7 +104,7 @@ class DraftSelf(DrafterStage):
 
     view: str = param(
         TOP_K,
-        "what selects the slots: topk, a method that evicts from the cache or reduces visual "
+        "what selects the slots: topk, a method that evicts from the cache or drops visual "
         "tokens, or a recipe file (.yaml) with one such method",
     )
     keep: float = param(
@@ -132,9 +140,10 @@ class DraftSelf(DrafterStage):
                 raise RecipeError(f"{self.name}: view={self.view}: {_known(self.view)}")
             cls = stage_class(self.view)
             named = any(f.name == "keep" for f in fields(cls))
-            stage = cls(keep=self.keep) if named else cls()
+            named = named and not issubclass(cls, DrafterStage)
+            stage = with_values(cls(), keep=self.keep) if named else cls()
         parts = [part for part in stage.expand() if not isinstance(part, DecodeStage)]
-        if parts != [stage] or not isinstance(stage, Evictor | EncodeStage):
+        if parts != [stage] or not isinstance(stage, Evictor | EncodeStage | PrefillStage):
             raise RecipeError(
                 f"{self.name}: view={self.view} selects no slots of a whole cache; {_allowed()}"
             )
@@ -148,13 +157,21 @@ class DraftSelf(DrafterStage):
     def expand(self) -> tuple[Stage, ...]:
         if isinstance(self.selects, EncodeStage):
             return (self, KeptTokens(self), KeptSlots(self))
+        if isinstance(self.selects, PrefillStage):
+            return (self, KeptRows(self), KeptSlots(self))
         return (self, KeptSlots(self))
+
+    @property
+    def follows_attention(self) -> bool:
+        """Whether the view is selected by the attention to the cache, so that it is refreshed."""
+        return not isinstance(self.selects, EncodeStage | PrefillStage)
 
     def largest(self) -> tuple[int, int]:
         return 1 + self.steps, self.steps
 
     def draft_bytes(self, weights: int, cache: int) -> int:
-        return weights + int(getattr(self.selects, "keep", self.keep) * cache)
+        keep = getattr(self.selects, "keep", None)
+        return weights + int((self.keep if keep is None else keep) * cache)
 
     def check_recipe(self, recipe: Stages) -> None:
         for stage in recipe:
@@ -174,8 +191,9 @@ class DraftSelf(DrafterStage):
 def _allowed() -> str:
     return (
         "allowed are topk, methods that evict from the cache (snapkv, pyramidkv, h2o, "
-        "streamingllm, vlcache, cake), and methods that reduce visual tokens before the language "
-        "model without weights of their own (hired, divprune, ...)"
+        "streamingllm, vlcache, cake), and methods without weights of their own that reduce visual "
+        "tokens before the language model (hired, divprune, ...) or between its layers (fastv, "
+        "dart, pyramiddrop)"
     )
 
 
@@ -202,6 +220,7 @@ class TopK(CacheStage):
     ) -> KV:
         visual = kv.visual & kv.valid
         counts = (self.keep * visual.sum(1)).long().clamp(min=1)
+        assert stats is not None and stats.sum is not None
         scores = stats.sum.sum(1).masked_fill(~visual, -torch.inf)
         return kv.select_mask((best(scores, counts) & visual) | (~kv.visual & kv.valid))
 
@@ -239,6 +258,46 @@ class KeptTokens(Part, EncodeStage):
 
 
 @dataclass(frozen=True)
+class KeptRows(Part, PrefillStage):
+    """Notes the rows that the view's method would let into each layer, and lets all in."""
+
+    name: ClassVar[str] = DraftSelf.name
+    observes: ClassVar[bool] = True
+
+    @property
+    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
+        return self.of.selects.query_dependent
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        return self.of.selects.layers(depth)
+
+    def text_stats(self, depth: int) -> dict[int, StatRequest]:
+        return self.of.selects.text_stats(depth)
+
+    def attends(self, depth: int) -> tuple[int, ...]:
+        return self.of.selects.attends(depth)
+
+    def attend(self, context: PrefillContext, layer: int, *given: Any) -> None:
+        state = context.notes.setdefault(self.name, {}).setdefault("state", {})
+        self.of.selects.attend(replace(context, notes=state), layer, *given)
+
+    def select_tokens(self, context: PrefillContext, layer: int) -> None:
+        notes, layout = context.notes.setdefault(self.name, {}), context.layout
+        rows = torch.arange(len(layout), device=layout.device)
+        if "kept" in notes:
+            rows = rows[torch.isin(layout.order, notes["kept"])]
+        own = replace(
+            context,
+            layout=layout.select(rows),
+            notes=notes.setdefault("state", {}),
+            stats={at: found.index_select(-1, rows) for at, found in context.stats.items()},
+            hidden=None if context.hidden is None else context.hidden.index_select(0, rows),
+        )
+        left = self.of.selects.select_tokens(own, layer)
+        notes["kept"] = layout.order[rows if left is None else rows[left]]
+
+
+@dataclass(frozen=True)
 class KeptSlots(Part, CacheStage):
     """Notes the slots that the view keeps of each layer, and keeps all.
 
@@ -249,16 +308,17 @@ class KeptSlots(Part, CacheStage):
     name: ClassVar[str] = DraftSelf.name
 
     def text_stats(self, depth: int) -> dict[int, ColumnRequest]:
-        selects = self.of.selects
-        return {} if isinstance(selects, EncodeStage) else selects.text_stats(depth)
+        return self.of.selects.text_stats(depth) if self.of.follows_attention else {}
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
         notes = context.notes.setdefault(self.name, {})
-        if isinstance(self.of.selects, EncodeStage):
+        if not self.of.follows_attention:
             kept = numbered(kv).select_mask(
-                (torch.isin(kv.order, notes["kept"]) | ~kv.visual) & kv.valid
+                kv.valid & (torch.isin(kv.order, notes["kept"]) | ~kv.visual)
+                if "kept" in notes
+                else kv.valid
             )
         else:
             own = replace(context, notes=notes.setdefault("state", {}))
@@ -270,8 +330,9 @@ class KeptSlots(Part, CacheStage):
     def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
         notes = context.notes[self.name]
         kept = [notes["layers"][layer] for layer in range(len(cache))]
-        if not isinstance(self.of.selects, EncodeStage):
-            kept = self.of.selects.finish(replace(context, notes=notes.pop("state")), kept)
+        state = notes.pop("state", {})
+        if self.of.follows_attention:
+            kept = self.of.selects.finish(replace(context, notes=state), kept)
         notes.pop("kept", None)
         notes["layers"] = {
             layer: (*chosen(view), kv.lengths.clone(), kv.visual.clone())
@@ -368,11 +429,13 @@ class Chain(ViewDrafter):
         kv = KV(keys[:, :n], values[:, :n], slots, slots, visual, start)
         stats = columns(attention[..., :n], self.asked[layer], len(keys))
         context = self._context(visual)
-        selects = allowed(self.stage.selects, context, layer, kv)
+        method = self.stage.selects
+        assert isinstance(method, CacheStage)  # others do not ask for attention
+        selects = allowed(method, context, layer, kv)
         kept = selects.compress(context, layer, kv, stats)
         self.kept.append(indices(kept))
         if len(self.kept) == len(self.view):
-            final = self.stage.selects.finish(self._context(visual), self.kept)
+            final = method.finish(self._context(visual), self.kept)
             pairs = zip(final, self.view, strict=True)
             self.view = tuple(SlotList(*chosen(kv), old.start, old.least) for kv, old in pairs)
             self.kept = []

@@ -16,7 +16,7 @@ member: its window and its rotary position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
 from .stats import Stats, clock
+from .tower import replaced
 
 
 @contextmanager
@@ -77,15 +78,19 @@ def between_blocks(
 
         return hook
 
-    def after_tower(module: nn.Module, args: tuple, output: Any) -> None:
+    def after_tower(output: Any) -> Any:
         if current_context.get() is not context or context.merged is None:
-            return
+            return output
         output.last_hidden_state = tower.spread(output.last_hidden_state)
         if (levels := getattr(output, "hidden_states", None)) is not None:
             wanted = [block + 1 for block in adapter.feature_blocks()]
             output.hidden_states = tuple(
                 tower.spread(level) if i in wanted else level for i, level in enumerate(levels)
             )
+        return output
+
+    def spreading(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: after_tower(forward(*args, **kwargs))
 
     def before_merger(module: nn.Module, args: tuple) -> tuple | None:
         if current_context.get() is not context:
@@ -101,7 +106,9 @@ def between_blocks(
         stats.time_reduce_s += clock(hidden.device) - start
         return (hidden, *args[1:])
 
-    handles = []
+    handles, whole = [], bool(stages) and not adapter.packed
+    # A gate may call the tower twice, and the rows of each call are copied back separately.
+    wrapped = replaced(adapter.tower(), spreading) if whole else nullcontext()
     try:
         if stages:
             for index, block in enumerate(blocks):
@@ -110,10 +117,9 @@ def between_blocks(
             if adapter.packed:
                 for merger in adapter.mergers():
                     handles.append(merger.register_forward_pre_hook(before_merger))
-            else:
-                handles.append(adapter.tower().register_forward_hook(after_tower))
             handles.append(adapter.projector().register_forward_pre_hook(before_projector))
-        yield tower.groups
+        with wrapped:
+            yield tower.groups
         tower.finish()
     finally:
         for handle in handles:
@@ -135,9 +141,11 @@ class Batched:
     def begin(self, hidden: Tensor) -> None:
         """Start a call of the tower; images and videos may come in separate calls."""
         self.finish()
-        self.first, self.views = self.views, self.views + len(hidden)
-        items = self.context.items
-        self.items = tuple(item for item in items if self.first <= item.views[0] < self.views)
+        first, self.views = self.views, self.views + len(hidden)
+        numbers = self.context.numbers
+        self.numbers = list(range(first, self.views)) if numbers is None else numbers
+        here, items = set(self.numbers), self.context.items
+        self.items = tuple(item for item in items if here & set(range(*item.views)))
         cells = self.adapter.cells(self.items[0]) if self.items else None
         self.cells = None if cells is None else cells.to(hidden.device)
         self.context.merged = self.context.lengths = self.merged = None
@@ -159,6 +167,8 @@ class Batched:
         rows, source = stage.on_block(seen, index, self.wide(hidden, self.merged is not None))
         if source is None:
             return hidden
+        if seen.lengths is not None:
+            context.lengths = specials + (seen.lengths - specials) * m
         self.merged = source if self.merged is None else source.gather(1, self.merged)
         group = self.merged[:, specials:] - specials
         patch = torch.arange(m, device=group.device)
@@ -214,8 +224,9 @@ class Batched:
             return
         # Where no cells merged, each patch is a token: groups of patches are groups of tokens.
         merged = self.context.merged if self.merged is None else self.merged
-        for number, group in enumerate(merged[:, self.context.specials :]):
-            self.groups[self.first + number] = group
+        groups = merged[:, self.context.specials :]
+        for number, group in zip(self.numbers, groups, strict=True):
+            self.groups[number] = group
 
 
 class Packed:
@@ -256,7 +267,13 @@ class Packed:
         for i, (item, rows) in enumerate(zip(self.taken, cells, strict=True)):
             merged = self.merged[i]
             known = {} if keys is None else {index - 1: keys[i][merged][None]}
-            seen = replace(context, items=(context.items[item],), merged=merged[None], keys=known)
+            seen = replace(
+                context,
+                items=(context.items[item],),
+                merged=merged[None],
+                keys=known,
+                raster=self.cell_of[i],
+            )
             (rows,), source = stage.on_block(seen, index, rows[None])
             if source is not None:
                 first = torch.full_like(merged, len(merged))[: len(rows)]

@@ -263,8 +263,8 @@ class KVCache(Cache):
         ValueError
             Where a layer does not hold them in its tail, one slot each.
         """
-        if self.track or self.stateful:
-            what = "that decode stages modify" if self.track else "with the states of layers"
+        if self.attention_mass or self.stateful:
+            what = "with attention masses" if self.attention_mass else "with the states of layers"
             raise ValueError(f"a cache {what} cannot be cropped")
         rows = range(self.rows) if row is None else [row]
         if any(self.logical[at] - tokens < self.base[at] for at in rows):
@@ -678,7 +678,13 @@ class RowSlots:
                 row.scatter_(1, slot[:, None][wide].expand(shape), moved)
         self.length.sub_(1)
         self._layer.max_lengths[self._row] -= 1
+        self._hold()
 
     def quantize(self, count: int, make: Callable[[Tensor, Tensor], Segment]) -> None:
         page = make(self.keys[:, :count], self.values[:, :count])
         self._layer.page(self._row, count, page)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Allow no crop beyond the tokens so far: not all of them have a slot of their own."""
+        self._cache.base[self._row] = self._cache.logical[self._row]

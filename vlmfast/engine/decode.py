@@ -284,7 +284,9 @@ class RowGroup:
                         position_embeddings=self.adapter.tables(hidden, position, index),
                         vlmfast_context=context,
                     )
-            return self.adapter.logits(decoder.norm(hidden)[number, -1].to(position.device))
+            norm = self.adapter.normalizer()
+            hidden = hidden if norm is None else norm(hidden)
+            return self.adapter.logits(hidden[number, -1].to(position.device))
         finally:
             cache.advance(-drafted)
 

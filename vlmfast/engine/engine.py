@@ -46,6 +46,7 @@ from .speculation import Speculation
 from .stats import clock
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
+_FIRST = 6.0  # how many times longer it is before the first one in a prompt
 _PER_WAITING = 3.0  # how many times longer it gets for each prompt that waits, per decoded row
 _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
@@ -123,6 +124,7 @@ class Engine:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
         self._prefill: Prefill | None = None  # of the sequence that is prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
+        self._interrupted = False  # whether a decode step was interleaved with this prompt
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -437,6 +439,7 @@ class Engine:
             sampler.seed = int(torch.randint(2**62, ()))
         if device.type == "cuda" and not self._scheduler.active:
             torch.cuda.reset_peak_memory_stats(device)
+        self._interrupted = False
         self._prefill = (sequence.prefill or self._whole)(sequence)
 
     def _whole(self, sequence: Sequence) -> Prefill:
@@ -472,16 +475,20 @@ class Engine:
         if time.monotonic() - self._decoded_at >= self._pause * self._decode_s:
             self._end_those_that_must(list(self._scheduler.active))
             self._decode()
+            self._interrupted = True
 
     @property
     def _pause(self) -> float:
         """Least time between two interleaved decode steps, in mean decode steps.
 
-        Where more prompts wait than rows are decoded, prompts get more of the time: each decode
-        step is cheaper with more rows.
+        A decode step takes about as long with the row of this prompt as without it. Short prompts
+        are therefore not interrupted. Where more prompts wait than rows are decoded, prompts get
+        more of the time.
         """
         waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
-        return _PAUSE * min(1.0 + _PER_WAITING * waiting / max(active, 1), _MOST_PAUSE)
+        first = 1.0 if self._interrupted else _FIRST
+        longer = min(1.0 + _PER_WAITING * waiting / max(active, 1), _MOST_PAUSE)
+        return _PAUSE * max(first, longer)
 
     def _decode(self) -> None:
         """Decode one token of every row."""

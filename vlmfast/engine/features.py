@@ -1,8 +1,8 @@
 """Features of images in the prefix cache: the vision tower runs only on images that are missing.
 
-Where no stage of the recipe works inside the tower, every image is an entry of its own, and so is a
-video that is not read as images. Otherwise all images of a prompt are one entry, because such
-stages may see all of them.
+Where no stage of the recipe works inside the tower or reuses frames, every image is an entry of its
+own, and so is a video that is not read as images. Otherwise all images of a prompt are one entry,
+because such stages may see all of them.
 
 The tower runs once on all missing images. Features then do not depend on which other images were
 there, apart from rounding: matrix products of another size may differ in the last bits.
@@ -61,6 +61,8 @@ class Item:
     rows, keys, cls
         Those of its views, as in `VisionStats`.
     saliency : dict of str to Saliency
+    skipped : Tensor, optional
+        As in `VisionStats`.
     """
 
     features: Tensor
@@ -70,6 +72,7 @@ class Item:
     keys: dict[int, Tensor]
     cls: Tensor | None
     saliency: dict[str, Saliency]
+    skipped: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +168,7 @@ def encoded(
     if state is None:
         return encode(adapter, tensors, items, wanted, stats, trained)
     known = hashed(adapter, tensors, items) if known is None else known
-    groups = [known] if wanted.inside else [[one] for one in known]
+    groups = [known] if wanted.joint else [[one] for one in known]
     keys = [Key(KIND, tenant, (state, _content(group, items, wanted))) for group in groups]
     pinned: list[Entry] = []
     values: dict[Key, Kept] = {}
@@ -205,7 +208,7 @@ def encoded(
             for i in (_indices(group) if key in hits else ())
         )
         joined = _joined(items, [found[i] for i in range(len(items))], wanted)
-        whole = values[keys[0]]  # with stages inside the tower, all images are one entry
+        whole = values[keys[0]]  # of joint stages; all images are one entry
         return Images(joined, whole.groups, whole.notes)
     finally:
         for entry in pinned:
@@ -236,7 +239,7 @@ def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> H
     if wanted.inside and trained:
         weights.append(fingerprint(*trained.values()))
     asked = (
-        tuple((type(stage), stage) for stage in wanted.inside),
+        tuple((type(stage), stage) for stage in (*wanted.views, *wanted.inside)),
         tuple(sorted(wanted.requests.items())),
         tuple(sorted(wanted.saliency.items())),
         wanted.cls,
@@ -273,7 +276,7 @@ def _content(
 ) -> tuple[Hashable, ...]:
     """What identifies images: their pixels, and how these are divided."""
     digests = tuple(one.digest for one in group)
-    if wanted.inside:  # its stages see which image is a frame of which video
+    if wanted.joint:  # its stages see which image is a frame of which video
         return (*digests, items)
     return (*digests, tuple(_plain(items[i]) for i in _indices(group)))
 
@@ -316,6 +319,7 @@ def _items(of: Encoded) -> list[Item]:
                 {layer: keys[views] for layer, keys in of.stats.keys.items()},
                 None if of.stats.cls is None else of.stats.cls[views],
                 {key: each[i] for key, each in of.stats.saliency.items()},
+                None if of.stats.skipped is None else of.stats.skipped[views],
             )
         )
     return found
@@ -332,6 +336,9 @@ def _joined(items: tuple[ItemGeometry, ...], kept: list[Item], wanted: Wanted) -
         None if first.cls is None else torch.cat([of.cls for of in ordered if of.cls is not None]),
         {key: tuple(of.saliency[key] for of in kept) for key in first.saliency},
         wanted.left_out,
+        None
+        if first.skipped is None
+        else torch.cat([of.skipped for of in ordered if of.skipped is not None]),
     )
     pairs = zip(items, kept, strict=True)
     layouts = [_moved(of.layout, i, item.views[0]) for i, (item, of) in enumerate(pairs)]

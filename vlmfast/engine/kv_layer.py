@@ -245,7 +245,7 @@ class KVLayer(CacheLayerMixin):
         buffer = self.pool.take(shape, source.dtype, source.device, clear=False)
         taken = min(source.shape[2], capacity)
         buffer[:, :, :taken] = source[:, :, :taken]
-        buffer[:, :, taken:] = 0
+        buffer[:, :, taken:].zero_()
         return buffer
 
     def _give(self, name: str) -> None:
@@ -493,7 +493,7 @@ class KVLayer(CacheLayerMixin):
                 shape = (size, old.shape[1], capacity, *old.shape[3:])
                 buffers[name] = self.pool.take(shape, old.dtype, old.device, clear=False)
                 buffers[name][:rows, :, : old.shape[2]] = old
-                buffers[name][:rows, :, old.shape[2] :] = 0  # `join` clears other rows
+                buffers[name][:rows, :, old.shape[2] :].zero_()  # `join` clears other rows
         for segment in self.segments:
             group = segment.group or 1
             slots = -(-capacity_class(len(segment)) // group) * group
@@ -515,7 +515,7 @@ class KVLayer(CacheLayerMixin):
         row, count = len(self.max_lengths), other.max_lengths[source]
         for name, buffer in self._buffers.items():
             buffer[row, :, :count] = getattr(other, name)[source, :, :count]
-            buffer[row, :, count:] = 0  # may hold anything, and NaN * 0 is NaN
+            buffer[row, :, count:].zero_()  # may hold anything, and NaN * 0 is NaN
         self.max_lengths.append(count)
         self.shift.append(other.shift[source])
         self.gap.append(other.gap[source])

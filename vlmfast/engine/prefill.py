@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
+from vlmfast.core.counting import check_budget
 from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens
-from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
+from vlmfast.core.protocols import (
+    EncodeStage,
+    InEncoderStage,
+    PrefillStage,
+    ViewStage,
+    tower_stages,
+)
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
@@ -159,7 +166,13 @@ def look(
     served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
-    wanted = Wanted.of(adapter, items, recipe.acting(InEncoderStage), recipe.acting(EncodeStage))
+    wanted = Wanted.of(
+        adapter,
+        items,
+        recipe.acting(InEncoderStage),
+        recipe.acting(EncodeStage),
+        recipe.acting(ViewStage),
+    )
     images = encoded(
         adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
     )
@@ -209,7 +222,7 @@ def prepare(
     stats.saliency = trace.saliency = vision.sources()
     stats.left_out = list(vision.left_out)
     merged = len(tokens) < ids.shape[1] - len(text)
-    closed = merged and any(_compacts(stage) for stage in recipe.acting(InEncoderStage))
+    closed = merged and any(_compacts(stage) for stage in tower_stages(recipe))
     # Notes of encode stages belong to this question, those of the tower to all questions.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
@@ -226,7 +239,7 @@ def prepare(
     )
     tower = len(adapter.vision_blocks())
     for stage in recipe:
-        _leaves_something(stage, stats.visual_tokens_in, adapter.depth)
+        check_budget(stage, stats.visual_tokens_in, stage.floor(adapter.depth))
     for stage in stages:
         # Only what this stage requested: another one may have requested other layers.
         wanted = stage.vision_stats(tower)
@@ -261,15 +274,6 @@ def prepare(
 
 def _compacts(stage: Stage) -> bool:
     return getattr(stage, "positions", "keep") == "compact"
-
-
-def _leaves_something(stage: Stage, n: int, depth: int) -> None:
-    budget = getattr(stage, "budget", None)
-    if budget is not None and round(budget * n) < 1 and stage.floor(depth) == 0:
-        raise RecipeError(
-            f"{stage.name}: budget={budget:g} leaves no token of the prompt's {n} visual tokens; "
-            f"it must be at least {1 / n:.2g}"
-        )
 
 
 def prefill(
@@ -418,10 +422,11 @@ class Drops:
         self.schedule: dict[int, list[PrefillStage]] = {}
         for stage in stages:
             for layer in stage.layers(adapter.depth):
-                if not adapter.min_drop_layer <= layer < adapter.depth:
+                first = 0 if stage.observes else adapter.min_drop_layer
+                if not first <= layer < adapter.depth:
                     raise RecipeError(
                         f"{stage.name}: layer {layer} is out of range, this model can drop before "
-                        f"layers {adapter.min_drop_layer} to {adapter.depth - 1}"
+                        f"layers {first} to {adapter.depth - 1}"
                     )
                 self.schedule.setdefault(layer, []).append(stage)
         self.kept: Tensor | None = None  # remaining rows of the prompt
@@ -460,7 +465,7 @@ class Drops:
                 tables = tuple(table.to(home) for table in tables)
                 kwargs = {**kwargs, "position_embeddings": tables}
             if index in self.ahead:
-                self._probe(module, index, hidden, kwargs)
+                self._probe(index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
                 start = clock(hidden.device)
                 self.context.hidden = rows = hidden[0]
@@ -492,15 +497,15 @@ class Drops:
             tables = _rows(self.kept, *given)
         return {"position_embeddings": tables, "position_ids": position}
 
-    def _probe(self, module: nn.Module, index: int, hidden: Tensor, kwargs: dict) -> None:
+    def _probe(self, index: int, hidden: Tensor, kwargs: dict) -> None:
         """Statistics of layer ``index`` before it runs, from its queries and keys alone."""
         start = clock(hidden.device)
         probe = replace(
             self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
         )
         with active(probe):
-            module.get_submodule("self_attn")(
-                hidden_states=self.adapter.attention_norm(module)(hidden),
+            self.adapter.text_attention(index)(
+                hidden_states=self.adapter.attention_norm(index)(hidden),
                 attention_mask=None,
                 **{self.adapter.cache_name: None},
                 **self._positions(index, kwargs),

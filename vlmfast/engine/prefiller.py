@@ -349,6 +349,8 @@ class Prefiller:
         own.visual_tokens_in += stats.visual_tokens_in
         own.cached_tokens += stats.cached_tokens
         own.vision_passes += stats.vision_passes
+        own.views += stats.views
+        own.views_encoded += stats.views_encoded
         own.time_vision_s += stats.time_vision_s
         own.time_reduce_s += stats.time_reduce_s
         for name, count in stats.visual_tokens_kept.items():

@@ -73,6 +73,7 @@ class Rounds:
         """One round of rows that have drafters."""
         sequences = batch.rows
         batch.reserve(max(_TREE, *(s.drafts.limit[0] for s in sequences if s.drafts is not None)))
+        before, spare = sequences[0].steps, batch.spare(0) if sequences[0].strict else 0
         trees = self._trees(batch)
         start = clock(self.adapter.device)
         drafted = any(len(tree) > 1 for tree in trees)
@@ -104,11 +105,22 @@ class Rounds:
             batch.accept(paths)
         sequence, path = sequences[0], paths[0]
         ambiguous = not path or sequence.sampler.tokens[-1] in trees[0].children[path[-1]]
-        if sequence.strict and not sequence.done and ambiguous:  # it is alone in its batch
-            if not drafted:
+        if not sequence.strict:  # otherwise it is alone in its batch
+            return
+        if ambiguous and not sequence.done:
+            if drafted:
+                sequence.steps += 1
+            else:
                 batch.rewind(1)
                 sequence.drifted -= 1
             self._redecode(batch, sequence)
+        if sequence.done:
+            if sequence.keeps_cache:  # for the next answer
+                self._rewrite(batch, sequence)
+        elif sequence.drifted and sequence.stages and sequence.steps - before >= spare:
+            self._rewrite(batch, sequence)
+            assert sequence.drafts is not None
+            sequence.drafts.off = f"off: strict, {sequence.stages[0].name} modifies the cache"
 
     def _trees(self, batch: Batch[Sequence]) -> list[Tree]:
         """What the drafters of each row propose.
@@ -155,16 +167,24 @@ class Rounds:
 
     def _redecode(self, batch: Batch[Sequence], sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""
-        fed = sequence.ids[:, -1 - sequence.drifted :]
-        batch.rewind(sequence.drifted)
-        for token in fed.split(1, dim=1):
-            output = batch.feed(token)
-        sequence.drifted = 0
+        self._rewrite(batch, sequence)
+        token = sequence.ids[:, -1:]
+        output = batch.feed(token)
         sequence.stats.redecoded += 1
-        root = Tree.chain([int(fed[0, -1])])
+        root = Tree.chain([int(token[0, 0])])
         path, emitted = walk(root, output.logits[0], partial(self._take_one, sequence))
         assert sequence.drafts is not None
         sequence.drafts.learn(root, path, emitted, output, 0)
+
+    def _rewrite(self, batch: Batch, sequence: Sequence) -> None:
+        """Write the last cached tokens of a strict answer again, as single tokens."""
+        if not sequence.drifted:
+            return
+        fed = sequence.ids[:, -1 - sequence.drifted : -1]
+        batch.rewind(sequence.drifted)
+        for token in fed.split(1, dim=1):
+            batch.feed(token)
+        sequence.drifted = 0
 
     # --- tokens ----------------------------------------------------------------------------------
 

@@ -32,9 +32,12 @@ class Drafts(Protocol):
     ----------
     limit : (int, int)
         Most nodes and depth of a tree.
+    off : str
+        Why nothing more is drafted; empty otherwise.
     """
 
     limit: tuple[int, int]
+    off: str
 
     @property
     def view(self) -> tuple[SlotList, ...] | None:

@@ -9,7 +9,9 @@ last bits may differ, in the logits and in the cached keys and values. A `strict
 near ties with a cache that single tokens write again; such differences affect no other token.
 
 Rounds of a batch check one tree of each sequence at once. A round never crosses a step at which a
-decode stage modifies the cache.
+decode stage modifies the cache. Of a strict answer single tokens also write again what such a stage
+will read: it may round a value otherwise that differs in its last bit. That takes as many forward
+passes as plain decoding, so that a strict answer is drafted up to the first such step alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from vlmfast.core.drafting import (
     Traffic,
     ViewDrafter,
 )
-from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.protocols import DecodeStage, DrafterStage
 from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.models.base import Adapter
@@ -162,6 +164,11 @@ class Speculation:
         self.taken, self.rows, self.began = self.limit, 1, 0.0
         self.unseen: list[Round] = []  # rounds that drafters have not seen yet
         self.first = False  # whether drafters process the prompt in this round
+        # Why nothing more is drafted.
+        at_every_token = [stage.name for stage in sequence.stages if _never_quiet(stage)]
+        self.off = ""
+        if at_every_token:
+            self.off = f"off: {at_every_token[0]} modifies the cache at every token"
         if not any(stage.trained for stage in self.stages):
             with self._drafting():
                 self._open()
@@ -185,9 +192,8 @@ class Speculation:
         self.taken = nodes, depth
         self.seat = batch, number
         depth = min(depth, left, batch.spare(number)) if depth and left > 0 else 0
-        if sequence.strict and sequence.stages:
-            stats.speculation = "off: strict, with decode stages"
-            depth = 0
+        if self.off:
+            stats.speculation, depth = self.off, 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
         with self._drafting():
@@ -391,6 +397,12 @@ def _weights(adapter: Adapter) -> int:
     """Bytes of the weights that a decode step reads: of the layers and of the head."""
     parts = [*adapter.decoder.layers, adapter.model.get_output_embeddings()]
     return sum(weight.nbytes for part in parts for weight in part.parameters())
+
+
+def _never_quiet(stage: DecodeStage) -> bool:
+    """Whether no draft can be checked before the stage has work to do, see `RowGroup.spare`."""
+    quiet = type(stage).quiet is not DecodeStage.quiet or stage.every > 1
+    return stage.attention_mass or not quiet
 
 
 def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:

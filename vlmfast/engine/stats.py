@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ItemGeometry
 
 
 def clock(device: torch.device) -> float:
@@ -27,18 +29,20 @@ class Stats:
 
     ``saliency`` is the source by which stages ranked visual tokens in the vision tower (``cls``,
     ``received`` or ``norm``, see `vlmfast.core.saliency`), ``left_out`` names parts of methods that
-    this model does not support. ``vision_passes`` counts the forward passes over the
-    images: one, and one for each jittered view that a guard adds; none where the prefix cache had
-    all of them. ``visual_tokens_kept`` counts the tokens after each stage;
-    ``equivalent_tokens`` is the number of visual tokens averaged over the language model's layers,
-    the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by the
-    papers' formula, per layer with n tokens, width d and FFN width m:
+    this model does not support. ``vision_passes`` counts the forward passes over the images: one,
+    and one for each jittered view that a guard adds; none where the prefix cache had all of them.
+    ``views`` counts the views of the images that the tower was given, crops and frames included,
+    and ``views_encoded`` those that it encoded. ``visual_tokens_kept`` counts the tokens after each
+    stage; ``equivalent_tokens`` is the number of visual tokens averaged over the language model's
+    layers, the common cost axis. ``flops_prefill`` counts the visual tokens' part of the prefill by
+    the papers' formula, per layer with n tokens, width d and FFN width m:
     ``4 n d^2 + 2 n^2 d + 3 n d m``. ``kv_bytes_full`` is the size of the cache if nothing had been
-    dropped. ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest
-    head. ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led
-    to. ``cached_tokens`` counts the ids of the prompt that were found in the prefix cache. Where it
-    had keys and values, ``prompt_reused`` of the ids were not prefilled and ``prompt_fed`` were; in
-    a session both are always counted. Otherwise they are ids of images and videos that the vision
+    dropped.
+    ``kv_tokens_per_layer`` counts the cache's slots when decoding begins, in the longest head.
+    ``prefill_chunks`` counts the forward passes over the prompt that `prefill_chunk_size` led to.
+    ``cached_tokens`` counts the ids of the prompt that were found in the prefix cache. Where it had
+    keys and values, ``prompt_reused`` of the ids were not prefilled and ``prompt_fed`` were; in a
+    session both are always counted. Otherwise they are ids of images and videos that the vision
     tower did not encode again.
 
     Speculation: ``rounds`` are forward passes that checked
@@ -69,6 +73,8 @@ class Stats:
     saliency: str = ""
     left_out: list[str] = field(default_factory=list)
     vision_passes: int = 0
+    views: int = 0
+    views_encoded: int = 0
     visual_tokens_kept: dict[str, int] = field(default_factory=dict)
     visual_tokens_per_layer: list[int] = field(default_factory=list)
     equivalent_tokens: float = 0.0
@@ -193,6 +199,9 @@ class Trace:
         The visual rows that entered the language model; ``weight`` above 1 where rows were merged.
     images : list of PIL.Image.Image
         The images, by ``layout.item``.
+    frames : list of (int, int, int)
+        By ``layout.item`` the video that it is a frame of (-1: none), its index among the frames
+        that were read, and their number.
     saliency : str
         As in `Stats`.
     """
@@ -203,11 +212,13 @@ class Trace:
     layers: int = 0
     stages: list[tuple[str, int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
+    frames: list[tuple] = field(default_factory=list)
     saliency: str = ""
 
-    def begin(self, layout: TokenLayout, layers: int) -> None:
+    def begin(self, layout: TokenLayout, layers: int, items: Sequence[ItemGeometry] = ()) -> None:
         self.layout, self.entered, self.layers = layout, layout, layers
         self.depth = torch.full((len(layout),), layers, device=layout.device)
+        self.frames = frames_of(items)
 
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
         """Record that tokens not among ``left`` (visual rows) do not enter ``layer``."""
@@ -219,24 +230,54 @@ class Trace:
         self.stages.append((name, layer))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists: one entry per visual token."""
+        """Plain lists.
+
+        ``tokens`` has one entry per visual token before anything was dropped, ``merged`` one per
+        row that entered the language model as something else: its place in ``tokens``, the box
+        around what it shows, the number of tokens that it represents (``weight``) and its kind.
+        ``items`` has one entry per image or frame, by the ``item`` of a token. Boxes are -1 where
+        a token shows no part of an image.
+        """
+        about = {
+            "layers": self.layers,
+            "saliency": self.saliency,
+            "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
+        }
         if self.layout is None or self.depth is None:
-            return {"layers": self.layers, "saliency": "", "stages": [], "tokens": []}
+            return {**about, "items": [], "tokens": [], "merged": []}
         rows = zip(
             self.layout.item.tolist(),
             self.layout.tile.tolist(),
             self.layout.kind.tolist(),
-            self.layout.box.nan_to_num(-1).tolist(),
+            _boxes(self.layout),
             self.depth.tolist(),
             strict=True,
         )
         keys = ("item", "tile", "kind", "box", "depth")
-        return {
-            "layers": self.layers,
-            "saliency": self.saliency,
-            "stages": [{"name": name, "layer": layer} for name, layer in self.stages],
-            "tokens": [dict(zip(keys, row, strict=True)) for row in rows],
-        }
+        items = [
+            {"video": None if video < 0 else video, "frame": frame, "frames": frames}
+            for video, frame, frames in self.frames
+        ]
+        tokens = [dict(zip(keys, row, strict=True)) for row in rows]
+        return {**about, "items": items, "tokens": tokens, "merged": self._merged()}
+
+    def _merged(self) -> list[dict[str, Any]]:
+        """The rows of ``entered`` that differ from the token in their place."""
+        assert self.layout is not None and self.entered is not None
+        token = torch.searchsorted(self.layout.order, self.entered.order)
+        before = self.layout.select(token)
+        rows = zip(
+            token.tolist(),
+            _boxes(self.entered),
+            self.entered.weight.tolist(),
+            self.entered.kind.tolist(),
+            _boxes(before),
+            before.weight.tolist(),
+            before.kind.tolist(),
+            strict=True,
+        )
+        keys = ("token", "box", "weight", "kind")
+        return [dict(zip(keys, row[:4], strict=True)) for row in rows if row[1:4] != row[4:]]
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -260,3 +301,12 @@ class Trace:
             for name, count in self._counts()
         ]
         return display.block(display.html_costs(costs))
+
+
+def frames_of(items: Sequence[ItemGeometry]) -> list[tuple]:
+    """`Trace.frames` of images."""
+    return [(item.video, *item.frame) for item in items]
+
+
+def _boxes(layout: TokenLayout) -> list[list[float]]:
+    return layout.box.nan_to_num(-1).tolist()

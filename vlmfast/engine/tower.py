@@ -117,18 +117,17 @@ def captured(
         yield
         return
     towers = adapter.kept.setdefault("towers", Towers())
-    before, forward = tower.__dict__.get("forward"), tower.forward
 
-    def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
-        if args:
-            return forward(pixel_values, *args, **given)
-        return towers.pass_of(forward, pixel_values, given, context, cls, views)
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
+            if args:
+                return forward(pixel_values, *args, **given)
+            return towers.pass_of(forward, pixel_values, given, context, cls, views)
 
-    tower.forward = replayed
-    try:
+        return replayed
+
+    with replaced(tower, wrapped):
         yield
-    finally:
-        _restore(tower, before)
 
 
 def _captures(adapter: Adapter) -> bool:
@@ -136,8 +135,15 @@ def _captures(adapter: Adapter) -> bool:
     return on and adapter.capturable
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
+@contextmanager
+def replaced(module: nn.Module, wrapped: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of one module by ``wrapped(forward)`` inside the block."""
+    before = module.__dict__.get("forward")
+    module.forward = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

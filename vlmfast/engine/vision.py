@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.placement import loaded
-from vlmfast.core.protocols import EncodeStage, InEncoderStage
+from vlmfast.core.protocols import EncodeStage, InEncoderStage, ViewStage
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
-from vlmfast.core.views import covering
+from vlmfast.core.views import covering, open_rows
 from vlmfast.errors import ModelError, RecipeError
 from vlmfast.models.base import Adapter, Encoded
 
 from .between import between_blocks
+from .gate import Gate, gated
 from .jitter import jittered
 from .stats import Stats, Trace
 from .tower import captured
@@ -49,6 +51,8 @@ class Wanted:
     ----------
     inside : tuple of InEncoderStage
         Stages that run between its blocks.
+    views : tuple of ViewStage
+        Stages that leave views out.
     left_out : tuple of str
         As in `VisionStats`.
     requests : dict of int to StatRequest
@@ -60,6 +64,7 @@ class Wanted:
     """
 
     inside: tuple[InEncoderStage, ...]
+    views: tuple[ViewStage, ...]
     left_out: tuple[str, ...]
     requests: dict[int, StatRequest]
     saliency: dict[str, tuple[SaliencyRequest, str]]
@@ -71,6 +76,7 @@ class Wanted:
         items: tuple[ItemGeometry, ...],
         inside: list[InEncoderStage],
         outside: list[EncodeStage],
+        views: list[ViewStage] | None = None,
     ) -> Wanted:
         """The requests of stages inside and ``outside`` the tower, for these images.
 
@@ -82,16 +88,22 @@ class Wanted:
         depth = len(adapter.vision_blocks())
         requests: dict[int, StatRequest] = {}
         inside, left_out = served(adapter, inside, items)
+        views = _gating(adapter, views or [], items, inside)
         for stage in inside:
             merge_requests(requests, stage.vision_stats(depth), stage.name)
         for reader in outside:
             _request_rows(adapter, reader, depth, requests)
-        saliency = _request_saliency(adapter, outside, requests)
+        saliency = _request_saliency(adapter, [*views, *outside], requests)
         cls = adapter.projects_cls() and any(
             stage.wants_cls and {saliency[asked.key][1] for asked in stage.saliencies()} <= {"cls"}
             for stage in outside
         )
-        return Wanted(tuple(inside), left_out, requests, saliency, cls)
+        return Wanted(tuple(inside), tuple(views), left_out, requests, saliency, cls)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the features of an image may depend on the other images of the prompt."""
+        return bool(self.inside) or any(stage.reuses_frames for stage in self.views)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,22 +148,28 @@ def encode(
         trained=trained,
         proportional_attention=any(stage.proportional_attention for stage in inside),
     )
-    views = max(item.views[1] for item in items) if wanted.cls else 0
+    count = max(item.views[1] for item in items)
+    views = count if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
     with (
         active(context),
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        _projected(adapter, "norm" in sources) as projected,
         nullcontext() if inside else captured(adapter, context, cls, views),
+        gated(adapter, wanted.views, context, cls, partial(_of_bases, adapter, wanted)) as gate,
+        _projected(adapter, "norm" in sources, gate) as projected,
         loaded(adapter.model.base_model),
     ):
         encoded = adapter.encode(tensors, context)
     found = _saliencies(adapter, context, wanted.saliency, projected)
     jitter = max((request.jitter for request, _ in wanted.saliency.values()), default=0)
-    others = [_jittered(adapter, tensors, items, wanted, number) for number in range(jitter)]
+    others = [_jittered(adapter, tensors, items, wanted, number, gate) for number in range(jitter)]
     stats.vision_passes += 1 + jitter
+    stats.views += count
+    stats.views_encoded += count if gate is None else gate.encoded
+    if gate is not None and groups:
+        groups.update({view: groups[of] for view, of in gate.copies().items()})
     encoded.stats = replace(
         encoded.stats,
         cls=torch.cat(cls) if cls else None,
@@ -160,6 +178,7 @@ def encode(
             for key, (request, _) in wanted.saliency.items()
         },
         left_out=wanted.left_out,
+        skipped=None if gate is None else gate.skipped,
     )
     return Images(encoded, groups, context.notes)
 
@@ -196,7 +215,12 @@ def place(
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)
-    trace.begin(layout, adapter.depth)
+    trace.begin(layout, adapter.depth, items)
+    if (skipped := encoded.stats.skipped) is not None:
+        name = next(stage.name for stage in wanted.views if stage.chooses_crops)
+        tokens = encoded_only(tokens, skipped)
+        trace.drop_before(0, tokens.layout, name)
+        stats.visual_tokens_kept[name] = len(tokens)
     if images.groups:
         name = wanted.inside[-1].name
         tokens = representatives(tokens, *_of_views(images.groups, items))
@@ -219,13 +243,13 @@ def served(
     stays, left_out = [], []
     for stage in inside:
         refused = [item for item in items if adapter.cells(item) is None]
-        if stage.cells and refused:
+        if stage.cells and refused and not stage.optional:
             raise adapter.refusal(
                 f"{stage.name} merges the patches of whole visual tokens inside the vision tower, "
                 f"which {adapter.config.model_type} does not support here: "
                 f"{adapter.why_no_cells(refused[0])}"
             )
-        if stage.cells or patchwise or (stage.token_rows and adapter.token_rows):
+        if (stage.cells and not refused) or patchwise or (stage.token_rows and adapter.token_rows):
             stays.append(stage)
         elif stage.optional:
             left_out.append(f"{stage.name}: its part inside the vision tower")
@@ -235,6 +259,42 @@ def served(
                 f"each of its patches; {adapter.config.model_type} makes one of several here"
             )
     return stays, tuple(left_out)
+
+
+def _gating(
+    adapter: Adapter,
+    views: list[ViewStage],
+    items: tuple[ItemGeometry, ...],
+    inside: list[InEncoderStage],
+) -> list[ViewStage]:
+    """The stages that leave views out.
+
+    Raises
+    ------
+    RecipeError
+        Where the family or another stage of the recipe does not allow it.
+    """
+    acting = [stage for stage in views if stage.chooses_crops or stage.reuses_frames]
+    family, found = adapter.config.model_type, []
+    for stage in acting:
+        if stage.chooses_crops and not adapter.crops:
+            raise adapter.refusal(
+                f"{stage.name} leaves out crops of images, and {adapter.why_no_crops()}"
+            )
+        if stage.reuses_frames and not adapter.views_in_rows:
+            raise adapter.refusal(
+                f"{stage.name} leaves out frames of a video, and {family} cannot encode some of "
+                "them without the others"
+            )
+        if stage.chooses_crops or any(item.video >= 0 for item in items):
+            found.append(stage)
+    for other in inside if found else ():
+        if not other.cells:
+            raise RecipeError(
+                f"{other.name} works on the views of a prompt together inside the vision tower; it "
+                f"cannot be combined with {found[0].name}, which leaves some of them out"
+            )
+    return found
 
 
 def _request_rows(
@@ -260,7 +320,9 @@ def _request_rows(
 
 
 def _request_saliency(
-    adapter: Adapter, stages: list[EncodeStage], requests: dict[int, StatRequest]
+    adapter: Adapter,
+    stages: Sequence[EncodeStage | ViewStage],
+    requests: dict[int, StatRequest],
 ) -> dict[str, tuple[SaliencyRequest, str]]:
     """By key: the requests of stages, and the source that serves each; adds what these need."""
     wanted: dict[str, tuple[SaliencyRequest, str]] = {}
@@ -295,6 +357,15 @@ def _context(
     )
 
 
+def _of_bases(
+    adapter: Adapter, wanted: Wanted, context: VisionContext
+) -> dict[str, tuple[Saliency, ...]]:
+    """By key: the saliency that stages read to choose crops."""
+    asked = {request.key for stage in wanted.views for request in stage.saliencies()}
+    requests = {key: of for key, of in wanted.saliency.items() if key in asked}
+    return _saliencies(adapter, context, requests, [])
+
+
 def _saliencies(
     adapter: Adapter,
     context: VisionContext,
@@ -314,20 +385,27 @@ def _jittered(
     items: tuple[ItemGeometry, ...],
     wanted: Wanted,
     number: int,
+    gate: Gate | None,
 ) -> dict[str, tuple[Saliency, ...]]:
     """By key: the saliency in jittered view ``number``, without stages inside the tower."""
     context = _context(adapter, items, wanted)
     requests = {key: of for key, of in wanted.saliency.items() if of[0].jitter > number}
     sources = {source for _, source in requests.values()}
+    decided, cls = None if gate is None else gate.decided, list[Tensor]()
     with (
         active(context),
         _unused_skipped(adapter, context),
-        _projected(adapter, "norm" in sources) as projected,
-        captured(adapter, context, [], 0),
+        captured(adapter, context, cls, 0),
+        gated(adapter, wanted.views, context, cls, _nothing, decided) as again,
+        _projected(adapter, "norm" in sources, again) as projected,
         loaded(adapter.model.base_model),
     ):
         adapter.encode(jittered(tensors, number, adapter.processor.image_processor), context)
     return _saliencies(adapter, context, requests, projected)
+
+
+def _nothing(context: VisionContext) -> dict[str, tuple[Saliency, ...]]:
+    return {}
 
 
 def _mean(views: list[tuple[Saliency, ...]]) -> tuple[Saliency, ...]:
@@ -365,7 +443,7 @@ def _saliency(
 
 
 @contextmanager
-def _projected(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
+def _projected(adapter: Adapter, wanted: bool, gate: Gate | None) -> Iterator[list[Tensor]]:
     """Collects the input of the projector, call by call, float32."""
     found: list[Tensor] = []
     if not wanted:
@@ -373,7 +451,8 @@ def _projected(adapter: Adapter, wanted: bool) -> Iterator[list[Tensor]]:
         return
 
     def hook(module: nn.Module, args: tuple) -> None:
-        found.append(args[0].float())
+        rows = args[0].float()
+        found.append(rows if gate is None else gate.expanded(rows))
 
     handle = adapter.projector().register_forward_pre_hook(hook)
     try:
@@ -449,6 +528,26 @@ def _of_views(
         [groups.get(view, alone.get(view, first[:0])) for view in views],
         [grids.get(view, (0, 0))[1] for view in views],
     )
+
+
+def encoded_only(tokens: VisualTokens, skipped: Tensor) -> VisualTokens:
+    """The tokens of views that were encoded, and newlines of rows with any of them.
+
+    Parameters
+    ----------
+    skipped : Tensor, bool, (views,)
+    """
+    layout, kept = tokens.layout, []
+    gone = (layout.view >= 0) & skipped[layout.view.clamp(min=0).long()]
+    if not bool(gone.any()):
+        return tokens
+    for _, index in tokens.items():
+        own, stays = layout.select(index), ~gone[index]
+        if not bool(stays.all()):
+            newline = own.kind == Kind.NEWLINE
+            stays &= ~newline | open_rows(stays & ~newline, own, tiled=True)
+        kept.append(index[stays])
+    return tokens.select(torch.cat(kept))
 
 
 def representatives(

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, with_values
 
 
 def method_of(recipe: Recipe) -> tuple[str, float | None]:
@@ -55,7 +55,9 @@ def with_share(recipe: Recipe, share: float) -> Recipe:
     """Set the ``share`` of all cache methods of a recipe that have one."""
     return Recipe(
         tuple(
-            replace(stage, keep=share) if shrinks_cache(stage) and _has(stage, "keep") else stage
+            with_values(stage, keep=share)
+            if shrinks_cache(stage) and _has(stage, "keep")
+            else stage
             for stage in recipe
         )
     )

@@ -2,7 +2,9 @@
 
 Each recipe answers the same question about the same generated image with the same number of tokens.
 Recipes are interleaved, so that thermal throttling or other load affects all of them. The first
-round is a warm-up; medians are reported. The prefix cache is off.
+round is a warm-up; medians are reported. The prefix cache is off. The time to the first token is
+split into media (decoding and the processor), the vision tower, the recipe's stages and the
+prefill. Stages inside the tower or the language model also count there.
 
 ``--audit-lossless`` does not measure times. It checks whether drafts change answers (`audit`).
 """
@@ -28,6 +30,7 @@ from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
+from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError, VLMFastError
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ class Row:
     recipe : str
     visual_tokens_in, visual_tokens : float
         Before reduction, and averaged over the language model's layers.
-    ttft_s, prefill_s, tokens_per_s : float
+    ttft_s, media_s, vision_s, stages_s, prefill_s, tokens_per_s : float
     kv_bytes : int
     peak_memory_bytes : int or None
         Peak during the answer, including the model: of the GPU's allocator, or of the process on
@@ -63,6 +66,9 @@ class Row:
     visual_tokens_in: int
     visual_tokens: float
     ttft_s: float
+    media_s: float
+    vision_s: float
+    stages_s: float
     prefill_s: float
     tokens_per_s: float
     kv_bytes: int
@@ -74,7 +80,7 @@ class Row:
 
 def bench(
     vlm: VLM,
-    recipes: Sequence[Any] = RECIPES,
+    recipes: Sequence[str | Stage | Recipe | None] = RECIPES,
     *,
     new_tokens: int = 32,
     repeats: int = 3,
@@ -97,7 +103,7 @@ def bench(
     """
     plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
     image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
-    generation = {"max_new_tokens": new_tokens, "do_sample": False}
+    generation: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
     bar = Progress("bench", (repeats + 1) * len(plans), "answers", show=progress)
     with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed(), bar:
@@ -130,11 +136,14 @@ def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
     stats = [answer.stats for answer, _ in taken]
     samples = {
         "ttft_s": [s.ttft_s for s in stats],
+        "media_s": [s.time_media_s + s.time_processor_s for s in stats],
+        "vision_s": [s.time_vision_s for s in stats],
+        "stages_s": [s.time_reduce_s for s in stats],
         "prefill_s": [s.time_prefill_s for s in stats],
         "tokens_per_s": [s.tokens_per_s for s in stats],
         "peak_memory_bytes": [memory for _, memory in taken],
     }
-    medians = {
+    medians: dict[str, Any] = {
         key: None if None in values else statistics.median(values)
         for key, values in samples.items()
     }
@@ -154,6 +163,23 @@ def _side(vision: Any) -> int:
     """Side of a vision tower's input in pixels; 448 if it is not fixed."""
     side = getattr(vision, "image_size", None) or 448
     return side if isinstance(side, int) else max(side)
+
+
+def tower_of(vlm: VLM) -> str:
+    """The vision tower of a model in words: class, blocks, width, parameters, pixels of a view."""
+    adapter = vlm.adapter
+    tower, sizes = adapter.tower(), adapter.sizes()
+    parameters = sum(weight.numel() for weight in tower.parameters())
+    side = getattr(adapter.config.vision_config, "image_size", None)
+    facts = [
+        type(tower).__name__,
+        f"{sizes['vision_depth']} blocks",
+        f"width {sizes['vision_width']}",
+        f"{parameters / 1e6:.0f}M parameters",
+    ]
+    if isinstance(side, int):
+        facts.append(f"{side} x {side} pixels")
+    return ", ".join(facts)
 
 
 def drawn(size: int, seed: int = 9) -> Image.Image:
@@ -271,7 +297,8 @@ class Referee:
             dtype = torch.promote_types(self.vlm.adapter.dtype, torch.float32)
             model = self.vlm.model
             if dtype != self.vlm.adapter.dtype:
-                model = copy.deepcopy(model).to(dtype)
+                model = copy.deepcopy(model)
+                model.to(dtype)  # type: ignore[arg-type]  # its wrapper hides self
             self._wide = VLM(model, self.vlm.processor, decoding="eager")
         return self._wide
 
@@ -298,14 +325,15 @@ class Referee:
         if plain == drafted:
             return None
         at = common(plain, drafted)
-        pair = [tokens[at] if at < len(tokens) else None for tokens in (plain, drafted)]
-        if None in pair:
-            return Divergence(prompt, at, *pair, None, None, bug=True)
-        gaps = [
-            self._gap(_scores(vlm, asked, recipe, plain[:at]), pair)
+        one, other = (tokens[at] if at < len(tokens) else None for tokens in (plain, drafted))
+        if one is None or other is None:
+            return Divergence(prompt, at, one, other, None, None, bug=True)
+        gap, own_gap = (
+            self._gap(_scores(vlm, asked, recipe, plain[:at]), [one, other])
             for vlm in (self.wide, self.vlm)
-        ]
-        return Divergence(prompt, at, *pair, *gaps, bug=self.strict or not gaps[0] <= self.near)
+        )
+        bug = self.strict or not gap <= self.near
+        return Divergence(prompt, at, one, other, gap, own_gap, bug)
 
     def _gap(self, scores: Tensor, pair: list[int]) -> float:
         best, lower = float(scores.max()), float(scores[pair].min())

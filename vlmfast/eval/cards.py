@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import with_values
 from vlmfast.errors import VLMFastError
 
 _COLUMNS = ("recipe", "kept %", "images % [95 %]", "videos % [95 %]", "same answers %")
@@ -69,7 +69,7 @@ def _kept(run: dict[str, Any]) -> float:
 
 
 def _row(recipe: Recipe, run: dict[str, Any]) -> list[Any]:
-    shown = Recipe(tuple(replace(stage, weights="auto") for stage in recipe))  # no local path
+    shown = Recipe(tuple(with_values(stage, weights="auto") for stage in recipe))  # no local path
     accuracies = [_interval(run, kind) for kind in ("accuracy_image", "accuracy_video")]
     loyalty = 1.0 if not recipe else run.get("loyalty")
     same = None if loyalty is None else f"{100 * loyalty:.1f}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.display import html_table
 from vlmfast.core.files import replace_text
-from vlmfast.core.protocols import InEncoderStage, PrefillStage
+from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
@@ -38,7 +38,7 @@ _GREYS = {"random": "dash", "grid": "dot", "downsample": "dashdot", "streamingll
 _GREY, _INK, _LINE = "#8a8a8a", "#7f7f7f", "rgba(127, 127, 127, 0.25)"
 _TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
 # Below the plot, where it also fits on a phone; long ones scroll.
-_LEGEND = {
+_LEGEND: dict[str, Any] = {
     "orientation": "h",
     "yref": "container",
     "y": 0,
@@ -165,8 +165,9 @@ def rows(
 
 
 def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[str, Any]]:
-    data = report
-    if not isinstance(report, dict):
+    if isinstance(report, dict):
+        data = report
+    else:
         try:
             data = json.loads(Path(report).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -192,7 +193,8 @@ def group_of(recipe: Recipe) -> str:
         return CACHE
     if stage.trained:
         return TRAINED
-    return WITHIN if recipe.acting(InEncoderStage) or recipe.acting(PrefillStage) else BEFORE
+    within = bool(tower_stages(recipe)) or bool(recipe.acting(PrefillStage))
+    return WITHIN if within else BEFORE
 
 
 def short_names(methods: Iterable[str]) -> dict[str, str]:
@@ -347,9 +349,9 @@ def _traces(
     names = short_names(row.method for row in rows)
     number = 0  # of lines in colour, which differ across groups
     for group in GROUPS:
-        own = [row for row in rows if row.group == group]
+        grouped = [row for row in rows if row.group == group]
         lines: dict[str, list[Measured]] = {}
-        for row in own:
+        for row in grouped:
             lines.setdefault(STACKS if group == STACKS else names[row.method], []).append(row)
         for place, (name, points) in enumerate(lines.items()):
             trace = _line(points, view, name, place if group == BASELINE else number, group)

@@ -6,9 +6,10 @@ import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.help import RECIPES, examples
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
 
     from .results import Results
+    from .robustness import Robustness
     from .tasks import Task
 
 # Arguments that go to tasks; a task rejects those that it does not have.
@@ -353,7 +355,7 @@ def _run_task(
     plan = [_Run(Recipe()), *(_Run(Recipe(), control) for control in controls), *map(_Run, recipes)]
     if args.session:
         plan += [_Run(recipe, session=True) for recipe in (Recipe(), *recipes)]
-    runs = []
+    runs: list[Results] = []
     for asked in (each for each in plan if each not in refused):
         try:
             run = _evaluate(vlm, task, asked, args, weights, shard)
@@ -400,7 +402,8 @@ def _run_robustness(
     if is_first():
         note_failures(args.out / task.name, failed)
     runs: dict[str, list[Results]] = {}
-    for part, recipe, control in plan(vlm, task, [r for r in recipes if _Run(r) not in refused]):
+    whole = cast("Robustness", task)
+    for part, recipe, control in plan(vlm, whole, [r for r in recipes if _Run(r) not in refused]):
         run = _evaluate(vlm, part, _Run(recipe, control), args, weights, shard)
         runs.setdefault(part.name, []).append(run)
     if shard is not None:  # other parts may have fewer samples
@@ -521,7 +524,7 @@ def planned(
     names: list[str],
     at_budgets: list[float],
     positions: str | None = None,
-    at_shares: list[float] = (),
+    at_shares: Sequence[float] = (),
 ) -> list[Recipe]:
     """The recipes to run in addition to the full model, without duplicates.
 
@@ -560,7 +563,7 @@ def planned(
     return recipes
 
 
-def _every_method(at_shares: list[float]) -> list[Recipe]:
+def _every_method(at_shares: Sequence[float]) -> list[Recipe]:
     from .axes import shrinks_cache
 
     recipes = [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
@@ -569,7 +572,7 @@ def _every_method(at_shares: list[float]) -> list[Recipe]:
     return [r for each in recipes for r in (measured(each) if shrinks_cache(each) else [each])]
 
 
-def _every_cache_method(at_shares: list[float]) -> list[Recipe]:
+def _every_cache_method(at_shares: Sequence[float]) -> list[Recipe]:
     from .axes import shrinks_cache
 
     return [recipe for recipe in _every_method(at_shares) if shrinks_cache(recipe)]

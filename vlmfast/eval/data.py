@@ -121,9 +121,9 @@ class Rows:
             files = [str(file) for file in _parquet_files(path, self.split)]
             return [_load(datasets, "parquet", "train", data_files=files)]
         there = datasets.get_dataset_config_names(str(self.source)) if self.configs else []
-        configs = [name for name in self.configs if name in there]
-        name = str(self.source)
-        return [_load(datasets, name, self.split, name=c) for c in configs or [None]]
+        configs: list[str | None] = [name for name in self.configs if name in there]
+        source = str(self.source)
+        return [_load(datasets, source, self.split, name=c) for c in configs or [None]]
 
     def _readable(self) -> Any:
         return _Readable(str(self.source))

@@ -7,11 +7,11 @@ therefore the mean of several, and intervals resample images and draws.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import with_values
 
 from .results import COSTS, Results
 
@@ -32,7 +32,7 @@ def with_draws(recipes: Iterable[Recipe], draws: int) -> list[Recipe]:
 
 def with_seed(recipe: Recipe, seed: int) -> Recipe:
     """Set the seed of random selection; other recipes stay as they are."""
-    return Recipe(tuple(replace(s, seed=seed) if s.name == "random" else s for s in recipe))
+    return Recipe(tuple(with_values(s, seed=seed) if s.name == "random" else s for s in recipe))
 
 
 def joined(runs: list[Results]) -> list[Results]:

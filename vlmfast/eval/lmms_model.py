@@ -177,7 +177,7 @@ class _Model(lmms):
         results = [(-one.logprob, one.greedy) for one in found]
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", _key(request), result)
-        return [GenerationResult(result) for result in results]  # type: ignore[arg-type]
+        return [GenerationResult(result) for result in results]
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[list[str]]:
         """The answers of all rounds of each request.

@@ -45,14 +45,16 @@ class Panel:
     def point(self, row: Row) -> tuple[float, float, float] | None:
         """Mean and interval in percent."""
         numbers = self.numbers(row)
-        mean = numbers and numbers[f"{self.accuracy}_{self.modality}"]
-        if mean is None:
+        mean = None if numbers is None else numbers[f"{self.accuracy}_{self.modality}"]
+        if numbers is None or mean is None:
             return None
         low, high = numbers[f"{self.accuracy}_{self.modality}_ci"]
         return 100 * mean, 100 * low, 100 * high
 
     def cost(self, row: Row, axis: str) -> float:
-        return 100 * self.numbers(row)[f"{axis}_{self.modality}"]
+        numbers = self.numbers(row)
+        assert numbers is not None  # of rows with a `point`
+        return 100 * numbers[f"{axis}_{self.modality}"]
 
 
 _PANELS = {
@@ -138,7 +140,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         place.spines[["top", "right"]].set_visible(False)
     for line in axes:
         line[0].set_ylabel("accuracy, mean over question types (%)")
-        here = {}
+        here: dict[str, Any] = {}
         for place in line:
             handles, labels = place.get_legend_handles_labels()
             here |= dict(zip(labels, handles, strict=True))

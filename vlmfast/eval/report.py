@@ -265,7 +265,8 @@ def _cells(row: Row) -> list[str]:
 
 def cache_table(rows: list[Row]) -> str:
     """A Markdown table by the cache's size, one row per recipe."""
-    (full,) = [row for row in rows if row.run.name == "none"] or [None]
+    found = [row for row in rows if row.run.name == "none"]
+    (full,) = found if found else (None,)
     controls = [name for name in CACHE_BASELINES if any(name in row.controls for row in rows)]
     head = ["recipe", "cache %", *_NOUNS, *_CAPTIONS, "loyalty %", *_TIMES]
     for other in ("the full model", *controls):
@@ -301,6 +302,7 @@ def session_table(rows: list[Row]) -> str:
 
 
 def _session_cells(row: Row) -> list[str]:
+    assert row.session is not None
     n = row.session.numbers
     return [
         row.run.label,
@@ -424,7 +426,7 @@ def _times(row: Row) -> list[str]:
 
 
 def _gaps(row: Row, other: Row | None) -> list[str]:
-    return [_points(other and row.gap(other, m)) for m in MODALITIES]
+    return [_points(None if other is None else row.gap(other, m)) for m in MODALITIES]
 
 
 def glance(rows: list[Row]) -> str:
@@ -482,10 +484,11 @@ def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> 
     shares = sorted({share for _, share in cells if share is not None}, reverse=True)
     head = [title, *(f"{100 * share:g} % {what}" for share in shares)]
     if any(share is None for _, share in cells):
-        head, shares = [*head, "no share"], [*shares, None]
+        head.append("no share")
+    columns = [*shares, None][: len(head) - 1]
     return markdown_table(
         head,
-        [[method, *(cells.get((method, s), _NONE) for s in shares)] for method in methods],
+        [[method, *(cells.get((method, s), _NONE) for s in columns)] for method in methods],
     )
 
 
@@ -493,6 +496,7 @@ def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
     """Scores, bold if above all controls, and the actual cost if it differs from ``share``."""
     key = {"questions": "accuracy", "captions": "caption", "later": "accuracy_later"}[what]
     asked = row.session if what == "later" else row
+    assert asked is not None
     shown = []
     for modality in MODALITIES:
         gaps = [asked.gap(control, modality, what) for control in asked.controls.values()]
@@ -509,7 +513,7 @@ def warnings(rows: list[Row]) -> list[str]:
     notes, present = [], {baseline(row.run) for row in rows}
     if all(s["score"] is None for s in rows[0].run.samples.values()):
         notes.append("the answers to these questions are hidden, so the runs have no scores")
-    needed = CONTROLS if any(map(reduces, by_tokens(rows))) else ()
+    needed: tuple[str, ...] = CONTROLS if any(map(reduces, by_tokens(rows))) else ()
     needed += CACHE_BASELINES if any(map(shrinks, rows)) else ()
     for name in dict.fromkeys(needed):
         if name not in present:
@@ -709,11 +713,11 @@ def _points(gap: Interval | None) -> str:
     )
 
 
-def _two(a: float | None, b: float | None, scale: float = 1) -> str:
+def _two(a: float | None, b: float | None, *, scale: float = 1) -> str:
     return " / ".join(_NONE if v is None else f"{v * scale:.1f}" for v in (a, b))
 
 
-def _arrow(a: float | None, b: float | None, scale: float = 1) -> str:
+def _arrow(a: float | None, b: float | None, *, scale: float = 1) -> str:
     if a is None or b is None:
         return _NONE
     change = f" ({100 * (b / a - 1):+.0f} %)" if a else ""

@@ -239,8 +239,8 @@ class Writer:
                 check_same(metas, keys)
 
     def _resume(self) -> None:
-        for file in (self._samples, self._timings):
-            file.truncate(_read_lines(Path(file.name))[1])
+        for opened in (self._samples, self._timings):
+            opened.truncate(_read_lines(Path(opened.name))[1])
         for file in _all(self.path, SAMPLES):  # including other shards
             for line in _read_lines(file)[0]:
                 self._count(line)

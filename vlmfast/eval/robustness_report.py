@@ -94,7 +94,7 @@ def questions(runs: list[Results]) -> dict[str, Any]:
         own["clean"] = _accuracy(clean)
         base = by_name.get(unguarded(recipe))
         guards = unguarded(recipe) != recipe and base is not None
-        if guards:
+        if guards and base is not None:
             own["guards"] = unguarded(recipe)
             own["won_clean"] = _gap(clean, base)
         for eps in sizes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from vlmfast.core.env import environment
 from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 from .axes import method_of
@@ -54,7 +55,7 @@ class TooManyErrors(VLMFastError):
 def evaluate(
     vlm: Any,
     task: str | Task,
-    recipe: Any = None,
+    recipe: str | Stage | Recipe | None = None,
     out: str | Path = "vlmfast-results",
     limit: int | None = None,
     *,
@@ -119,7 +120,7 @@ def evaluate(
         If the folder cannot be used (`results.Writer`) or too many samples failed.
     """
     task = find_task(task) if isinstance(task, str) else task
-    recipe = vlm.recipe(recipe)
+    recipe = cast(Recipe, vlm.recipe(recipe))
     if control is not None and control not in task.controls:
         raise VLMFastError(
             f"task {task.name} has no control {control!r}; controls: {', '.join(task.controls)}"

@@ -54,10 +54,11 @@ class Row:
         """
         key = (id(other), modality, what)
         if key not in self._known:
-            runs = self.run, other.run
+            runs = [self.run, other.run]
             if what == "later":
                 runs = [turns(run, first=False) for run in runs]
-            self._known[key] = difference(*runs, modality, captions=what == "captions")
+            own, its = runs
+            self._known[key] = difference(own, its, modality, captions=what == "captions")
         return self._known[key]
 
 
@@ -187,7 +188,9 @@ def groups(run: Results) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _of_group(samples: list[dict]) -> dict[str, Any]:
-    mean, low, high = _mean_score([(s["picture"], _type(s), scores(s)) for s in samples])
+    found = _mean_score([(s["picture"], _type(s), scores(s)) for s in samples])
+    assert found is not None  # a group has samples
+    mean, low, high = found
     return {"accuracy": mean, "ci": [low, high], "n": len(samples)}
 
 
@@ -315,6 +318,7 @@ def controls_at_cost(row: Row, rows: list[Row]) -> dict[str, Row]:
     methods the size of the cache. Rows with the same position policy are preferred: policies
     differ more than methods.
     """
+    names: tuple[str, ...]
     if shrinks(row):
         names, cost = CACHE_BASELINES, "held"
     elif reduces(row):
@@ -383,7 +387,7 @@ def _scored(run: Results) -> Iterator[dict]:
 
 
 def _agreement(run: Results, full: Results) -> list[Scored]:
-    rows = []
+    rows: list[Scored] = []
     for doc, s in run.samples.items():
         if doc in full.samples and not _is_caption(s):
             expected = _answer(full.samples[doc])
@@ -405,7 +409,9 @@ def _mean_score(rows: list[Scored]) -> Interval | None:
 
     The bootstrap interval of equal scores would have width zero.
     """
-    found = {score for _, _, own in rows for score in own}
+    found: set[float] = set()
+    for _, _, own in rows:
+        found |= {own} if isinstance(own, float) else set(own)
     if found in ({0.0}, {1.0}):
         images = len({image for image, _, _ in rows})
         return wilson(found.pop() * images, images)

@@ -81,11 +81,16 @@ class Task(Protocol):
         Other settings that must be equal for scores to be comparable.
     """
 
-    name: str
-    version: str
-    controls: tuple[str, ...]
-    generation: dict[str, dict[str, Any]]
-    options: dict[str, Any]
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def controls(self) -> tuple[str, ...]: ...
+    @property
+    def generation(self) -> dict[str, dict[str, Any]]: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """``limit`` questions of each type; a larger limit adds to those of a smaller one."""

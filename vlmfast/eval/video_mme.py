@@ -148,6 +148,7 @@ class VideoMME:
 
     def _transcript(self, doc: Doc, path: Path) -> str | None:
         """The subtitles at the selected frames; None without a file, or if subtitles are off."""
+        assert self.videos is not None  # see `__post_init__`
         file = Path(self.videos, "subtitle", f"{doc.media_id}.srt")
         if not self.subtitles or not file.is_file():
             return None
@@ -160,6 +161,7 @@ class VideoMME:
 
     def _own(self, path: Path, doc: Doc, what: str) -> Path:
         """Check that links of a file stay inside the folder."""
+        assert self.videos is not None  # see `__post_init__`
         path = path.absolute()
         return within(
             Path(self.videos).absolute(), path, f"{doc.doc_id}: its {what}", self.allow_outside

@@ -8,6 +8,7 @@ vlmfast.kernels.compile`` checks the table; none of these sizes has been tuned o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +45,9 @@ class Blocks:
         """With other or further sizes."""
         return replace(self, sizes=self.sizes | sizes)
 
-    def variant(self, kernel: Any, types: dict[str, Any], constants: dict[str, Any]) -> Variant:
+    def variant(
+        self, kernel: Any, types: Mapping[str, str | tuple[str, ...]], constants: Mapping[str, Any]
+    ) -> Variant:
         """What a launch with these blocks compiles."""
         return Variant(kernel, types, {**constants, **self.sizes}, self.warps, self.stages)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -265,8 +265,8 @@ class Variant:
     """
 
     kernel: Any
-    signature: dict[str, str | tuple[str, ...]]
-    constants: dict[str, Any]
+    signature: Mapping[str, str | tuple[str, ...]]
+    constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
     note: str = field(default="", compare=False)

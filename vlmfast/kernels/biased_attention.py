@@ -15,6 +15,9 @@ second.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -57,7 +60,7 @@ def biased_attention(
         In the query's dtype; zeros for a row that sees nothing.
     """
     _check(query, key, value, bias, causal, lengths)
-    run = biased_attention_ref
+    run: Callable[..., Tensor] = biased_attention_ref
     if use_triton("biased_attention", query, key, value, bias, lengths):
         run = _launch
     return run(query, key, value, bias, scaling, causal=causal, lengths=lengths)
@@ -137,6 +140,7 @@ def _check(
 
 
 @triton.jit(do_not_specialize=("T", "S"))
+@no_type_check
 def _attend(
     query,
     key,
@@ -317,7 +321,7 @@ _TYPES = {
 
 def _variant(arch: int, dtype: torch.dtype, d: int, rows: int = 2944, **given: object) -> Variant:
     types = _TYPES | dict.fromkeys(("query", "key", "value", "out"), pointer(dtype))
-    constants = {"HQ": 32, "G": 4, "D": d, "BLOCK_D": padded(d), "CAUSAL": True}
+    constants: dict[str, object] = {"HQ": 32, "G": 4, "D": d, "BLOCK_D": padded(d), "CAUSAL": True}
     constants |= {"UPCAST": dtype == torch.float32, **given}
     return _blocks(rows, padded(d), dtype, arch).variant(_attend, types, constants)
 

@@ -24,6 +24,7 @@ The reference processes the rows in blocks, which bounds rows x keys x heads.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import no_type_check
 
 import torch
 from torch import Tensor
@@ -271,6 +272,7 @@ def _check(name: str, query: Tensor, key: Tensor, rows: Tensor | None, bias: Ten
 
 
 @triton.jit(do_not_specialize=("R", "S", "START", "CHUNK"))
+@no_type_check
 def _row_lse(
     q,
     k,
@@ -342,6 +344,7 @@ def _row_lse(
 
 
 @triton.jit(do_not_specialize=("N",))
+@no_type_check
 def _join(
     part_lse,  # float32 (P, N)
     part_largest,
@@ -365,6 +368,7 @@ def _join(
 
 
 @triton.jit(do_not_specialize=("R", "S", "START"))
+@no_type_check
 def _col_stats(
     q,
     k,

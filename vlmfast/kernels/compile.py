@@ -44,7 +44,8 @@ def compiled(variant: Any, arch: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, aligned = {}, {}
+    signature: dict[str, str | tuple[str, ...]] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, name in enumerate(variant.kernel.arg_names):
         if name in variant.constants:
             signature[name] = "constexpr"

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -188,6 +188,7 @@ LENGTHS, MASK, ANCESTORS = 0, 1, 2
 
 
 @triton.jit
+@no_type_check
 def tile_range(tiles):
     """First and last (exclusive) tile of this program's split."""
     size = tl.cdiv(tiles, tl.num_programs(0))
@@ -196,6 +197,7 @@ def tile_range(tiles):
 
 
 @triton.jit
+@no_type_check
 def head_base(base, strides, b, h, ALIGN: tl.constexpr):
     """Pointer to a head's first slot, and the stride of slots.
 
@@ -206,6 +208,7 @@ def head_base(base, strides, b, h, ALIGN: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _codes(packed, I: tl.constexpr, BITS: tl.constexpr):
     """Part ``I`` of the codes in a tile of bytes as float32, ``2 ** (I BITS)`` times too large.
 
@@ -218,6 +221,7 @@ def _codes(packed, I: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_parts(base, m_q, scaling, PARTS: tl.constexpr, PART_D: tl.constexpr):
     """Query rows as a tuple of their parts, float32."""
     parts = ()
@@ -228,6 +232,7 @@ def _load_parts(base, m_q, scaling, PARTS: tl.constexpr, PART_D: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _fold_steps(
     b_q,
     p_step,
@@ -252,6 +257,7 @@ def _fold_steps(
 
 
 @triton.jit
+@no_type_check
 def _to_operands(b_q, OPERAND: tl.constexpr, PARTS: tl.constexpr):
     """Query rows in the dtype of the tensor cores, and the scale that they are divided by."""
     row_scale = tl.max(tl.abs(b_q[0]), 1, keep_dims=True)
@@ -265,6 +271,7 @@ def _to_operands(b_q, OPERAND: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_word(p_x, m_x, WORD: tl.constexpr):
     """``WORD`` neighboring entries from each pointer on, in one load: a tuple, float32."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
@@ -281,6 +288,7 @@ def _load_word(p_x, m_x, WORD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_slots(p_x, m_slots, WORD: tl.constexpr):
     """A parameter of neighboring slots, the first at ``p_x``: a tuple, zeros where masked.
 
@@ -295,6 +303,7 @@ def _load_slots(p_x, m_slots, WORD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_tile(p_x, start, end, BLOCK_N: tl.constexpr, WORD: tl.constexpr):
     """A parameter of a tile of slots, [BN, 1]; zeros from ``end`` on."""
     n = start + tl.arange(0, BLOCK_N)
@@ -308,6 +317,7 @@ def _load_tile(p_x, start, end, BLOCK_N: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _to_parts(b_x, PARTS: tl.constexpr, SHIFT: tl.constexpr):
     """A parameter that all channels of a slot share: a tuple by part, as `_load_groups`."""
     parts = ()
@@ -317,6 +327,7 @@ def _to_parts(b_x, PARTS: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _load_groups(
     p_base,
     c,
@@ -355,6 +366,7 @@ def _load_groups(
 
 
 @triton.jit
+@no_type_check
 def _store_sums(p_sums, acc, p_scale, c, m_sums, PARTS: tl.constexpr, PART_D: tl.constexpr):
     """Store weighted sums, times the scale of their channels."""
     for i in tl.static_range(PARTS):
@@ -367,6 +379,7 @@ def _store_sums(p_sums, acc, p_scale, c, m_sums, PARTS: tl.constexpr, PART_D: tl
 
 
 @triton.jit(do_not_specialize=("tokens", "slots", "num_splits", "first_split"))
+@no_type_check
 def _attend_one(
     query,
     keys,
@@ -539,6 +552,7 @@ def _attend_one(
 
 
 @triton.jit(do_not_specialize=("tokens", "slots", "num_splits", "first_split"))
+@no_type_check
 def _attend(
     query,
     keys,
@@ -704,6 +718,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=("num_splits", "rows"))
+@no_type_check
 def _join(
     largest,
     total,
@@ -743,6 +758,7 @@ def _join(
 
 
 @triton.jit(do_not_specialize=("rows", "slots"))
+@no_type_check
 def _attention_mass(
     logits,
     lse,
@@ -840,7 +856,7 @@ def attend(
                 _launch(query, piece, outputs, scaling, count, num_splits, first_split)
             first_split += count
         join(partial, out, lse)
-    if attention_mass is not None and attention_mass.numel():
+    if mass_of is not None and attention_mass is not None and attention_mass.numel():
         tile = blocks("decode_mixed", "attention mass", architecture(query.device))
         _attention_mass[triton.cdiv(len(mass_of), tile.sizes["BLOCK_N"]), flat](
             logits,
@@ -916,20 +932,21 @@ def _launch(
 ) -> None:
     """Partial results of a piece, in ``count`` of all splits."""
     (batch, query_heads, tokens, dim), bias = query.shape, piece.bias
-    none = (None, None)
+    key_parameters: tuple[Tensor | None, ...] = (None, None)
+    value_parameters: tuple[Tensor | None, ...] = (None, None)
     if isinstance(piece, Segment):
         keys, values = contiguous_last(piece.key_codes), contiguous_last(piece.value_codes)
         key_parameters = _same_strides(piece.key_step, piece.key_min)
-        value_parameters = (piece.value_step, piece.value_min)
+        own: tuple[Tensor, ...] = (piece.value_step, piece.value_min)
         if piece.value_step.shape[-1] == 1:  # the kernels expect neighboring slots
-            value_parameters = tuple(x.squeeze(-1) for x in value_parameters)
-        value_parameters = _same_strides(*value_parameters)
+            own = tuple(x.squeeze(-1) for x in own)
+        value_parameters = own = _same_strides(*own)
         scale = None if piece.value_scale is None else contiguous_last(piece.value_scale)
         seen, kind = piece.lengths, LENGTHS
         layout = (piece.bits, piece.group, dim // piece.value_step.shape[-1])
     else:
         keys, values = contiguous_last(piece.keys), contiguous_last(piece.values)
-        key_parameters, value_parameters, scale = none, none, None
+        scale = None
         seen, kind, layout = piece.seen, piece.kind, (0, 0, dim)
     heads = keys.shape[1]
     if bias is not None:
@@ -947,7 +964,7 @@ def _launch(
     # The common divisor of all strides decides how many entries a thread loads at once.
     flags["ALIGN"] = math.gcd(16, *keys.stride()[:3], *values.stride()[:3])
     if isinstance(piece, Segment):
-        flags["WORD"] = _word(layout, tile.sizes.get("ROWS", 2), dim, len(piece), *value_parameters)
+        flags["WORD"] = _word(layout, tile.sizes.get("ROWS", 2), dim, len(piece), *own)
     kernel[count, batch * heads, triton.cdiv(group * tokens, tile.sizes.get("BLOCK_M", 1))](
         query,
         keys,

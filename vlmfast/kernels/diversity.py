@@ -35,6 +35,8 @@ lower because one program reads the whole factor: 2.1 GB for 600 of 2,928 rows.
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -210,6 +212,7 @@ def _row(matrix: Tensor, index: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=("N", "K"))
+@no_type_check
 def _max_min(
     similarity,  # (B, N, N)
     first_score,  # (B, N): scores of the first choice
@@ -232,6 +235,7 @@ def _max_min(
 
 
 @triton.jit
+@no_type_check
 def _previous_best(best_score, best_index, step, BLOCK_T: tl.constexpr):
     """Score and row of the choice of this ``step``: the best that any program left, the first of
     equals."""
@@ -244,6 +248,7 @@ def _previous_best(best_score, best_index, step, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _store_best(score, n0, best_score, best_index, step):
     """Leave the best of this program's scores, those of the rows from ``n0``, for the next step."""
     best, at = tl.max(score, 0, return_indices=True)
@@ -253,6 +258,7 @@ def _store_best(score, n0, best_score, best_index, step):
 
 
 @triton.jit(do_not_specialize=("step", "N", "K"))
+@no_type_check
 def _max_min_step(
     similarity,  # (B, N, N)
     nearest,  # in and out: (B, N), distance to the nearest chosen row; -1e30 for chosen rows
@@ -277,6 +283,7 @@ def _max_min_step(
 
 
 @triton.jit
+@no_type_check
 def _factor_row(kernel, factor, best, best_gain, i, n, N, BLOCK_P: tl.constexpr):
     """Entries ``n`` of row ``i`` of the factor, for the choice ``best``; stored as well."""
     update = tl.load(kernel + best.to(tl.int64) * N + n, mask=n < N, other=0.0)
@@ -296,6 +303,7 @@ def _factor_row(kernel, factor, best, best_gain, i, n, N, BLOCK_P: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=("N", "K"))
+@no_type_check
 def _dpp(
     kernel,  # (B, N, N)
     factor,  # scratch: (B, K, N)
@@ -325,6 +333,7 @@ def _dpp(
 
 
 @triton.jit(do_not_specialize=("step", "N", "K"))
+@no_type_check
 def _dpp_step(
     kernel,  # (B, N, N)
     factor,  # scratch: (B, K, N)
@@ -356,6 +365,7 @@ def _dpp_step(
 
 
 @triton.jit(do_not_specialize=("N",))
+@no_type_check
 def _peaks(
     distance,  # (B, N, N)
     density,  # (B, N), the logarithm
@@ -382,6 +392,7 @@ def _peaks(
 
 
 @triton.jit(do_not_specialize=("N", "K"))
+@no_type_check
 def _assign(
     distance,  # (B, N, N)
     centres,  # int64 (B, K)

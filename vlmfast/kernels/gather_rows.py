@@ -13,6 +13,7 @@ move 9.7 MB, 2.2 us at 4.3 TB/s; a fifth of keys and values of 32 heads of 128 t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import no_type_check
 
 import torch
 from torch import Tensor
@@ -106,6 +107,7 @@ def _check(index: Tensor, tensors: tuple[Tensor, ...], dim: int, counts: Tensor 
 
 
 @triton.jit(do_not_specialize=("M",))
+@no_type_check
 def _gather_rows(
     index,  # int64 (leads, M), or (1, M)
     counts,  # int64 (leads,) or (1,), or None
@@ -194,7 +196,7 @@ def _launch(
 
 def _variant(arch: int, *tensors: tuple[str, int], **given: object) -> Variant:
     """Variant for tensors of these (pointer type of an entry, width)."""
-    types = {
+    types: dict[str, str | tuple[str, ...]] = {
         "index": "*i64",
         "counts": "*i64",
         **dict.fromkeys(("sources", "targets"), tuple(carrier for carrier, _ in tensors)),

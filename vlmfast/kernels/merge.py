@@ -25,6 +25,9 @@ reference writes and reads the cosines several times: docs/kernels.md compares b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -74,7 +77,7 @@ def merge_into(
         Number of tokens that each kept slot represents after merging.
     """
     _check(keys, values, keep, mode, rule)
-    run = merge_into_ref
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]] = merge_into_ref
     if use_triton("merge", keys, values, keep, valid, lengths, weight):
         run = _launch
     return run(keys, values, keep, mode, rule=rule, valid=valid, lengths=lengths, weight=weight)
@@ -222,6 +225,7 @@ def _above_mean(similarity: Tensor, used: Tensor, over: int | None) -> Tensor:
 
 
 @triton.jit(do_not_specialize=("N",))
+@no_type_check
 def _norms(
     keys,
     out,  # float32 (H, N)
@@ -245,6 +249,7 @@ def _norms(
 
 
 @triton.jit(do_not_specialize=("N", "E", "S"))
+@no_type_check
 def _nearest(
     keys,
     inverse,  # float32 (H, N): inverse norm of each key
@@ -316,6 +321,7 @@ def _nearest(
 
 
 @triton.jit(do_not_specialize=("N", "E", "S"))
+@no_type_check
 def _merge_runs(
     keys,
     values,

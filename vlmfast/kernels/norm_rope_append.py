@@ -27,7 +27,9 @@ Bytes: the stream three or four times (x, residual; h, y), each head once in and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 from torch import Tensor
@@ -170,7 +172,7 @@ def rotate_append(
     _check(query, key, value, cos, sin, keys, values, length, norm)
     tensors = [query, key, value, cos, sin, keys, values, length]
     weights = [] if norm is None else [norm.query, norm.key]
-    run = rotate_append_ref
+    run: Callable[..., Tensor] = rotate_append_ref
     if use_triton("rotate_append", *tensors, *weights):
         run = _launch_rotate
     return run(query, key, value, cos, sin, keys, values, length, norm)
@@ -255,6 +257,7 @@ def _check(
 
 
 @triton.jit
+@no_type_check
 def _weighted(b_x, p_weight, m_x, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     """Normalized rows times the weights of their norm, rounded as its module does."""
     b_w = tl.load(p_weight, mask=m_x, other=0.0).to(tl.float32)
@@ -266,6 +269,7 @@ def _weighted(b_x, p_weight, m_x, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr
 
 
 @triton.jit(do_not_specialize=("C",))
+@no_type_check
 def _norm(
     x,
     residual,  # or None
@@ -298,6 +302,7 @@ def _norm(
 
 
 @triton.jit(do_not_specialize=("T", "capacity"))
+@no_type_check
 def _rotate(
     query,
     key,
@@ -506,7 +511,7 @@ def _rotation_variant(
     """``unit_offset``: that of the norm of queries and keys, if there is one."""
     types = _TYPES | dict.fromkeys(_HEADS, pointer(dtype))
     types |= dict.fromkeys(("cos", "sin"), pointer(table))
-    given = {"HQ": 32, "HK": 8, "D": d, "BLOCK_H": padded(d // 2)}
+    given: dict[str, int | None] = {"HQ": 32, "HK": 8, "D": d, "BLOCK_H": padded(d // 2)}
     given["UNIT_OFFSET"] = bool(unit_offset)
     if unit_offset is None:
         given |= dict.fromkeys(("query_weight", "key_weight"))

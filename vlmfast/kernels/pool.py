@@ -25,7 +25,7 @@ Floor of `resample`: 2 Q N (D + H d) operations in float32, 1.9e9 for 80 queries
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -204,6 +204,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 @triton.jit(do_not_specialize=("M", "D"))
+@no_type_check
 def _average(
     rows,
     weight,
@@ -237,6 +238,7 @@ def _average(
 
 
 @triton.jit(do_not_specialize=("M", "D", "DH"))
+@no_type_check
 def _mix(
     rows,
     score,  # (N, H)
@@ -288,6 +290,7 @@ def _mix(
 
 
 @triton.jit
+@no_type_check
 def _logits(
     q,
     key,
@@ -319,6 +322,7 @@ def _logits(
 
 
 @triton.jit(do_not_specialize=("Q", "N", "F", "DH"))
+@no_type_check
 def _read(
     query,  # (Q, H, d), times d ** -0.5
     key,  # (N, H, d)
@@ -379,6 +383,7 @@ def _read(
 
 
 @triton.jit(do_not_specialize=("Q", "N"))
+@no_type_check
 def _share(
     query,
     key,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -333,7 +333,7 @@ class Segment:
         return int(total.sum())
 
     def _each(self, change: Callable[[str, Tensor], Tensor]) -> Segment:
-        tensors = {
+        tensors: dict[str, Any] = {
             name: change(name, x) for name in TENSORS if (x := getattr(self, name)) is not None
         }
         return replace(self, **tensors)
@@ -508,6 +508,7 @@ class Segment:
         heads = like.lengths.shape[-1]
 
         def change(name: str, x: Tensor) -> Tensor:
+            shape: tuple[int, ...]
             if name == "lengths":
                 shape = ()
             elif name == "value_scale":
@@ -590,6 +591,7 @@ def quantize(
     valid = torch.arange(keys.shape[-2], device=keys.device) < lengths[..., None]
     if dtype is None:
         dtype = parameter_dtype(*(x.masked_fill(~valid[..., None], 0.0) for x in (keys, values)))
+    scale: Tensor | None
     if isinstance(scaled, Tensor):
         scale = scaled
     else:
@@ -618,6 +620,7 @@ def quantize(
 
 
 @triton.jit
+@no_type_check
 def _rounded(x, dtype: tl.constexpr):
     """float32 rounded to ``dtype``; the interpreter itself does not round to bfloat16."""
     if dtype == tl.float16:
@@ -630,6 +633,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _affine(low, high, levels, limit, eps, tiny, DTYPE: tl.constexpr):
     """Step and minimum of `affine`."""
     m_any = low <= high
@@ -643,6 +647,7 @@ def _affine(low, high, levels, limit, eps, tiny, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("slots", "group"))
+@no_type_check
 def _extent(
     x,
     valid,  # bool (A, H, N), or None
@@ -676,6 +681,7 @@ def _extent(
 
 
 @triton.jit(do_not_specialize=("chunks",))
+@no_type_check
 def _finish(
     lows,
     highs,
@@ -715,6 +721,7 @@ def _finish(
 
 
 @triton.jit
+@no_type_check
 def _read(p_x, offsets, m_x, p_scale, c, width):
     """Entries of a tile, float32, divided by their channels' scale; zeros where masked."""
     b_x = tl.load(p_x + offsets, mask=m_x, other=0.0).to(tl.float32)
@@ -724,6 +731,7 @@ def _read(p_x, offsets, m_x, p_scale, c, width):
 
 
 @triton.jit(do_not_specialize=("slots",))
+@no_type_check
 def _value_parameters(
     x,
     valid,
@@ -767,6 +775,7 @@ def _value_parameters(
 
 
 @triton.jit(do_not_specialize=("slots", "rows", "group"))
+@no_type_check
 def _pack(
     x,
     valid,

@@ -15,6 +15,8 @@ scores, preference and indices, at the end of a prefill of more than `LONGEST` t
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,7 @@ def top_k_ref(
         order = order.gather(-1, later.to(torch.uint8).argsort(dim=-1, stable=True))
     if not isinstance(k, Tensor):
         return order[..., :k].sort(dim=-1).values
+    assert width is not None  # see `top_k`
     slots = torch.arange(n, device=scores.device)
     # Entries that are not chosen get an invalid index, which sorts last.
     order = order.masked_fill(slots >= k[..., None], n).sort(dim=-1).values
@@ -121,6 +124,7 @@ def _target(attention_mass: Tensor, target: Tensor | float) -> Tensor:
 
 
 @triton.jit
+@no_type_check
 def _ordered(x):
     """Integers in the order of the floats; both zeros are equal, NaN is the largest."""
     x = tl.where(x == 0.0, 0.0, x)
@@ -130,6 +134,7 @@ def _ordered(x):
 
 
 @triton.jit(do_not_specialize=("K", "N", "W"))
+@no_type_check
 def _top_k(
     scores,  # float32 (rows, N)
     first,  # uint8 (rows, N), or None
@@ -179,6 +184,7 @@ def _top_k(
 
 
 @triton.jit(do_not_specialize=("N",))
+@no_type_check
 def _mass_count(
     attention_mass,  # float32 (rows, N)
     target,  # float32 (rows,)

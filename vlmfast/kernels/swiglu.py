@@ -11,6 +11,8 @@ does. GELU is its tanh approximation, ``x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
@@ -62,6 +64,7 @@ def _check(name: str, gate: Tensor, up: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=("columns",))
+@no_type_check
 def _swiglu(gate, up, out, stride_g, stride_u, columns, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 __all__ = ["HEAD_BYTES", "damage", "is_edited", "looks_like_text", "sniff", "stated_seconds"]
 
@@ -47,7 +47,7 @@ _VIDEO_MAGIC = (
 _HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 
 
-def sniff(head: bytes) -> tuple[str, str] | None:
+def sniff(head: bytes) -> tuple[Literal["image", "video"], str] | None:
     """Detect the format of an image or a video by its content.
 
     Parameters
@@ -62,7 +62,9 @@ def sniff(head: bytes) -> tuple[str, str] | None:
         if the content is neither.
     """
     if head[:4] == b"RIFF":
-        return {b"WEBP": ("image", "WEBP"), b"AVI ": ("video", "AVI")}.get(head[8:12])
+        if head[8:12] == b"WEBP":
+            return "image", "WEBP"
+        return ("video", "AVI") if head[8:12] == b"AVI " else None
     if head[4:8] == b"ftyp":
         end = min(int.from_bytes(head[:4], "big"), len(head))
         brands = {head[8:12], *(head[i : i + 4] for i in range(16, end - 3, 4))}

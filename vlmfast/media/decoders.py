@@ -134,13 +134,18 @@ class AvReader(_Reader):
             self._pts = list(range(count))
             super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
         else:
-            self._keys = sorted(packet.pts for packet in packets if packet.is_keyframe)
+            timed = [(packet.pts, packet) for packet in packets if packet.pts is not None]
+            self._keys = sorted(pts for pts, packet in timed if packet.is_keyframe)
             # If a recording starts within a GOP, its first key frame comes first.
-            shown = [packet for packet in shown if self._keys and packet.pts >= self._keys[0]]
-            shown.sort(key=lambda packet: packet.pts)
-            self._pts = [packet.pts for packet in shown]
+            timed = [
+                (pts, packet)
+                for pts, packet in timed
+                if self._keys and pts >= self._keys[0] and not packet.is_discard
+            ]
+            timed.sort(key=lambda entry: entry[0])
+            self._pts = [pts for pts, _ in timed]
             starts = [pts * scale for pts in self._pts]
-            length = (shown[-1].duration or 0) * scale if shown else 0.0
+            length = (timed[-1][1].duration or 0) * scale if timed else 0.0
             super().__init__(self.name, starts, length, fps)
         first = next(self._decode_from(None), None)
         if first is None:
@@ -263,6 +268,9 @@ class DecordReader(_Reader):
     frames in open GOPs and near the end.
     """
 
+    _reader: Any
+    _at: int | None
+
     def __init__(self, name: str, file: BinaryIO) -> None:
         import decord
 
@@ -292,7 +300,7 @@ class DecordReader(_Reader):
             return
         self._file.seek(0)
         with av.open(self._file, metadata_errors="replace", options=_ALONE) as container:
-            stream = container.streams.best("video")
+            stream: Any = container.streams.best("video")
             if stream is None:
                 raise MediaError(f"{self.name}: has no video stream")
             if stream.codec_context is not None:
@@ -325,7 +333,7 @@ class DecordReader(_Reader):
         if isinstance(path, str):  # decord copies file objects into memory, so give it the path
             source = "file:" + os.path.abspath(path) if ":" in path else path
         self._file.seek(0)
-        self._at: int | None = 0  # index of the next frame
+        self._at = 0  # index of the next frame
         try:
             # The lowest fault tolerance: otherwise frames that cannot be decoded are replaced by
             # their neighbors, with only a line on stderr.

@@ -14,7 +14,10 @@ from vlmfast.errors import MediaError
 from .sources import short, sniffed
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from PIL import Image
+    from torch import Tensor
 
 __all__ = [
     "check_size",
@@ -124,7 +127,7 @@ def upright_rgb(name: str, image: Image.Image) -> Image.Image:
         6: Image.Transpose.ROTATE_270,
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_90,
-    }.get(orientation)
+    }.get(orientation or 0)
     try:
         rgb = _to_rgb(name, image)
         rgb = rgb if turn is None else rgb.transpose(turn)
@@ -161,12 +164,12 @@ def _to_rgb(name: str, image: Image.Image) -> Image.Image:
     return image.copy() if image.mode == "RGB" else image.convert("RGB")
 
 
-def _eight_bits(values: Any) -> Any:
+def _eight_bits(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Scale 0..65535 to 0..255, rounded (65535 = 255 * 257)."""
     return ((values.astype("uint32") + 128) // 257).astype("uint8")
 
 
-def _unit_to_bytes(name: str, values: Any) -> Any:
+def _unit_to_bytes(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     import numpy as np
 
     low, high = float(values.min()), float(values.max())
@@ -180,7 +183,7 @@ def _unit_to_bytes(name: str, values: Any) -> Any:
     return np.rint(np.clip(values.astype("float32"), 0, 1) * 255).astype("uint8")
 
 
-def from_tensor(name: str, tensor: Any) -> Any:
+def from_tensor(name: str, tensor: Tensor) -> npt.NDArray[Any]:
     """Convert a tensor to NumPy, channels last."""
     try:
         tensor = tensor.detach().cpu()
@@ -197,7 +200,7 @@ def from_tensor(name: str, tensor: Any) -> Any:
 
 
 def from_array(
-    name: str, array: Any, max_pixels: int | None, max_aspect: float | None
+    name: str, array: npt.NDArray[Any], max_pixels: int | None, max_aspect: float | None
 ) -> Image.Image:
     import numpy as np
     from PIL import Image

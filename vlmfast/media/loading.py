@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
 
 from vlmfast.errors import MediaError
 
@@ -25,12 +25,13 @@ from .images import (
 )
 from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
 from .selection import check_choice, check_total, choose
-from .sources import is_a, is_url, opened, shown, sniffed
+from .sources import is_array, is_image, is_tensor, is_url, opened, shown, sniffed
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from .decoders import AvReader, DecordReader
+    from .types import ImageLike, VideoLike
 
 __all__ = [
     "MAX_ASPECT",
@@ -48,10 +49,6 @@ __all__ = [
     "read_media",
 ]
 
-ImageSource: TypeAlias = Any
-"""A path, URL, ``data:`` URL, bytes, PIL image, NumPy array or torch tensor."""
-VideoSource: TypeAlias = Any
-"""A path, bytes, or a list of what :func:`load_image` takes."""
 Decoder: TypeAlias = Literal["auto", "decord", "av"]
 
 # PyAV first, since it finds any frame by its time. decord seeks by counting, and miscounts.
@@ -88,7 +85,7 @@ class VideoFrames:
 
 
 def load_image(
-    source: ImageSource,
+    source: ImageLike,
     *,
     max_pixels: int | None = MAX_PIXELS,
     max_aspect: float | None = MAX_ASPECT,
@@ -133,12 +130,12 @@ def load_image(
     for argument, value in (("max_pixels", max_pixels), ("max_aspect", max_aspect)):
         if value is not None and not value >= 1:
             raise MediaError(f"{argument}={value!r}: must be at least 1, or None for no limit")
-    if is_a(source, "PIL.Image", "Image"):
+    if is_image(source):
         name, image = image_name(source), source
-    elif is_a(source, "numpy", "ndarray"):
+    elif is_array(source):
         name = f"NumPy array {source.shape} {source.dtype}"
         image = from_array(name, source, max_pixels, max_aspect)
-    elif is_a(source, "torch", "Tensor"):
+    elif is_tensor(source):
         name = f"torch tensor {tuple(source.shape)} {source.dtype}"
         image = from_array(name, from_tensor(name, source), max_pixels, max_aspect)
     else:
@@ -152,7 +149,7 @@ def load_image(
     return upright_rgb(name, image)
 
 
-def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> list[Image.Image]:
+def load_images(sources: ImageLike | Sequence[ImageLike], **limits: Any) -> list[Image.Image]:
     """Read an image or a list of images.
 
     Parameters
@@ -173,11 +170,12 @@ def load_images(sources: ImageSource | Sequence[ImageSource], **limits: Any) -> 
         As :func:`load_image`; for a list, the message also gives the number of the image.
     """
     if not isinstance(sources, (list, tuple)):
-        return [load_image(sources, **limits)]
+        # It raises an error for other sequences.
+        return [load_image(cast("ImageLike", sources), **limits)]
     return [_item("image", i, len(sources), source, limits) for i, source in enumerate(sources)]
 
 
-def probe_video(source: VideoSource, *, decoder: Decoder = "auto") -> VideoInfo:
+def probe_video(source: VideoLike, *, decoder: Decoder = "auto") -> VideoInfo:
     """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
     if isinstance(source, (list, tuple)):
         return _list_info(_list_frames(source[:1]), len(source))
@@ -186,7 +184,7 @@ def probe_video(source: VideoSource, *, decoder: Decoder = "auto") -> VideoInfo:
 
 
 def load_video(
-    source: VideoSource,
+    source: VideoLike,
     *,
     num_frames: int | None = None,
     fps: float | None = None,
@@ -266,7 +264,7 @@ class OpenVideo:
     info: VideoInfo
     times: list[float]
     indices: list[int]
-    _read: Callable[[list[int]], list[Any]] = field(repr=False)
+    _read: Callable[[list[int]], list[Image.Image]] = field(repr=False)
 
     def read(self, start: int, stop: int) -> list[Image.Image]:
         """Read the chosen frames ``start`` to ``stop`` as RGB; consecutive calls are cheap."""
@@ -275,7 +273,7 @@ class OpenVideo:
 
 @contextlib.contextmanager
 def open_video(
-    source: VideoSource,
+    source: VideoLike,
     *,
     num_frames: int | None = None,
     fps: float | None = None,
@@ -314,7 +312,7 @@ def _with_read(
     return select and (lambda info: select(replace(info, read=read)))
 
 
-def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
+def kind_of(source: ImageLike | VideoLike) -> Literal["image", "video"]:
     """Return whether a source is an image or a video, by its content and not by its name.
 
     Lists are videos; URLs are images, as only images are fetched; animated GIFs are images.
@@ -326,17 +324,14 @@ def kind_of(source: ImageSource | VideoSource) -> Literal["image", "video"]:
     """
     if isinstance(source, (list, tuple)):
         return "video"
-    if is_url(source) or any(
-        is_a(source, module, kind)
-        for module, kind in (("PIL.Image", "Image"), ("numpy", "ndarray"), ("torch", "Tensor"))
-    ):
+    if is_url(source) or is_image(source) or is_array(source) or is_tensor(source):
         return "image"
     with opened(source) as (name, file):
         return sniffed(name, file, "an image or a video")[0]
 
 
 def read_media(
-    source: ImageSource | VideoSource, **video: Any
+    source: ImageLike | VideoLike, **video: Any
 ) -> tuple[Literal["image"], Image.Image] | tuple[Literal["video"], VideoFrames]:
     """Read an image or a video, depending on its content.
 
@@ -354,11 +349,13 @@ def read_media(
     """
     check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
     if kind_of(source) == "image":
-        return "image", load_image(source)
-    return "video", load_video(source, **video)
+        return "image", load_image(cast("ImageLike", source))
+    return "video", load_video(cast("VideoLike", source), **video)
 
 
-def _item(what: str, index: int, count: int, source: ImageSource, limits: dict[str, Any]) -> Any:
+def _item(
+    what: str, index: int, count: int, source: ImageLike, limits: dict[str, Any]
+) -> Image.Image:
     try:
         return load_image(source, **limits)
     except MediaError as error:
@@ -369,7 +366,9 @@ def _info(reader: AvReader | DecordReader) -> VideoInfo:
     return VideoInfo(len(reader.times), reader.fps, reader.duration_s, reader.width, reader.height)
 
 
-def _list_frames(source: Sequence[ImageSource], indices: list[int] | None = None) -> list[Any]:
+def _list_frames(
+    source: Sequence[ImageLike], indices: list[int] | None = None
+) -> list[Image.Image]:
     if not source:
         raise MediaError("list of frames: is empty")
     indices = list(range(len(source))) if indices is None else indices
@@ -388,12 +387,12 @@ def _list_info(first: list[Image.Image], count: int) -> VideoInfo:
 
 
 @contextlib.contextmanager
-def _opened_video(source: VideoSource, decoder: str) -> Iterator[AvReader | DecordReader]:
+def _opened_video(source: VideoLike, decoder: str) -> Iterator[AvReader | DecordReader]:
     if decoder not in ("auto", "decord", "av"):
         raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
     if is_url(source):
         raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
-    if any(is_a(source, *kind) for kind in (("numpy", "ndarray"), ("torch", "Tensor"))):
+    if is_array(source) or is_tensor(source):
         raise MediaError(f"{type(source).__name__}: for an array of frames, pass list(array)")
     with opened(source) as (name, file):
         kind, container = sniffed(name, file, "a video")
@@ -413,6 +412,7 @@ def _reader(name: str, file: BinaryIO, container: str, decoder: str) -> AvReader
     """Open a video with the decoder that `load_video` documents."""
     from .decoders import AvReader, DecordReader
 
+    readers: dict[str, type[AvReader] | type[DecordReader]]
     readers = {"av": AvReader, "decord": DecordReader}
     order = _DECODERS if decoder == "auto" else (decoder,)
     choice = next((module for module in order if _installed(module)), None)

@@ -11,14 +11,29 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 from urllib.parse import unquote_to_bytes
 
 from vlmfast.errors import MediaError
 
 from .containers import HEAD_BYTES, looks_like_text, sniff
 
-__all__ = ["MAX_DOWNLOAD_BYTES", "is_a", "is_url", "opened", "short", "shown", "sniffed"]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from PIL import Image
+    from torch import Tensor
+
+__all__ = [
+    "MAX_DOWNLOAD_BYTES",
+    "is_array",
+    "is_image",
+    "is_tensor",
+    "is_url",
+    "opened",
+    "short",
+    "shown",
+    "sniffed",
+]
 
 MAX_DOWNLOAD_BYTES = 64 << 20
 
@@ -29,7 +44,19 @@ def is_a(source: object, module: str, kind: str) -> bool:
     return loaded is not None and isinstance(source, getattr(loaded, kind, ()))
 
 
-def is_url(source: object) -> bool:
+def is_image(source: object) -> TypeGuard[Image.Image]:
+    return is_a(source, "PIL.Image", "Image")
+
+
+def is_array(source: object) -> TypeGuard[npt.NDArray[Any]]:
+    return is_a(source, "numpy", "ndarray")
+
+
+def is_tensor(source: object) -> TypeGuard[Tensor]:
+    return is_a(source, "torch", "Tensor")
+
+
+def is_url(source: object) -> TypeGuard[str]:
     return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
 
 
@@ -112,7 +139,7 @@ def _decode_data_url(name: str, url: str) -> bytes:
     return data
 
 
-def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Any, str]:
+def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Literal["image", "video"], str]:
     file.seek(0)
     head = file.read(HEAD_BYTES)
     found = sniff(head)

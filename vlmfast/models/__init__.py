@@ -20,6 +20,8 @@ from vlmfast.errors import ModelError
 from ._wrapped import base_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
     from .base import Adapter
 
 _SHARED = {"base", "rope"}  # modules that are no family
@@ -99,7 +101,7 @@ def alternatives(name: str) -> str:
     return f"supported are {', '.join(known)}{also}; docs/add-a-family.md shows how to add a family"
 
 
-def adapter_for(model: Any, processor: Any) -> Adapter:
+def adapter_for(model: PreTrainedModel, processor: ProcessorMixin) -> Adapter:
     """The adapter of ``model``'s family; a ``PeftModel`` has the family of its base model.
 
     Raises
@@ -107,6 +109,6 @@ def adapter_for(model: Any, processor: Any) -> Adapter:
     ModelError
         If the family is not supported, or the processor belongs to another one.
     """
-    model = base_of(model)
-    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return adapter_class(name)(model, processor)
+    base = base_of(model)
+    name = getattr(getattr(base, "config", None), "model_type", type(base).__name__)
+    return adapter_class(name)(base, processor)

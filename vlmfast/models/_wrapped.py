@@ -88,6 +88,7 @@ def entries(module: nn.Module, name: str, flat: Tensor) -> Tensor:
     if not is_quantized(module):
         value = loaded_value(module, name, weight).detach().flatten()
         return value[flat.to(value.device)].float()
+    assert isinstance(module, nn.Linear)  # see `is_quantized`
     # One product per element; no library's own way to dequantize is needed.
     row, column = flat // module.in_features, flat % module.in_features
     device = device_of(module)

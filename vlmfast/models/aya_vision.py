@@ -8,6 +8,7 @@ from .internvl import FamilyAdapter as InternVL
 
 class FamilyAdapter(Marked):
     processors = ("AyaVisionProcessor",)
+    views_in_rows = crops = True
     canvas, features = InternVL.canvas, InternVL.features
 
     def marker(self) -> int:

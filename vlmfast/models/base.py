@@ -7,13 +7,15 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.contexts import VisionContext
+from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, Numbering, TokenLayout
 from vlmfast.core.placement import device_of, devices_of, hooked
 from vlmfast.core.saliency import SaliencyRequest, to_tokens
@@ -41,15 +43,20 @@ _KINDS = {"full_attention", "sliding_attention", *_STATES}
 _QUANTIZED = 0.25
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ProcessorMixin
 
     class Model(PreTrainedModel, GenerationMixin):
         """Common type of all families; configs differ."""
 
         config: Any
+        base_model: Any
         generation_config: GenerationConfig
 
         def get_input_embeddings(self) -> nn.Embedding: ...
+        def get_output_embeddings(self) -> nn.Linear: ...
+
+        # Its parameters differ between versions.
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
 
     class TextDecoder(PreTrainedModel):
         """Its language model without a head."""
@@ -118,14 +125,18 @@ class Adapter:
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
     one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
+    # Whether the tower and the projector take one row of a batch for each view, so that views can
+    # be left out; and whether images may have crops there.
+    views_in_rows: ClassVar[bool] = False
+    crops: ClassVar[bool] = False
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
     prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
-    min_drop_layer: ClassVar[int] = 0
+    min_drop_layer: int = 0
     # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
 
-    def __init__(self, model: Model, processor: Any) -> None:
+    def __init__(self, model: Model, processor: ProcessorMixin) -> None:
         check_placement(model)
         if getattr(processor, "image_processor", None) is None:
             raise ModelError(
@@ -139,15 +150,17 @@ class Adapter:
             )
         if model.get_output_embeddings() is None or not model.can_generate():
             raise ModelError(f"{type(model).__name__} has no language-model head to answer with")
-        self.model, self.processor = model, processor
+        self.model = model
+        self.processor: Any = processor  # classes differ
         self.processing = threading.RLock()  # processors are not made for several threads
-        self.writer = processor  # its chat template writes prompts; the user's own
+        self.writer: Any = processor  # its chat template writes prompts; the user's own
         self.config: Any = model.config
         self.decoder: TextDecoder = model.get_decoder()
-        self.depth = len(self.decoder.layers)
         text = self.config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None) is not None:
             raise ModelError(f"{text.model_type} caps its attention logits, which is not supported")
+        self.examine()
+        self.depth = len(self.decoder.layers)
         # The kinds of layers; empty where the config does not tell.
         self.kinds: tuple[str, ...] = tuple(getattr(text, "layer_types", None) or ())
         if odd := sorted(set(self.kinds) - _KINDS):
@@ -184,6 +197,54 @@ class Adapter:
         moves = self.split or hooked(model)
         self.capturable = not (moves or any(map(synchronizes, model.modules())))
 
+    @classmethod
+    def without_weights(cls, config: Any, processor: Any) -> Self:
+        """An adapter that knows only sizes: for `image_layout`.
+
+        Parameters
+        ----------
+        config : transformers.PreTrainedConfig
+        processor : transformers.ProcessorMixin
+        """
+        adapter = cls.__new__(cls)
+        adapter.config, adapter.processor = config, processor
+        adapter.model = cast("Model", SimpleNamespace(base_model=cls.packing(config)))
+        return adapter
+
+    @staticmethod
+    def packing(config: Any) -> Any:
+        """The methods of a model, without weights, that arrange the features of an image."""
+        return None
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of one image, from its size.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width in pixels.
+        alone : bool
+            Whether it is the only image of its prompt: some families do not crop several.
+
+        Raises
+        ------
+        ModelError
+            If the family does not support it.
+        """
+        raise ModelError(
+            f"the visual tokens of {self.config.model_type} cannot be counted from the size of an "
+            "image; supported are llava, llava_next and llava_onevision"
+        )
+
+    def examine(self) -> None:
+        """Find the parts of the model, in families where any tower or language model may stand.
+
+        Raises
+        ------
+        ModelError
+            For what is not found.
+        """
+
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())
         if len({*tower, *projector}) > 1:
@@ -207,12 +268,12 @@ class Adapter:
     # --- sizes ---------------------------------------------------------------------------------
 
     @property
-    def _embedding(self) -> nn.Module:
+    def _embedding(self) -> nn.Embedding:
         # Adapters of PEFT may replace it at any time, and the head too.
         return self.model.get_input_embeddings()
 
     @property
-    def _head(self) -> nn.Module:
+    def _head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
     @property
@@ -261,7 +322,7 @@ class Adapter:
         """Placeholder ids of images and videos."""
         names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
         found = {getattr(self.config, name, None) for name in names}
-        return tuple(sorted(found - {None}))
+        return tuple(sorted(token for token in found if token is not None))
 
     def visual(self, ids: Tensor) -> Tensor:
         """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
@@ -318,6 +379,10 @@ class Adapter:
     def why_no_source(self, source: str) -> str:
         """The reason why `sources` does not include a source."""
         return "its vision tower has no CLS token"
+
+    def why_no_crops(self) -> str:
+        """The reason why `crops` is false."""
+        return f"{self.config.model_type} encodes each image as one view"
 
     def projects_cls(self) -> bool:
         """Whether the projector takes one row of the tower at a time, the CLS row too."""
@@ -386,9 +451,13 @@ class Adapter:
         """The norm after the last layer of the language model."""
         return getattr(self.decoder, "norm", None)
 
-    def attention_norm(self, layer: nn.Module) -> nn.Module:
+    def text_attention(self, layer: int) -> nn.Module:
+        """The module of a layer of the language model that attends."""
+        return self.decoder.layers[layer].get_submodule("self_attn")
+
+    def attention_norm(self, layer: int) -> nn.Module:
         """The norm before the attention of a layer of the language model."""
-        return layer.get_submodule("input_layernorm")
+        return self.decoder.layers[layer].get_submodule("input_layernorm")
 
     def mergers(self) -> list[nn.Module]:
         """Modules that turn the rows of a packed tower into tokens, including `projector`."""
@@ -456,8 +525,9 @@ class Adapter:
         """A few weights that identify this model for stages trained on it."""
         module, name = self._signed()
         weight = module.get_parameter(name)
-        matrix = isinstance(module, nn.Linear)
-        size = module.out_features * module.in_features if matrix else weight.numel()
+        size = weight.numel()
+        if isinstance(module, nn.Linear):  # a quantized one may be packed
+            size = module.out_features * module.in_features
         return entries(module, name, torch.arange(16) * (size - 1) // 15).tolist()
 
     def _signed(self) -> tuple[nn.Module, str]:
@@ -830,8 +900,8 @@ class Adapter:
         height, width = geometry.size
         crop = getattr(self.processor.image_processor, "do_center_crop", False)
         short = min(height, width)
-        size = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        share = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
 
 

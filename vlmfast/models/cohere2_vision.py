@@ -24,6 +24,9 @@ class Marked(Tiled):
         """Id of the token before an image."""
         raise NotImplementedError(f"{type(self).__name__}.marker")
 
+    def why_no_crops(self) -> str:
+        return f"{self.config.model_type} needs all views again after its vision tower"
+
     def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of the crops of an image that has crops."""
         raise NotImplementedError(f"{type(self).__name__}.canvas")

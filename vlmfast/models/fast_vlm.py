@@ -20,7 +20,7 @@ from .internvl import Tiled
 class FamilyAdapter(Tiled):
     processors = ("LlavaProcessor",)
     attention = "token_mixer"
-    blocks = True
+    blocks = views_in_rows = True
 
     def vision_blocks(self) -> list[nn.Module]:
         tower = self.model.get_encoder(modality="image").timm_model

@@ -21,6 +21,7 @@ from .internvl import Tiled
 class FamilyAdapter(Tiled):
     processors = ("Gemma3Processor",)
     nested, fixed = True, True
+    views_in_rows = True
 
     def mask_rule(self, layout: TokenLayout) -> Tensor:
         """Attention mask, bool (S, S): each row attends to rows before it and to its own image."""

@@ -19,6 +19,7 @@ class FamilyAdapter(Tiled):
     pixel_dims = 5
     processors = ("Idefics3Processor", "SmolVLMProcessor")
     nested = True
+    views_in_rows = crops = True
 
     def projector(self) -> nn.Module:
         return self.model.base_model.connector

@@ -81,6 +81,7 @@ class FamilyAdapter(Tiled):
     video_tensors = ("pixel_values",)
     processors = ("InternVLProcessor",)
     fixed, token_rows = True, True
+    views_in_rows = crops = True
     attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:

@@ -27,8 +27,8 @@ class FamilyAdapter(Shaped):
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule("embedding_norm")
 
-    def attention_norm(self, layer: nn.Module) -> nn.Module:
-        return layer.get_submodule("operator_norm")
+    def attention_norm(self, layer: int) -> nn.Module:
+        return self.decoder.layers[layer].get_submodule("operator_norm")
 
     def merge(self) -> int:
         return self.config.downsample_factor

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import VisionContext
-from vlmfast.core.layout import Kind
+from vlmfast.core.counting import ImageLayout
+from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from .base import Adapter, Encoded
-
-if TYPE_CHECKING:
-    from .base import Model
+from ._composed import Completed
+from .base import Encoded
 
 
-def complete(model: Model, processor: Any) -> Any:
-    """Add settings that older checkpoints lack to the processor, taken from the model.
-
-    From these three it computes the number of placeholders of an image. Returns a copy, since the
-    processor is the user's.
-    """
-    if getattr(processor, "image_processor", None) is None:
-        return processor  # the base class raises
-    tower = model.get_encoder(modality="image")
-    tower = getattr(tower, "vision_model", tower)
-    if not hasattr(tower, "encoder"):
-        raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
-    if getattr(tower.embeddings, "register_tokens", None) is not None:
-        raise ModelError(f"{type(tower).__name__}, which has register tokens, is not supported")
-    names = ("class_embedding", "cls_token")
-    has_cls = any(getattr(tower.embeddings, name, None) is not None for name in names)
-    processor = copy.copy(processor)
-    patch_size = getattr(processor, "patch_size", None)
-    processor.patch_size = patch_size or model.config.vision_config.patch_size
-    processor.vision_feature_select_strategy = model.config.vision_feature_select_strategy
-    processor.num_additional_image_tokens = int(has_cls)
-    return processor
-
-
-class FamilyAdapter(Adapter):
-    fixed_tower = True
-
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, complete(model, processor))
+class FamilyAdapter(Completed):
+    fixed_tower = views_in_rows = True
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         vision = self.config.vision_config
@@ -63,21 +32,36 @@ class FamilyAdapter(Adapter):
                 f"{type(self.processor).__name__} made several views of each image; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        side = context.items[0].patches[1]
         output = self.model.base_model.get_image_features(
             pixels,
             vision_feature_layer=self.config.vision_feature_layer,
             vision_feature_select_strategy=self.config.vision_feature_select_strategy,
         )
         features = list(output.pooler_output)
-        raster = torch.arange(features[0].shape[0], device=pixels.device)
-        # With strategy "full" the CLS row comes first; it has no position in the image.
-        raster = raster - (features[0].shape[0] - side * side)
-        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
-        base = torch.zeros_like(raster)
         layouts = [
-            self.view_layout(base, raster // side, raster % side, kind, i, geometry)
+            self._raster(i, geometry, len(features[0]), pixels.device)
             for i, geometry in enumerate(context.items)
         ]
-        stats = self.patch_stats(context, side * side)
+        rows, columns = context.items[0].patches
+        stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        (geometry,) = self.geometry([size])
+        rows, columns = geometry.patches
+        cls = self.config.vision_feature_select_strategy == "full" and (
+            self.config.vision_config.model_type == "clip_vision_model"
+        )
+        layout = self._raster(0, geometry, rows * columns + cls, torch.device("cpu"))
+        return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
+
+    def _raster(
+        self, item: int, geometry: ItemGeometry, n: int, device: torch.device
+    ) -> TokenLayout:
+        """The ``n`` tokens of one view."""
+        rows, columns = geometry.patches
+        # With strategy "full" the CLS row comes first; it has no position in the image.
+        raster = torch.arange(n, device=device) - (n - rows * columns)
+        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
+        base = torch.zeros_like(raster)
+        return self.view_layout(base, raster // columns, raster % columns, kind, item, geometry)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import VisionContext
+from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Completed
 from ._media import Media
-from .base import Adapter, Encoded, Part
-from .llava import complete
-
-if TYPE_CHECKING:
-    from .base import Model
+from .base import Encoded, Part
 
 
-class FamilyAdapter(Adapter):
+class FamilyAdapter(Completed):
     tensors = ("pixel_values", "image_sizes")
+    patches_alone = True
     pixel_dims = 5
-    fixed_tower = True
-
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model, complete(model, processor))
+    fixed_tower = views_in_rows = crops = True
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]
@@ -91,6 +88,18 @@ class FamilyAdapter(Adapter):
             start = stop
         return tuple(items)
 
+    @staticmethod
+    def packing(config: Any) -> Any:
+        from transformers import LlavaNextModel
+
+        return Packing(config, LlavaNextModel.pack_image_features)
+
+    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        geometry = self.geometry([size] if alone else [size, size])[0]
+        strategy = self.config.vision_feature_select_strategy
+        layout = self._layout(0, geometry, torch.tensor([size]), strategy)
+        return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
+
     def _layout(
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
     ) -> TokenLayout:
@@ -126,6 +135,17 @@ class FamilyAdapter(Adapter):
         corner = (crop - (canvas - shown) / 2) / shown
         base = (tile == 0)[:, None]
         return torch.where(base, 0.0, corner), torch.where(base, 1.0, side / shown)
+
+
+class Packing:
+    """The part of a model that arranges the features of an image, without weights."""
+
+    def __init__(self, config: Any, pack: Callable[..., Any]) -> None:
+        self.config, self._pack = config, pack
+
+    def pack_image_features(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own method, which reads its configuration alone."""
+        return self._pack(self, *args, **kwargs)
 
 
 def _padded(part: dict[str, Tensor], views: int) -> dict[str, Tensor]:

@@ -93,7 +93,8 @@ class FamilyAdapter(LlavaNext):
                 features[i], layouts[i] = of, self._layout(i, context.items[i], size, strategy)
         first = dict(context.stats), dict(context.keys)
         if framed:
-            context.stats.clear(), context.keys.clear()
+            context.stats.clear()
+            context.keys.clear()
             for i, of in zip(framed, self.frames(inputs), strict=True):
                 features[i], layouts[i] = of, self._frame(i, context.items[i], len(of))
             for before, now in zip(first, (context.stats, context.keys), strict=True):
@@ -127,9 +128,11 @@ class FamilyAdapter(LlavaNext):
         videos = [video.flatten(0, -2)[: pixels.shape[1] * each] for video in output.pooler_output]
         return [frame for video in videos for frame in video.split(each)]
 
-    def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
+    def _frame(
+        self, item: int, geometry: ItemGeometry, n: int, device: torch.device | None = None
+    ) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(n, device=self.device)
+        raster = torch.arange(n, device=device or self.device)
         newline = raster >= rows * columns
         kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
         y, x = (raster // columns).clamp(max=rows - 1), raster % columns
@@ -142,6 +145,6 @@ class FamilyAdapter(LlavaNext):
         height, width = geometry.size
         crop = getattr(self.processor.video_processor, "do_center_crop", False)
         short = min(height, width)
-        size = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(size, device=tile.device).expand(tile.shape[0], 2)
+        share = [short / width, short / height] if crop else [1.0, 1.0]
+        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size

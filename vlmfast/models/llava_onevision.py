@@ -11,8 +11,10 @@ from torch import Tensor
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+from ._composed import Composed
 from ._media import Media
-from .base import Adapter, Part
+from .base import Part
+from .llava_next import Packing
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
 
 if TYPE_CHECKING:
@@ -26,7 +28,13 @@ class FamilyAdapter(LlavaNextVideo):
     blocks = False  # the tokens of an image depend on the number of images
 
     def __init__(self, model: Model, processor: Any) -> None:
-        Adapter.__init__(self, model, processor)
+        Composed.__init__(self, model, processor)
+
+    @staticmethod
+    def packing(config: Any) -> Any:
+        from transformers import LlavaOnevisionModel
+
+        return Packing(config, LlavaOnevisionModel.pack_image_features)
 
     def pooled(self) -> int:
         vision = self.config.vision_config
@@ -121,7 +129,7 @@ class FamilyAdapter(LlavaNextVideo):
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
     ) -> TokenLayout:
         if geometry.tiles == (0, 0):
-            return self._frame(item, geometry, self.patches() + 1)
+            return self._frame(item, geometry, self.patches() + 1, size.device)
         origins = self._packed(geometry, size, self.config.vision_aspect_ratio)
         whole = self._packed(geometry, size, f"anyres_max_{10**6}")
         kind = torch.where(origins[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))

@@ -54,7 +54,8 @@ class Shaped(Adapter):
 
     def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         assert context.chunks is not None
-        return [(rows[:, :, 0], keys) for rows, keys in context.chunks[layer]]
+        chunks = context.chunks[layer]
+        return [(rows[:, :, 0], keys) for rows, keys in chunks if rows is not None]
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
         return [call.flatten(0, -2)[None] for call in calls]

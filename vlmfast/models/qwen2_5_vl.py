@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from .base import Adapter, Encoded, Part
 class FamilyAdapter(Adapter):
     tensors = ("pixel_values", "image_grid_thw")
     video_tensors = ("pixel_values_videos", "video_grid_thw")
-    beside = ("second_per_grid_ts", "mm_token_type_ids")
-    processors = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
+    beside: ClassVar[tuple[str, ...]] = ("second_per_grid_ts", "mm_token_type_ids")
+    processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
     packed = True
 
@@ -69,9 +69,9 @@ class FamilyAdapter(Adapter):
         return super().global_blocks() if everywhere is None else sorted(everywhere)
 
     def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
-        return self._by_item(
-            [(of[:, :, 0], keys) for of, keys in context.chunks[layer]], context.items
-        )
+        assert context.chunks is not None
+        parts = [(of[:, :, 0], keys) for of, keys in context.chunks[layer] if of is not None]
+        return self._by_item(parts, context.items)
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
         merge = self.config.vision_config.spatial_merge_size**2

@@ -279,8 +279,8 @@ def paint(scene: Scene) -> list[Raster]:
     c = scene.canvas
     back = _background(rng, c)
     inks = []
-    for item in [*scene.things, *scene.bars]:
-        ink = np.clip(np.array(COLORS[item.color]) + rng.uniform(-16, 16, 3), 0, 255)
+    for color in [t.color for t in scene.things] + [bar.color for bar in scene.bars]:
+        ink = np.clip(np.array(COLORS[color]) + rng.uniform(-16, 16, 3), 0, 255)
         inks.append((ink, rng.uniform(0.3, 0.5), int(rng.integers(3)), int(rng.integers(4, 6))))
     dark = bool(rng.integers(2))
     out = []
@@ -298,7 +298,17 @@ def paint(scene: Scene) -> list[Raster]:
     return out
 
 
-def _paint_thing(rgb, ids, t, centre, number, ink, shade, slant, period) -> None:
+def _paint_thing(
+    rgb: np.ndarray,
+    ids: np.ndarray,
+    t: Thing,
+    centre: tuple[float, float],
+    number: int,
+    ink: np.ndarray,
+    shade: float,
+    slant: int,
+    period: int,
+) -> None:
     c = rgb.shape[0]
     cx, cy = centre
     reach = t.r * 1.15 + 1
@@ -313,7 +323,9 @@ def _paint_thing(rgb, ids, t, centre, number, ink, shade, slant, period) -> None
         rgb[y0:y1, x0:x1][mask & (k % period < period // 2)] = ink * shade
 
 
-def _paint_sign(rgb, ids, chars, sign: Sign, dark: bool) -> None:
+def _paint_sign(
+    rgb: np.ndarray, ids: np.ndarray, chars: np.ndarray, sign: Sign, dark: bool
+) -> None:
     paper, letters = (30, 235) if dark else (240, 25)
     rows, cols = slice(sign.y0, sign.y0 + sign.height), slice(sign.x0, sign.x0 + sign.width)
     rgb[rows, cols] = paper

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .drawing import Scene, Thing, quadrant
@@ -142,7 +143,9 @@ def _ask_where(s: Scene, rng: random.Random) -> QA | None:
     return QA("where", f"Where is the {rng.choice(by_place[place]).name}?", place)
 
 
-def _two_way(type_: str, attr: str, words: tuple[str, str]):
+def _two_way(
+    type_: str, attr: str, words: tuple[str, str]
+) -> Callable[[Scene, random.Random], QA | None]:
     def ask(s: Scene, rng: random.Random) -> QA | None:
         fit = _unique(s.things)
         if not fit:
@@ -183,7 +186,10 @@ def _mc_options(s: Scene, base: QA, rng: random.Random) -> list[str] | None:
     """Three wrong options, preferably from the same image."""
     near: list[str] = []
     if base.type == "color" or (base.type == "chart" and base.answer in COLOR_NAMES):
-        near, far = [t.color for t in [*s.things, *s.bars]], list(COLOR_NAMES)
+        near, far = (
+            [*(t.color for t in s.things), *(bar.color for bar in s.bars)],
+            list(COLOR_NAMES),
+        )
     elif base.type == "shape":
         near, far = [t.shape for t in s.things], list(SHAPES)
     elif base.type == "posq":
@@ -223,7 +229,7 @@ def _ask_mc(s: Scene, rng: random.Random, bases: tuple[str, ...] = MC_BASES) -> 
     for type_ in rng.sample(bases, len(bases)):
         base = ask(s, type_, rng)
         wrong = None if base is None else _mc_options(s, base, rng)
-        if wrong is not None:
+        if base is not None and wrong is not None:
             return multiple_choice(base.question, base.answer, wrong, rng)
     return None
 

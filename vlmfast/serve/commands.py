@@ -6,13 +6,14 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from vlmfast.api.vlm import VLM
 from vlmfast.core.help import RECIPES, examples, names
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
-from .config import MediaLimits, ServerConfig
+from .config import MediaLimits, ServerConfig, at_least
 
 _KEY = "VLMFAST_API_KEY"
 # Products in half precision that PyTorch on a CPU keeps compiled, by their sizes. With the 1024 of
@@ -80,26 +81,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FOLDER",
         help="let requests name files in this folder as file: URLs",
     )
-    for name, about in (
-        ("max_images", "images of a request"),
-        ("max_pixels", "pixels of an image"),
-        ("max_frames", "frames read from the videos of a request"),
-        ("max_video_seconds", "length of a video"),
-    ):
-        _add_limit(group, name, getattr(media, name), about)
+    for option, (name, about) in _MEDIA_LIMITS.items():
+        _add_limit(group, option, getattr(media, name), about)
 
     group = parser.add_argument_group("limits")
-    for name, about in (
-        ("max_body_bytes", "bytes of a request"),
-        ("max_total_body_bytes", "bytes of all requests that are being answered"),
-        ("max_new_tokens", "tokens of an answer"),
-        ("timeout_s", "seconds of a request"),
-        ("max_requests_per_key", "requests of a key that are answered at the same time"),
-        ("max_queue", "requests that wait"),
-        ("grace_s", "seconds that running answers have after SIGTERM"),
-        ("media_threads", "threads that decode media"),
-    ):
-        _add_limit(group, name, getattr(limits, name), about)
+    for option, (name, about) in _LIMITS.items():
+        _add_limit(group, option, getattr(limits, name), about)
     add = group.add_argument
     add("--max-rows", type=int, metavar="N", help="answers that are decoded together")
     add("--max-cache-bytes", type=int, metavar="N", help="bytes of all KV caches together")
@@ -131,7 +118,7 @@ def config_of(args: Namespace) -> ServerConfig:
         allow_remote=args.allow_remote_media,
         domains=args.allowed_media_domains,
         local_path=local,
-        **{name: getattr(args, name) for name in _OF_MEDIA},
+        **_values(args, _MEDIA_LIMITS),
     )
     return ServerConfig(
         model=args.name or args.model,
@@ -143,7 +130,7 @@ def config_of(args: Namespace) -> ServerConfig:
         insecure=args.insecure,
         allowed_hosts=args.allowed_hosts,
         media=media,
-        **{name: getattr(args, name) for name in _OF_SERVER},
+        **_values(args, _LIMITS),
     )
 
 
@@ -152,12 +139,16 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
     from .server import serve  # raises for missing packages before a checkpoint is loaded
 
     config = config_of(args)
+    for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
+        if getattr(args, name) is not None:
+            at_least(name, getattr(args, name), 1)
     for name, value in _KEPT_PRODUCTS.items():  # read at the first product
         os.environ.setdefault(name, value)
 
     def loaded() -> VLM:
         vlm = load()
-        vlm.engine.max_rows = args.max_rows or vlm.engine.max_rows
+        if args.max_rows is not None:
+            vlm.engine.max_rows = args.max_rows
         vlm.engine.max_cache_bytes = args.max_cache_bytes
         vlm.engine.prefill_chunk_size = args.prefill_chunk_size
         if args.prefix_cache_bytes is not None:
@@ -170,30 +161,51 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
     serve(config, loaded, ready)
 
 
-_OF_MEDIA = ("max_images", "max_pixels", "max_frames", "max_video_seconds")
-_OF_SERVER = (
-    "max_body_bytes",
-    "max_total_body_bytes",
-    "max_new_tokens",
-    "timeout_s",
-    "max_requests_per_key",
-    "max_queue",
-    "grace_s",
-    "media_threads",
-)
+# Of `MediaLimits` and `ServerConfig`, by option.
+_MEDIA_LIMITS = {
+    "--max-images": ("max_images", "images of a request"),
+    "--max-pixels": ("max_pixels", "pixels of an image"),
+    "--max-frames": ("max_frames", "frames read from the videos of a request"),
+    "--max-video-seconds": ("max_video_seconds", "length of a video"),
+    "--max-video-pixels": ("max_video_pixels", "pixels of all frames that a request reads"),
+    "--max-media-bytes": ("max_bytes", "bytes of a file that is fetched or read"),
+    "--media-timeout": ("timeout_s", "seconds of a download"),
+}
+_LIMITS = {
+    "--max-body-bytes": ("max_body_bytes", "bytes of a request"),
+    "--max-total-body-bytes": (
+        "max_total_body_bytes",
+        "bytes of all requests that are being answered",
+    ),
+    "--max-new-tokens": ("max_new_tokens", "tokens of an answer"),
+    "--max-stops": ("max_stops", "stop strings of a request"),
+    "--timeout": ("timeout_s", "seconds of a request"),
+    "--max-requests-per-key": (
+        "max_requests_per_key",
+        "requests of a key that are answered at the same time",
+    ),
+    "--max-queue": ("max_queue", "requests that wait"),
+    "--grace": ("grace_s", "seconds that running answers have after SIGTERM"),
+    "--media-threads": ("media_threads", "threads that decode media"),
+}
 
 
-def _add_limit(group: object, name: str, default: float, about: str) -> None:
-    option = "--" + name.removesuffix("_s").replace("_", "-")
-    kind = float if isinstance(default, float) else int
+def _add_limit(group: object, option: str, default: float, about: str) -> None:
     group.add_argument(  # type: ignore[attr-defined]
         option,
-        dest=name,
-        type=kind,
+        type=float if isinstance(default, float) else int,
         default=default,
         metavar="N",
         help=f"{about} (default: {default:,})",
     )
+
+
+def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """The fields that options set."""
+    return {
+        name: getattr(args, option.lstrip("-").replace("-", "_"))
+        for option, (name, _) in limits.items()
+    }
 
 
 def _keys(args: Namespace) -> tuple[str, ...]:

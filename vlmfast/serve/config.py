@@ -125,13 +125,14 @@ class ServerConfig:
             "max_queue",
             "media_threads",
         ):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
+        at_least("max_stops", self.max_stops, 0)
         for f in fields(MediaLimits):
             value = getattr(self.media, f.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                _at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
+                at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
         for name, value in (("timeout_s", self.timeout_s), ("grace_s", self.grace_s)):
-            _at_least(name, value, 0)
+            at_least(name, value, 0)
         if self.model in self.aliases:
             raise VLMFastError(f"alias {self.model!r} is the name of the model itself")
 
@@ -163,6 +164,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _at_least(name: str, value: float, least: float) -> None:
+def at_least(name: str, value: float, least: float) -> None:
+    """Raise `VLMFastError` for a smaller value, and for NaN."""
     if not value >= least:
         raise VLMFastError(f"{name}={value!r} must be at least {least}")

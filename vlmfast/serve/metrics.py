@@ -105,10 +105,10 @@ class Metrics:
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted drafts")
         self._ttft = self._seconds("time_to_first_token", "From the request to its first token")
-        self._gap = self._seconds("inter_token_latency", "Between two tokens", _GAPS)
+        self._gap = self._seconds("request_time_per_output_token", "Between two tokens", _GAPS)
         self._whole = self._seconds("e2e_request_latency", "From the request to its last token")
         self._queue = self._seconds("request_queue_time", "From submission to prefill")
-        self._prefill = self._seconds("request_prefill_time", "Prefill of the prompt")
+        self._prefill = self._seconds("request_prefill_time", "Vision tower and prefill")
         self._lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -159,7 +159,7 @@ class Metrics:
             self._gap.observe(stats.tpot_s)
         self._whole.observe(total_s)
         self._queue.observe(stats.queue_s)
-        self._prefill.observe(stats.time_prefill_s)
+        self._prefill.observe(stats.time_vision_s + stats.time_prefill_s)
         self._lengths.observe(prompt_tokens)
 
     def failed(self, status: int) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -33,7 +34,7 @@ from .grammars import Grammars
 from .media import MediaReader
 from .metrics import Metrics
 from .penalties import OpenAIPenalties
-from .query import Query, Recipes, generation_of, messages_of
+from .query import Media, Query, Recipes, generation_of, messages_of
 from .text import TextStream
 
 
@@ -315,18 +316,20 @@ class Runner:
         self, query: Query, key: str, arrived: float, end: float, gone: threading.Event
     ) -> Running:
         """In a worker thread: decode the media, prepare the prompt, and submit it."""
-        if gone.is_set():
-            raise RequestCancelled("the client has left")
         reader = self._reader.request(end)
-        messages = messages_of(
-            query.turns,
-            lambda media: reader.image(media.url, param=media.param),
-            lambda media: reader.video(
+
+        def image(media: Media) -> Any:
+            _check_present(gone)
+            return reader.image(media.url, param=media.param)
+
+        def video(media: Media) -> Any:
+            _check_present(gone)
+            return reader.video(
                 media.url, param=media.param, num_frames=query.num_frames, fps=query.fps
-            ),
-            query.num_frames,
-            query.fps,
-        )
+            )
+
+        messages = messages_of(query.turns, image, video, query.num_frames, query.fps)
+        _check_present(gone)
         text = self._text(query)
         generation = generation_of(query, self._samples)
         if text is not None:
@@ -347,6 +350,8 @@ class Runner:
         handle = self.vlm.submit(
             request, deadline=left, default_new_tokens=self.config.max_new_tokens
         )
+        if gone.is_set():  # before the engine has done much of it
+            handle.cancel()
         # Without its messages, whose media may be large.
         return Running(replace(query, turns=()), handle, text, arrived, self._finisher)
 
@@ -373,6 +378,11 @@ def _alone() -> None:
     """
     torch.get_num_threads()  # otherwise PyTorch's first operation sets it
     threadpool_limits(1, "openmp")
+
+
+def _check_present(gone: threading.Event) -> None:
+    if gone.is_set():
+        raise RequestCancelled("the client has left")
 
 
 def _tenant(key: str, salt: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,20 @@ from vlmfast.errors import ModelError, VLMFastError
 from .media import cases
 from .report import Report
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
 _QUESTION = "what is here ?"
 _SAFETY = 8.0  # roundings that a sum may be off by, as a multiple of their random walk
 _APART = 30.0  # how far a control must be, in tolerances
 
 
 def check_family(
-    model: Any, processor: Any, *, question: str = _QUESTION, max_new_tokens: int = 6
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    *,
+    question: str = _QUESTION,
+    max_new_tokens: int = 6,
 ) -> Report:
     """Check that vlmfast computes what Hugging Face computes on a model.
 
@@ -71,7 +78,9 @@ class _Checks:
         The full model's answers by case.
     """
 
-    def __init__(self, model: Any, processor: Any, question: str, max_new_tokens: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, processor: ProcessorMixin, question: str, max_new_tokens: int
+    ) -> None:
         self.vlm = VLM(model, processor)
         if self.vlm.adapter.dtype not in (torch.float32, torch.float64):
             raise ModelError(
@@ -106,7 +115,7 @@ class _Checks:
 
     # --- nothing dropped -------------------------------------------------------------------------
 
-    def ask(self, case: str, recipe: Any = None, **generation: Any) -> Answer:
+    def ask(self, case: str, recipe: str | None = None, **generation: Any) -> Answer:
         given = {"max_new_tokens": self.count, "do_sample": False} | generation
         return self.vlm.ask(self.question, **self.media[case], recipe=recipe, **given)
 
@@ -262,7 +271,7 @@ class _Checks:
             return
         with opened as session, self.report.during(name):
             for question in (self.question, "and the rest ?"):
-                given = {"max_new_tokens": self.count, "do_sample": False}
+                given: dict[str, Any] = {"max_new_tokens": self.count, "do_sample": False}
                 expected = self.vlm.ask(question, **self.media[case], **given)
                 got = session.ask(question, **given)
                 self.report.require(
@@ -279,7 +288,7 @@ class _Checks:
         requests = [
             Request(self.question, **self.media[case], recipe=recipe) for case, recipe in chosen
         ]
-        given = {"max_new_tokens": self.count, "do_sample": False}
+        given: dict[str, Any] = {"max_new_tokens": self.count, "do_sample": False}
         with self.report.during("batch"):
             answers = self.vlm.ask_many(requests, batch_size=len(requests), **given)
         for (case, recipe), answer in zip(chosen, answers, strict=True):
@@ -342,7 +351,7 @@ def _taken_out(entered: Tensor, layer: int) -> Callable[..., tuple[tuple, dict]]
 
 
 @contextmanager
-def _eager(model: Any) -> Iterator[None]:
+def _eager(model: PreTrainedModel) -> Iterator[None]:
     """The language model's masks are complete under Hugging Face's eager attention."""
     text = model.config.get_text_config()
     before = text._attn_implementation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
+from types import EllipsisType
 from typing import Any
 
 from vlmfast.api.answer import Answer, Request
@@ -10,7 +12,7 @@ from vlmfast.api.vlm import VLM
 from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, with_values
 from vlmfast.errors import RecipeError
 
 from .media import noise
@@ -28,7 +30,8 @@ def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: i
     - *bad input*: values out of the bounds of a parameter raise `RecipeError`;
     - *media*: images of any size, several of them, and videos are answered; prompts without an
       image are left alone;
-    - *effect*: it drops tokens, shrinks the cache, chooses frames or drafts tokens;
+    - *effect*: it drops tokens, leaves views out, shrinks the cache, chooses frames or drafts
+      tokens;
     - *identity*: with ``keep=1``, tokens are those of the full model; those of a drafter always;
     - *equality*: the same request gives the same answer again, in a batch and in a session.
 
@@ -63,10 +66,11 @@ class _Checks:
         parts = (stage, *stage.expand())
         self.drafts = any(part.protocol == "drafter" for part in parts)
         self.chooses = any(part.protocol == "media" for part in parts)
-        video = {"video": [noise(i, 64, 64) for i in range(4)]}
+        still = 2 if any(getattr(part, "reuses_frames", False) for part in parts) else 1
+        video: dict[str, Any] = {"video": [noise(i // still, 64, 64) for i in range(4)]}
         if not self.chooses:  # otherwise the stage chooses the frames
             video["num_frames"] = 4
-        images = {
+        images: dict[str, dict[str, Any]] = {
             "one pixel": {"images": noise(0, 1, 1)},
             "a strip": {"images": noise(1, 120, 20)},
             "two images": {"images": [noise(2, 64, 64), noise(3, 128, 128)]},
@@ -92,13 +96,16 @@ class _Checks:
         self.session(case, answers[case])
         return self.report
 
-    def ask(self, case: str, recipe: Any = ...) -> Answer:
-        recipe = self.stage if recipe is ... else recipe
+    def ask(self, case: str, recipe: Stage | EllipsisType | None = ...) -> Answer:
+        recipe = self.stage if isinstance(recipe, EllipsisType) else recipe
         given: dict[str, Any] = {"max_new_tokens": self.count, "do_sample": False}
         given["top_logprobs"] = 2
         if self.drafts:  # near ties are otherwise resolved by other sums
             given["strict"] = True
         return self.vlm.ask(_QUESTION, **self.media[case], recipe=recipe, **given)
+
+    def _given(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
 
     def same(self, name: str, got: Answer, expected: Answer) -> None:
         """The same tokens, up to one whose log-probability in ``expected`` ties with another."""
@@ -150,7 +157,7 @@ class _Checks:
                 self.report.refuses(
                     f"bad input: {recipe_name(f)}={value}",
                     RecipeError,
-                    lambda name=f.name, value=value: cls(**{name: value}),
+                    partial(cls, **{f.name: value}),
                 )
         self.report.refuses(
             "bad input: an unknown parameter",
@@ -161,7 +168,7 @@ class _Checks:
     # --- answers ---------------------------------------------------------------------------------
 
     def text_only(self) -> None:
-        given = {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
+        given = self._given()
         full = self.vlm.ask("what is two and two ?", top_logprobs=2, **given)
         with self.report.during("media: no image"):
             got = self.vlm.ask("what is two and two ?", recipe=self.stage, **given)
@@ -191,6 +198,7 @@ class _Checks:
             stats = answer.stats
             fewer = stats.equivalent_tokens < stats.visual_tokens_in
             smaller = stats.kv_bytes < stats.kv_bytes_full
+            smaller |= stats.views_encoded < stats.views
             if fewer or smaller or self.chooses or (self.drafts and stats.rounds > 0):
                 self.report.passed("effect")
                 return
@@ -198,7 +206,7 @@ class _Checks:
 
     def identity(self) -> None:
         budget = {"budget": None} if any(f.name == "budget" for f in fields(self.stage)) else {}
-        stage = replace(self.stage, keep=1.0, **budget)
+        stage = with_values(self.stage, keep=1.0, **budget)
         for case in self.media:
             name = f"identity: keep=1, {case}"
             with self.report.during(name):
@@ -211,7 +219,7 @@ class _Checks:
             for case in self.media
             for recipe in (self.stage, None)
         ]
-        given = {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
+        given = self._given()
         with self.report.during("equality: in a batch"):
             found = self.vlm.ask_many(requests, batch_size=len(requests), **given)
         for case, got in zip(self.media, found[::2], strict=True):
@@ -219,7 +227,7 @@ class _Checks:
 
     def session(self, case: str, expected: Answer) -> None:
         name = "equality: in a session"
-        given = {"max_new_tokens": self.count, "do_sample": False, "strict": self.drafts}
+        given = self._given()
         try:
             opened = self.vlm.session(**self.media[case], recipe=self.stage, history=False)
         except RecipeError as error:  # a session reads its images before any question

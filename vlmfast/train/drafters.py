@@ -23,7 +23,7 @@ from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.help import examples
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.training import TrainingContext
-from vlmfast.drafters._training import Lesson, Teacher, accepted
+from vlmfast.drafters._training import DrafterTraining, Lesson, Teacher, accepted
 from vlmfast.errors import MediaError
 
 from . import stages as loop
@@ -283,6 +283,7 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
         make = partial(TrainingContext, answer=prompt.answer)
         logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch, make=make)
     read = watch.reads[0]
+    assert read.features is not None  # a reader asks for them
     return Lesson(
         embeds=read.embeds.float(),
         features=read.features.float(),
@@ -316,6 +317,8 @@ def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
 class DrafterTrainer(loop.Trainer):
     """Target, drafter, answers, optimizer and clock of one run."""
 
+    training: DrafterTraining
+
     fixed = (
         "kind", "model", "data", "seed", "samples", "held_out", "answer_tokens", "sampled", "init",
         "batch", "lr", "decay", "clip", "noise", "ttt", "dtype", "num_frames",
@@ -324,7 +327,8 @@ class DrafterTrainer(loop.Trainer):
 
     def __init__(self, args: argparse.Namespace) -> None:
         _check(args)
-        self.max_grad_norm, self.measured = args.clip, {}
+        self.max_grad_norm = args.clip
+        self.measured: dict[str, float] = {}
         super().__init__(KINDS[args.kind], args)
         folder = Path(args.answers) if args.answers else self.out / "answers"
         self.answers = Answers(self.vlm, self.prompt, folder, args, self.leave_out)
@@ -338,13 +342,13 @@ class DrafterTrainer(loop.Trainer):
         """The sizes of every trained stage, and those of the target's layers."""
         text = self.vlm.adapter.config.get_text_config()
         heads = text.num_attention_heads
-        rope = getattr(text, "rope_parameters", None) or {}
+        rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
         return super().sizes() | {
             "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
             "head_width": getattr(text, "head_dim", None) or text.hidden_size // heads,
             "hidden": self.args.units or text.intermediate_size,
             "eps": getattr(text, "rms_norm_eps", 1e-6),
-            "theta": float(rope.get("rope_theta") or getattr(text, "rope_theta", 10000.0)),
+            "theta": float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0),
             "qkv_bias": bool(getattr(text, "attention_bias", text.model_type.startswith("qwen2"))),
             "vocabulary": text.vocab_size,
         }
@@ -381,7 +385,8 @@ class DrafterTrainer(loop.Trainer):
             state = load_file(folder / "model.safetensors")
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"--init {folder} cannot be read: {error}") from error
-        found = {key: value.float() for key, value in state.items()}
+        unused = self.training.unused
+        found = {key: value.float() for key, value in state.items() if not key.startswith(unused)}
         own = self.module.state_dict()
         unexpected = sorted(found.keys() - own.keys())
         missing = [

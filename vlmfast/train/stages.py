@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmfast.core.files import replacing
 from vlmfast.core.help import examples
@@ -322,8 +322,18 @@ class Trainer:
     """Model, module, optimizer and clock of one run."""
 
     # Options that must not change when a run resumes, and those stored with the weights.
-    fixed = ("model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames")
-    told = ("batch", "lr", "distill", "seed")
+    fixed: ClassVar[tuple[str, ...]] = (
+        "model",
+        "data",
+        "seed",
+        "batch",
+        "lr",
+        "decay",
+        "distill",
+        "dtype",
+        "num_frames",
+    )
+    told: ClassVar[tuple[str, ...]] = ("batch", "lr", "distill", "seed")
     max_grad_norm = 1.0  # largest norm of a step's gradient
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
@@ -425,7 +435,7 @@ class Trainer:
         }
         with replacing(self.checkpoint) as file:
             torch.save(state, file)
-        about = {"model": _public(self.args.model), "command": self.command()}
+        about: dict[str, Any] = {"model": _public(self.args.model), "command": self.command()}
         about |= {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
         about |= {key: getattr(self.args, key) for key in self.told}
         about |= self.training.about()

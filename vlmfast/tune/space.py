@@ -16,6 +16,7 @@ BUDGETS = (0.5, 0.33, 0.22, 0.11, 0.05)
 SHARES = (0.5, 0.2, 0.1)  # of the cache
 BITS = (4, 2)
 STACKED = 4
+_ELSEWHERE = {"media", "views", "drafter"}  # protocols of methods without a budget or a share
 # Baselines that ignore the content, and methods that do not change what is answered.
 _EXCLUDED = ("random", "downsample", "grid", "streamingllm")
 
@@ -65,7 +66,7 @@ def stacks(recipes: Sequence[str]) -> list[str]:
 
 def _searched(name: str) -> bool:
     stage = stage_class(name)
-    known = {part.protocol for part in stage().expand()} <= set(PROTOCOLS) - {"media", "drafter"}
+    known = {part.protocol for part in stage().expand()} <= set(PROTOCOLS) - _ELSEWHERE
     return known and name not in _EXCLUDED and not stage.other_model
 
 

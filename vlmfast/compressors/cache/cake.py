@@ -66,6 +66,7 @@ from .snapkv import SnapKV, votes
 
 def moments(stats: ColumnStats) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of each key's attention over the rows: float32, (H, G, N)."""
+    assert stats.sum is not None and stats.sumsq is not None
     r = len(stats.rows)
     mean = stats.sum / r
     squares = (stats.sumsq - stats.sum * mean).clamp(min=0)
@@ -156,11 +157,13 @@ class CAKE(Layered, SnapKV):
         return {at: replace(asked, want=want) for at, asked in super().text_stats(depth).items()}
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        assert stats is not None
         mean, variance = moments(stats)
         return votes(mean + self.gamma * variance, ranked, self.agg, self.kernel, self.pool)
 
     def claim(self, stats: ColumnStats, ranked: Tensor) -> Tensor:
         seen = ranked[:, None]
+        assert stats.entropy is not None
         _, variance = moments(stats)
         return preference(stats.entropy * seen, variance * seen, self.tau1, self.tau2)
 

@@ -104,11 +104,13 @@ class H2O(Evictor):
         return int(self.recent * capacity)
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        assert stats is not None and stats.sum is not None
         return per_kv_head(stats.sum, self.agg)
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
+        assert stats is not None and stats.sum is not None
         counted = replace(kv, attention_mass=stats.sum.mean(1)) if self.decode else kv
         kept = super().compress(context, layer, counted, stats)
         if kept is counted:

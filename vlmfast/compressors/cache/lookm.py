@@ -130,6 +130,7 @@ class LookM(CacheStage):
         valid = kv.valid
         if self.text_prior and not bool((kv.visual & valid).any()):
             return kv
+        assert stats is not None and stats.sum is not None
         keep = self.select_slots(kv, stats.sum.mean(1))
         return kv if torch.equal(keep, valid) else self.shrunk(context, kv, keep)
 
@@ -159,7 +160,10 @@ class LookM(CacheStage):
         kept = kv.select(index, lengths)
         if self.merge == "none":
             return kept
-        keys = context.rotate(kv.keys.float(), -kv.position) if self.rope_aware else kv.keys
+        keys, rotate = kv.keys, context.rotate
+        if self.rope_aware:
+            assert rotate is not None
+            keys = rotate(kv.keys.float(), -kv.position)
         keys, values, weight = merge_into(
             keys,
             kv.values,
@@ -171,7 +175,8 @@ class LookM(CacheStage):
             weight=None if kv.bias is None else kv.bias.exp(),
         )
         if self.rope_aware:
-            keys = context.rotate(keys, kept.position).to(kv.keys.dtype)
+            assert rotate is not None
+            keys = rotate(keys, kept.position).to(kv.keys.dtype)
         bias = weight.log() if self.proportional_attention else kept.bias
         return replace(kept, keys=keys, values=values, bias=bias)
 

@@ -90,4 +90,5 @@ class SnapKV(Evictor):
         return dict.fromkeys(range(depth), ColumnRequest("window", rows))
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        assert stats is not None and stats.sum is not None
         return votes(stats.sum, ranked, self.agg, self.kernel, self.pool)

@@ -101,6 +101,7 @@ class StreamingLLM(Evictor):
             delta[:, : self.sinks] - kept.order.gather(1, kept.lengths[:, None] - 1),
             len(kept),
         )
+        assert context.rotate is not None
         keys = context.rotate(kept.keys, delta)
         return replace(kept, keys=keys, position=kept.position + delta)
 

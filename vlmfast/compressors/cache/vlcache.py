@@ -116,6 +116,7 @@ class VLCache(Layered):
         return 0 if self.layer_windows else max(int(self.recent * capacity), 1)
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
+        assert stats is not None and stats.sum is not None
         received = stats.sum.sum(1)
         if self.head_adaptive:
             return received
@@ -127,6 +128,7 @@ class VLCache(Layered):
         return received.sum(0, keepdim=True).expand_as(received)
 
     def claim(self, stats: ColumnStats, ranked: Tensor) -> Tensor:
+        assert stats.count is not None and stats.sum is not None
         return density(stats.count, stats.nnz) if self.layer_adaptive else stats.sum.new_ones(())
 
     def counts(self, layers: list[Scored]) -> list[int]:

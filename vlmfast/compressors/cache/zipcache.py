@@ -166,8 +166,9 @@ class ZipCache(CacheStage):
         nothing = torch.arange(0, device=kv.keys.device)
         return replace(kv.select(nothing), segments=(*kv.segments, *segments))
 
-    def score(self, context: PrefillContext, kv: KV, stats: ColumnStats) -> Tensor:
+    def score(self, context: PrefillContext, kv: KV, stats: ColumnStats | None) -> Tensor:
         """Saliency of each slot, float32, (H, N)."""
+        assert stats is not None and stats.sum is not None
         if self.norm == "probe":
             return saliency(stats.sum, stats.nnz)
         order = context.layout.order

@@ -4,7 +4,9 @@ MustDrop (arXiv 2411.10803) decides at three steps which visual tokens to drop; 
 all three parts.
 
 In the vision tower, after its first layer, the patches are cut into windows of ``m`` (3 x 3). A
-window of similar patches becomes one token, their mean::
+window of similar patches becomes one token, their mean. Where a family makes one visual token of
+several patches, a patch below is such a *cell*: the cells of a window merge patch by patch, so that
+what follows the tower gets whole cells, and ``x`` is a cell's concatenated patches::
 
     sim(w) = mean over pairs i != j of cos(x_i, x_j)          merge w if sim(w) >= similarity
 
@@ -36,13 +38,16 @@ Different from the authors' code, and why:
   are padded instead, and the tokens kept of an image do not depend on the other images.
 - Merged tokens take the position of the middle of their window. The authors put them before all
   others, most similar first (so does `spatial_merge`; the tower is invariant to the order).
-- Windows are 3 x 3 if that divides a view, else 2 x 2; other views need an explicit window.
+- Windows are 3 x 3 if that divides a view, else 2 x 2; other views need an explicit window. Where
+  images keep their own size, in Qwen-VL, rows and columns outside of whole windows do not merge.
+- In Qwen-VL's towers a merged cell takes the position, and the attention window, of its first
+  member. The windows of each image are ranked alone there.
 - Tokens that are not in the prompt (LLaVA-NeXT's letterbox) are no candidates for the key set.
 - Newlines, which the authors do not insert, are visual tokens like others to the filter.
 - Similarities and attention are compared in float32. Ties go to the lower index.
 - Several images: their tokens are filtered together, by the text after the last one.
-- On vision towers without CLS the attention that patches receive marks the key set. Towers that
-  make one token of several patches merge no windows; the other parts run alone.
+- On vision towers without CLS the attention that patches receive marks the key set. Where patches
+  belong to no single token (see `tome`), no windows merge and the other parts run alone.
 - A cached token keeps the rotary id that it has in its layer, and the answer continues the ids of
   each layer's prompt. In the authors' decode a layer's next id is the length of its cache, which is
   below the ids of its tokens.
@@ -61,7 +66,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.contexts import EncodeRequest, PrefillContext, VisionContext
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import (
@@ -95,12 +100,19 @@ PUBLISHED = {
 # --- in the vision tower -------------------------------------------------------------------------
 
 
+def window_members(grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
+    """Raster indices of the patches in each whole window of a grid: int64, (W, m)."""
+    (rows, columns), (down, across) = grid, window
+    fit = rows // down * down, columns // across * across
+    raster = torch.arange(rows * columns).view(rows, columns)[: fit[0], : fit[1]]
+    cells = raster.unflatten(1, (-1, across)).unflatten(0, (-1, down))
+    return cells.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def windows(patches: Tensor, window: tuple[int, int]) -> Tensor:
     """Patches (V, N, D) of square views as (V, W, m, D): windows, and the patches in each."""
     side = math.isqrt(patches.shape[1])
-    down, across = window
-    cells = patches.unflatten(1, (side // down, down, side // across, across))
-    return cells.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return patches[:, window_members((side, side), window).to(patches.device)]
 
 
 def window_similarity(cells: Tensor) -> Tensor:
@@ -115,7 +127,7 @@ def window_similarity(cells: Tensor) -> Tensor:
 
 def spatial_merge(
     hidden: Tensor,
-    window: tuple[int, int],
+    members: Tensor,
     similarity: Tensor,
     counts: Tensor,
     cls: int = 1,
@@ -125,7 +137,9 @@ def spatial_merge(
     Parameters
     ----------
     hidden : Tensor, (V, cls + N, D)
-        CLS, if the tower has one, and the patches of a square view.
+        CLS, if the tower has one, and the patches of a view.
+    members : Tensor, int64, (W, m)
+        The patches of each window; others do not merge.
     similarity : Tensor, (V, W)
     counts : Tensor, int64, (V,)
     cls : int
@@ -134,23 +148,23 @@ def spatial_merge(
     Returns
     -------
     hidden : Tensor, (V, M, D)
-        CLS, merged windows by falling similarity, other patches in raster order, padding.
+        CLS, merged windows by falling similarity, other patches in their order, padding.
     source : Tensor, int64, (V, cls + N)
         Row of the new hidden states that each old row merges into.
     lengths : Tensor, int64, (V,)
         Rows of each view without the padding.
     """
-    views, n = hidden.shape[0], hidden.shape[1] - cls
-    cells = windows(hidden[:, cls:], window)
+    views, n, count = hidden.shape[0], hidden.shape[1] - cls, len(members)
+    cells = hidden[:, cls + members]
     order = similarity.sort(dim=1, descending=True, stable=True).indices
     rank, index = order.argsort(1), torch.arange(cls + n, device=hidden.device)
-    members = windows(index[None, :n, None], window)[0, :, :, 0]
-    home = torch.empty_like(index[:n])
-    home[members] = index[: len(members), None].expand_as(members)
+    home = torch.full_like(index[:n], count)  # of patches in no window
+    home[members] = torch.arange(count, device=hidden.device)[:, None].expand_as(members)
+    place = torch.cat([rank, rank.new_full((views, 1), count)], dim=1)[:, home]
 
-    merged = rank[:, home] < counts[:, None]
+    merged = place < counts[:, None]
     alone = (~merged).cumsum(1) - 1 + counts[:, None]
-    source = cls + torch.where(merged, rank[:, home], alone)
+    source = cls + torch.where(merged, place, alone)
     source = torch.cat([torch.zeros_like(source[:, :cls]), source], dim=1)
     lengths = source.amax(1) + 1
     most = int(lengths.max())
@@ -160,7 +174,8 @@ def spatial_merge(
     copied = torch.zeros(views, most + 1, dtype=torch.int64, device=hidden.device)
     copied = copied.scatter(1, source, index.expand(views, -1))
     target = torch.where(rank < counts[:, None], cls + rank, most)
-    copied = copied.scatter(1, target, (cls + n + index[: rank.shape[1]]).expand(views, -1))
+    means = cls + n + torch.arange(count, device=hidden.device)
+    copied = copied.scatter(1, target, means.expand(views, -1))
     rows = torch.cat([hidden, cells.mean(2)], dim=1)
     return rows.gather(1, copied[:, :most, None].expand(-1, -1, rows.shape[2])), source, lengths
 
@@ -233,7 +248,8 @@ class MustDrop(Stage):
         "layers before each filter; a value below 1 is a fraction of the model's depth",
         gt=0.0,
     )
-    published: str = param(
+    # Not trained: without published weights.
+    published: str = param(  # type: ignore[assignment]
         "192",
         "the authors' thresholds, by the average tokens left of 576",
         choices=tuple(PUBLISHED),
@@ -265,7 +281,8 @@ class MustDrop(Stage):
     def thresholds(self) -> tuple[float, float]:
         """``global_thr`` and ``individual_thr``."""
         pair = zip((self.global_thr, self.individual_thr), PUBLISHED[self.published], strict=True)
-        return tuple(usual if own is None else own for own, usual in pair)
+        global_thr, individual_thr = (usual if own is None else own for own, usual in pair)
+        return global_thr, individual_thr
 
     def expand(self) -> tuple[Stage, ...]:
         prefill = (Merge(self), KeySet(self), Filter(self))
@@ -285,15 +302,23 @@ class MustDrop(Stage):
         """Number of layers before each filter."""
         return drop_layers(self.name, self.layers, depth, merge=True)
 
-    def window_of(self, side: int) -> tuple[int, int]:
-        """Rows and columns of a window in views of ``side x side`` patches."""
+    def window_of(self, grid: tuple[int, int], border: bool = False) -> tuple[int, int]:
+        """Rows and columns of a window in views of ``grid`` rows and columns of patches.
+
+        Parameters
+        ----------
+        border : bool
+            Whether patches may be outside of whole windows.
+        """
         for window in (self.window,) if self.window else (3, 2):
-            if side % window == 0:
+            if all(side % window == 0 for side in grid):
                 return window, window
-        fitting = [w for w in range(1, side + 1) if side % w == 0]
+        if border:
+            return (self.window or 2,) * 2
+        fitting = [w for w in range(1, min(grid) + 1) if all(side % w == 0 for side in grid)]
         raise RecipeError(
-            f"mustdrop: window={self.window} does not divide the {side}x{side} patches of a view; "
-            f"allowed are {', '.join(map(str, fitting))}"
+            f"mustdrop: window={self.window} does not divide the {grid[0]}x{grid[1]} patches of a "
+            f"view; allowed are {', '.join(map(str, fitting))}"
         )
 
 
@@ -302,9 +327,10 @@ class Merge(Part, InEncoderStage):
     """Part 1: similar windows become one token after the first layer of the tower."""
 
     name: ClassVar[str] = MustDrop.name
+    cells = True
 
     @property
-    def optional(self) -> bool:
+    def optional(self) -> bool:  # type: ignore[override]  # by its settings, not its class
         """Whether the filters drop anything without it."""
         return self.of.budget is not None or min(self.of.thresholds) > 0
 
@@ -312,30 +338,33 @@ class Merge(Part, InEncoderStage):
         return (1,)
 
     def on_block(
-        self, context: PrefillContext, index: int, hidden: Tensor
+        self, context: VisionContext, index: int, hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        cls = context.specials
+        cls, grid = context.specials, context.items[0].patches
         n = hidden.shape[1] - cls
-        side = math.isqrt(n)
-        if context.merged is not None or side * side != n:
+        if n != grid[0] * grid[1]:
             raise RecipeError(
-                f"mustdrop needs a square grid of patches that no earlier stage has merged; the "
-                f"vision tower has {n} of them here"
+                f"mustdrop needs a grid of patches that no earlier stage has merged; the vision "
+                f"tower has {n} of {grid[0]}x{grid[1]} here"
             )
-        if (window := self.of.window_of(side)) == (1, 1):
+        window = self.of.window_of(grid, border=context.chunks is not None)
+        members = window_members(grid, window).to(hidden.device)
+        if window == (1, 1) or len(members) == 0:
             return hidden, None
-        similarity = window_similarity(windows(hidden[:, cls:], window))
+        if context.raster is not None:
+            members = context.raster[members]
+        similarity = window_similarity(hidden[:, cls + members])
         similar = similarity >= self.of.similarity
         limit = similar.numel()
         if self.of.budget is not None:
-            limit = int(len(hidden) * n * (1 - self.of.budget) / (window[0] * window[1] - 1))
+            limit = int(len(hidden) * n * (1 - self.of.budget) / (members.shape[1] - 1))
         if self.of.merge == "view":
             counts = (similar & best(similarity.view(1, -1), [limit]).view_as(similar)).sum(1)
         else:
             counts = similar.sum(1).min().clamp(max=limit // len(hidden)).expand(len(hidden))
         if not bool(counts.any()):
             return hidden, None
-        hidden, source, lengths = spatial_merge(hidden, window, similarity, counts, cls)
+        hidden, source, lengths = spatial_merge(hidden, members, similarity, counts, cls)
         if bool((lengths < hidden.shape[1]).any()):
             context.lengths = lengths
         return hidden, source
@@ -357,7 +386,8 @@ class KeySet(Part, EncodeStage):
         protected = tokens.layout.protected
         for number, index in tokens.items():
             item = stats.items[number]
-            rows = stats.salient(*self.saliencies(), item).rows.mean(1)
+            (asked,) = self.saliencies()
+            rows = stats.salient(asked, item).rows.mean(1)
             key = key_tokens(rows, tokens.layout.select(index), item, self.of.key)
             protected = protected.index_copy(0, index, protected[index] | key)
         layout = tokens.layout.replace(protected=protected)

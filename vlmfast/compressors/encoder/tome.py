@@ -154,7 +154,7 @@ class Merge(Part, InEncoderStage):
     """Part 1: merges after each block of the tower whose output is used."""
 
     name: ClassVar[str] = ToMe.name
-    cells: ClassVar[bool] = True
+    cells = True
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         return {block - 1: StatRequest("keys", keys=True) for block in self.blocks(depth)}

@@ -105,6 +105,7 @@ class DART(PrefillStage):
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
+        assert context.norm is not None and context.hidden is not None
         layout, note = context.layout, context.notes[self.name]
         visual, n = layout.visual, int(layout.visual.sum())
         total = self.kept(n, context.depth)

@@ -109,7 +109,8 @@ class SparseVLM(Stage):
         le=1.0,
         former=("rate",),
     )
-    published: str = param(
+    # Not trained: without published weights.
+    published: str = param(  # type: ignore[assignment]
         "192", "the authors' counts, by the average tokens left of 576", choices=tuple(PUBLISHED)
     )
     layers: tuple[float, ...] = param(
@@ -159,6 +160,7 @@ class Question(Part, EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
+        assert request.order is not None
         after = request.order > tokens.layout.order[-1]
         text = request.question_embeds[after]
         note = request.notes.setdefault(self.name, {})
@@ -201,6 +203,7 @@ class Drop(Part, PrefillStage):
     def _merge(self, context: PrefillContext, rows: Tensor, groups: int) -> Tensor:
         """Replace the centre of each group of ``rows`` by the group's mean; the centres, (C,)."""
         layout = context.layout
+        assert context.hidden is not None
         means, centres, label = clusters(context.hidden[rows], groups)
         centres = rows[centres]
         context.hidden = context.hidden.index_copy(0, centres, means.to(context.hidden.dtype))

@@ -35,6 +35,9 @@ No code was published. What the paper leaves open, and what differs:
 - ``dense_above``: a layer in which a larger fraction of the tokens is important attends densely.
   This changes the function for the better: nothing is left out, for about the time that gathering
   so many rows takes. The cache still uses ``T``. By default no layer does so.
+- Rows that skip attention in many layers change the answer on some trained models far more than the
+  attention that is left out. Gemma 3 270M needs ``rows="all"`` or ``dense_above=0``; figures are on
+  the page of the KV cache (``python benchmarks/decoder.py``).
 - ``tau=1`` leaves the prefill to the model: all tokens are important.
 """
 

@@ -127,6 +127,7 @@ class Cover(Part, EncodeStage):
         }
         if share == 1:
             return tokens
+        assert request.order is not None
         order, kept = tokens.layout.order, []
         for number, index in enumerate(groups):
             after = request.order > order[index[-1]]
@@ -157,6 +158,7 @@ class Context(Part, PrefillStage):
         return {k - 1: StatRequest("last"), k: StatRequest("last"), k + 1: StatRequest("last")}
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
+        assert context.hidden is not None
         layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
         asks = layout.visual & torch.isin(layout.item, note["asks"])
         shown = layout.visual & ~asks  # the other images

@@ -40,7 +40,7 @@ from vlmfast.kernels.diversity import cosine, dpp
 from .. import clip as open_clip_models
 from ..groups import together
 from ..reducer import Reducer
-from ..select import count, top
+from ..select import top
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ClipRelevance(Reducer):
             )
         relevance, kept = self.relevance(tokens, request), []
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             r, k = relevance[index], min(k, len(index))
             if self.diversity:

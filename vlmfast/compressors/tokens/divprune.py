@@ -27,6 +27,7 @@ from typing import ClassVar
 import torch
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param
 from vlmfast.core.statistics import VisionStats
@@ -34,7 +35,6 @@ from vlmfast.kernels.diversity import cosine, max_min
 
 from ..groups import together
 from ..reducer import Reducer
-from ..select import count
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class DivPrune(Reducer):
         former_choices={"clip": "video"},
     )
 
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Newlines compete too: how many of them are kept depends on the content."""
+        k = self.target(before)
+        return before.left(k, k - (before.total - before.least), min(k, before.most))
+
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
@@ -64,7 +69,7 @@ class DivPrune(Reducer):
         else:
             groups = [index for _, index in tokens.items()]
         kept = [
-            index[max_min(cosine(tokens.features[index]), count(self.fraction, len(index)))]
+            index[max_min(cosine(tokens.features[index]), self.count_of(len(index)))]
             for index in groups
         ]
         return tokens.select(torch.cat(kept).sort().values)

@@ -17,12 +17,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, existing, inexact
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import proportional_attention_param
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import covering
 
-from ..cells import grouped
+from ..cells import grouped, occupied, resolution
 from ..reducer import Reducer
 
 
@@ -34,6 +35,13 @@ class Downsample(Reducer):
     paper: ClassVar[str] = "control"
 
     proportional_attention: bool = proportional_attention_param(False)
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        if not before.full:
+            raise inexact(self.name, "which patches the stages before it keep")
+        exists, target = existing(before.image), self.target(before)
+        a, b = resolution(exists, target)
+        return before.left(int(occupied(exists)[a - 1, b - 1]))
 
     def reduce_item(
         self,

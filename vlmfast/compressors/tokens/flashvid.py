@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -49,7 +50,7 @@ from vlmfast.kernels.diversity import cosine, density_peaks
 
 from ..groups import together
 from ..guard import Guarded
-from ..select import apportion, count
+from ..select import apportion
 
 NEIGHBOURS = 7
 
@@ -110,6 +111,9 @@ class FlashVID(Guarded):
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
 
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
+
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
@@ -118,7 +122,7 @@ class FlashVID(Guarded):
         attention = token_saliency(tokens, stats, *self.saliencies())
         parts = []
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             parts.append(self._video(tokens.select(index), attention[index], min(k, len(index))))
         levels = zip(*(part.extra for part in parts), strict=True)

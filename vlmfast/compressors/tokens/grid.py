@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import cells
@@ -30,6 +31,9 @@ class Grid(Reducer):
 
     name: ClassVar[str] = "grid"
     paper: ClassVar[str] = "control"
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
 
     def select_tokens(
         self,

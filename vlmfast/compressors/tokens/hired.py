@@ -45,11 +45,12 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, existing, inexact, newlines
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
-from vlmfast.core.views import cells, marked, per_token, slots
+from vlmfast.core.views import cells, marked, open_rows, per_token, slots
 from vlmfast.errors import RecipeError
 
 from ..guard import GuardedRanking
@@ -142,23 +143,6 @@ def packed(
     return torch.cat([ids[: h * w], crops.flatten()])
 
 
-def open_rows(kept: Tensor, layout: TokenLayout, tiled: bool) -> Tensor:
-    """Tokens in a row of the stitched crops, newline included, that has a kept token.
-
-    A newline closes the row of the tokens before it. The whole view of a tiled image has no
-    newlines, so keeping its tokens never adds one, and they count as open.
-
-    Returns
-    -------
-    Tensor, bool, (S,)
-    """
-    newline = (layout.kind == Kind.NEWLINE).long()
-    row = newline.cumsum(0) - newline
-    outside = (layout.tile == 0) & tiled
-    hits = torch.zeros_like(row).index_add(0, row, (kept & ~outside).long())
-    return (hits[row] > 0) | outside
-
-
 @dataclass(frozen=True)
 class HiRED(GuardedRanking):
     """Keeps the patches that CLS attends to most, with a budget for each view."""
@@ -191,6 +175,32 @@ class HiRED(GuardedRanking):
         blocks = ("first", "features")
         first, features = (self.guarded(SaliencyRequest(b, self.saliency)) for b in blocks)
         return first, features
+
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Exact by ``budget``; by ``keep`` where there are no crops to divide it among."""
+        tiled = before.image.geometry.tiles != (0, 0)
+        separators = before.total - before.least
+        if self.newline == "rows" and separators:
+            raise inexact(self.name, "which rows have a kept token (newline=rows)")
+        if self.newline == "keep" and not before.full:
+            raise inexact(self.name, "how many newlines the stages before it keep")
+        if not before.full and (self.budget is None or (self.grid_compat and tiled)):
+            raise inexact(self.name, "which patches the stages before it keep")
+        kept = newlines(before.image.layout) if self.newline == "keep" else 0
+        if self.budget is not None:
+            target = max(self.target(before) - kept, 1)
+            if self.grid_compat and tiled:
+                exists, geometry = existing(before.image), before.image.geometry
+                seen = packed(geometry.tiles, geometry.patches, geometry.size, transposed=True)
+                patches = exists & marked(seen, exists.flatten(1)).view_as(exists)
+                k = min(target, int(patches.sum()))
+            else:
+                k = before.at_most(target, self.name)
+        elif tiled:
+            raise inexact(self.name, "the content of the crops (keep); use budget")
+        else:
+            k = max(int(before.most * self.keep), 1)
+        return before.left(k + kept, k, k)
 
     def select_tokens(
         self,

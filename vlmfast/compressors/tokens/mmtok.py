@@ -38,7 +38,6 @@ from vlmfast.kernels.diversity import cosine
 from ..cover import cover
 from ..groups import together
 from ..reducer import Reducer
-from ..select import count
 
 
 def coverage(visual: Tensor, text: Tensor, tau_t: float, tau_v: float, alpha: float) -> Tensor:
@@ -80,7 +79,7 @@ class MMTok(Reducer):
             after = request.order > tokens.layout.order[0]
             text = text[after] if bool(after.any()) else text
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             worth = coverage(tokens.features[index], text, self.tau_t, self.tau_v, self.alpha)
             kept.append(index[cover(worth, min(k, len(index)))])

@@ -32,6 +32,7 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +41,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -109,7 +111,7 @@ class PruMerge(GuardedRanking):
     name: ClassVar[str] = "prumerge"
     paper: ClassVar[str] = "ICCV 2025, arXiv 2403.15388"
 
-    keep: float | None = param(
+    keep: float | None = param(  # type: ignore[assignment]  # none: not a fraction
         None,
         "fraction of the visual tokens kept; none: as many as outliers",
         gt=0.0,
@@ -128,6 +130,9 @@ class PruMerge(GuardedRanking):
         k = outliers(attention) if total is None else total - 1
         return self.best(attention[None], [k])[0].nonzero()[:, 0]
 
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
+
     def reduce_item(
         self,
         tokens: VisualTokens,
@@ -137,10 +142,12 @@ class PruMerge(GuardedRanking):
     ) -> VisualTokens:
         total = None if self.fraction is None else self.target(tokens)
         tokens = tokens.select(tokens.layout.patches)
-        salient = stats.salient(*self.saliencies(), geometry)
+        (asked,) = self.saliencies()
+        salient = stats.salient(asked, geometry)
+        assert salient.keys is not None
         attention = one_head(salient.rows, cls=salient.source == "cls")
         views = by_view(tokens.layout, geometry, attention, salient.keys)
-        totals = [None] * len(views)
+        totals: Sequence[int | None] = [None] * len(views)
         if total is not None:
             totals = apportion(total, [1.0] * len(views), [len(index) for index, *_ in views])
         home = torch.arange(len(tokens), device=attention.device)

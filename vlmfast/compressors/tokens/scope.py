@@ -25,6 +25,7 @@ from typing import ClassVar
 import torch
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -35,7 +36,6 @@ from vlmfast.kernels.diversity import cosine
 from ..cover import cover
 from ..groups import together
 from ..guard import Guarded
-from ..select import count
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class SCOPE(Guarded):
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
 
+    def count_left(self, before: TokenCount) -> TokenCount:
+        return before.left(before.at_most(self.target(before), self.name))
+
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
@@ -62,7 +65,7 @@ class SCOPE(Guarded):
         weight = token_saliency(tokens, stats, *self.saliencies()) ** self.alpha
         kept = []
         for index in together(tokens, stats.items):
-            k = count(self.fraction, len(index))
+            k = self.count_of(len(index))
             index = index[tokens.layout.patches[index]]
             alike = cosine(tokens.features[index]).clamp(min=0)
             kept.append(index[cover(alike, min(k, len(index)), scale=weight[index])])

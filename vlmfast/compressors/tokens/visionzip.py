@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import TokenCount, existing, inexact
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -64,7 +65,7 @@ class VisionZip(GuardedRanking):
 
     name: ClassVar[str] = "visionzip"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
-    wants_cls: ClassVar[bool] = True
+    wants_cls = True
 
     dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces keep", ge=0)
     contextual: int = param(0, "C: merged tokens per view", ge=0)
@@ -81,6 +82,18 @@ class VisionZip(GuardedRanking):
         totals = apportion(total, [1.0] * len(sizes), sizes)
         return [(t - round(t * 10 / 64), round(t * 10 / 64)) for t in totals]
 
+    def count_left(self, before: TokenCount) -> TokenCount:
+        """Up to one token of each view is its CLS token, which is no patch."""
+        first, last = before.image.geometry.views
+        if self.budget is None and self.dominant + self.contextual > 0:
+            if not before.full:
+                raise inexact(self.name, "how many patches of each view the stages before it keep")
+            sizes = existing(before.image).flatten(1).sum(1).tolist()
+            k = sum(d + c for d, c in self.counts(0, sizes))
+        else:
+            k = before.at_most(self.target(before), self.name)
+        return before.left(k, k - (last - first))
+
     def reduce_item(
         self,
         tokens: VisualTokens,
@@ -89,7 +102,9 @@ class VisionZip(GuardedRanking):
         request: EncodeRequest,
     ) -> VisualTokens:
         total, tokens = self.target(tokens), tokens.select(tokens.layout.patches)
-        salient = stats.salient(*self.saliencies(), geometry)
+        (asked,) = self.saliencies()
+        salient = stats.salient(asked, geometry)
+        assert salient.keys is not None
         projected = int(stats.cls is not None)  # whether CLS is one of the D tokens
         home, cls = torch.empty_like(tokens.layout.order), []
         views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)

@@ -103,6 +103,7 @@ class EagleDrafter:
 
     def _complete(self, token: int) -> None:
         """Pair the waiting row with the token after it."""
+        assert self._waiting is not None
         features, at = self._waiting
         ids = torch.tensor([token], device=features.device)
         self._queue.append((self.answer_rows(self._embed(ids), features), at))
@@ -117,6 +118,7 @@ class EagleDrafter:
 
         ``layout`` has the rows of ``embeds``, shifted by one from ``features`` and ``position``.
         """
+        assert self._question is not None  # `prefill` sets it
         rows, self.choice = shortened(
             self.visual,
             self.module.compressor,

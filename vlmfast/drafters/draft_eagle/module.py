@@ -48,6 +48,8 @@ class EagleModule(nn.Module):
         When the kind is unknown or the heads do not divide the width.
     """
 
+    d2t: Tensor
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         width, heads = config["width"], config["heads"]

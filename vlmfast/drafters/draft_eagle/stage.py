@@ -88,7 +88,7 @@ class DraftEagle(DrafterStage):
             )
 
     @property
-    def features(self) -> bool:
+    def features(self) -> bool:  # type: ignore[override]  # by its kind
         """Whether it reads the target's last hidden states; EAGLE-3 reads earlier ones."""
         return self.kind != "eagle3"
 

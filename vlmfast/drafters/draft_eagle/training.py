@@ -86,7 +86,10 @@ class EagleTraining(DrafterTraining):
         module.restrict(torch.tensor(sorted(chosen)))
 
     def features(self, module: EagleModule, lesson: Lesson) -> Tensor:
-        return lesson.aux_hidden_states.flatten(1) if self.three else lesson.features
+        if not self.three:
+            return lesson.features
+        assert lesson.aux_hidden_states is not None
+        return lesson.aux_hidden_states.flatten(1)
 
     def known(
         self, module: EagleModule, lesson: Lesson, features: Tensor, view: str | Visual
@@ -113,7 +116,7 @@ class EagleTraining(DrafterTraining):
             choice.logits,
         )
 
-    def loss(
+    def pass_loss(
         self,
         module: EagleModule,
         hidden: Tensor,
@@ -147,6 +150,7 @@ class EagleTraining(DrafterTraining):
             views = [Visual(choice, seed=seed) for choice in ("select", *BRANCHES)]
         else:
             choice = rng.choice((*BRANCHES, "weighted", "concat"))
+            assert module.compressor is not None
             queries = rng.randint(1, module.compressor.queries) if rng.random() < 0.5 else 2
             views = [Visual(choice, queries=queries, seed=seed)]
         learned = [self.known(module, lesson, features, view) for view in (*views, Visual())]
@@ -159,6 +163,7 @@ class EagleTraining(DrafterTraining):
         count = len(lesson.answer) - 1
         each = losses[:-1].detach() / count
         rows = each.new_tensor([len(known.rows) for known in learned[1:-1]]) / len(learned[-1].rows)
+        assert learned[0].gate is not None
         more, chance = expected(learned[0].gate, each, self.args.cost_weight * rows)
         info |= {f"p_{name}": p for name, p in zip(BRANCHES, chance.tolist(), strict=True)}
         info |= {f"loss_{name}": loss for name, loss in zip(BRANCHES, each.tolist(), strict=True)}

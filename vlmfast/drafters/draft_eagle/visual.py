@@ -90,12 +90,12 @@ class Visual:
 
     def counts(self, total: int, compressor: ElasticCompressor | None) -> list[int | None]:
         """Rows that each of `BRANCHES` keeps of ``total``; ``None`` where unavailable."""
-        known = compressor is not None
         if self.share is not None:
             same = count(self.share, total)
-            fits = known and same <= compressor.queries
+            fits = compressor is not None and same <= compressor.queries
             return [same, same, same, same if fits else None, None]
-        text = 0 if self.choice == "text" or (known and compressor.text) else None
+        drops = self.choice == "text" or (compressor is not None and compressor.text)
+        text = 0 if drops else None
         return [*(count(share, total) for share in (PRUNE, POOL, CONV)), self.queries, text]
 
 
@@ -215,6 +215,7 @@ def _choice(
     counts = zip(*(visual.counts(len(image), compressor) for image in images), strict=True)
     fractions = [None if None in branch else sum(branch) / total for branch in counts]
     rows = torch.cat([image.features[image.layout.patches] for image in images])
+    assert compressor is not None
     logits = compressor.gate(question.float(), summarise(rows), fractions)
     if visual.choice == "weighted":
         return Choice(logits, "weighted")
@@ -232,18 +233,21 @@ def _shortened_image(
     counts = visual.counts(len(tokens), compressor)
     if choice.branch == "weighted":
         wanted = count(CONV if visual.share is None else visual.share, len(tokens))
+        assert compressor is not None and choice.logits is not None
         gates = choice.logits[:3].softmax(0)
         made = compressor.weighted(patches, geometry, wanted, gates, key)
     elif choice.branch == "concat":
+        assert compressor is not None
         made = _concat(visual, compressor, patches, geometry, counts, key, len(tokens))
     else:
-        wanted = counts[BRANCHES.index(choice.branch)]
-        if wanted is None:
+        own = counts[BRANCHES.index(choice.branch)]
+        if own is None:
+            most = 0 if compressor is None else compressor.queries
             raise RecipeError(
                 f"draft-eagle: keep={visual.share:g} needs more rows of an image than "
-                f"visual={choice.branch} can give, at most {compressor.queries}"
+                f"visual={choice.branch} can give, at most {most}"
             )
-        made = (compressor or _untrained()).branch(choice.branch, patches, geometry, wanted, key)
+        made = (compressor or _untrained()).branch(choice.branch, patches, geometry, own, key)
     if choice.branch == "prune" or made is patches:
         return made
     last = tokens.layout.position[:, len(tokens) - len(made) :]
@@ -273,7 +277,7 @@ def _concat(
     """The rows of all branches, concatenated; an image too small for that is unchanged."""
     if visual.share is not None:
         limits = (*(len(patches),) * 3, compressor.queries)
-        counts = apportion(count(visual.share, total), (1, 1, 1, 1), limits)
+        counts = [*apportion(count(visual.share, total), (1, 1, 1, 1), limits)]
     several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
     lengths = {
         name: len(grouped(patches.layout, geometry, n).index) if name in ("pool", "conv") else n

@@ -25,6 +25,7 @@ class VispecTraining(DrafterTraining):
 
     stage = DraftVispec
     later: ClassVar[tuple[str, ...]] = ("imadpt.", "img_fc.")
+    unused: ClassVar[tuple[str, ...]] = ("compressor.",)
     decay: ClassVar[float] = 1.0
 
     @staticmethod
@@ -56,7 +57,7 @@ class VispecTraining(DrafterTraining):
             answer_rows,
         )
 
-    def loss(
+    def pass_loss(
         self,
         module: VispecModule,
         hidden: Tensor,

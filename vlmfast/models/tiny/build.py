@@ -27,6 +27,11 @@ def build_config() -> LlavaNextConfig:
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
     }
+    # Not arguments by name of every supported version.
+    more: dict[str, Any] = {
+        "image_token_id": IMAGE_ID,
+        "vlmfast_frame_label": "frame {i} ",  # text before each frame of a video
+    }
     vision = CLIPVisionConfig(
         hidden_size=192,
         intermediate_size=768,
@@ -54,13 +59,12 @@ def build_config() -> LlavaNextConfig:
         vision_config=vision,
         text_config=text,
         image_token_index=IMAGE_ID,
-        image_token_id=IMAGE_ID,
         image_grid_pinpoints=PINPOINTS,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,
-        vlmfast_frame_label="frame {i} ",  # text before each frame of a video
         **tokens,
+        **more,
     )
 
 
@@ -93,7 +97,7 @@ def build_model(seed: int = 0) -> LlavaNextForConditionalGeneration:
     return model
 
 
-def vision_core(model: nn.Module) -> nn.Module:
+def vision_core(model: LlavaNextForConditionalGeneration) -> Any:
     """Return the module with the vision embeddings and blocks.
 
     Transformers wraps it in ``vision_model`` in some versions and not in others.

@@ -8,10 +8,14 @@ compiled; the results are those of the stock modules up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,7 +94,7 @@ def _groups(slots: tuple[int, ...]) -> list[tuple[int, int, int]]:
         else:
             out.append([at, 1, length])
         at += length
-    return [tuple(g) for g in out]
+    return [(start, number, length) for start, number, length in out]
 
 
 def _split(x: Tensor, start: int, number: int, length: int) -> Tensor:
@@ -114,7 +118,17 @@ class PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, prefix, slots, causal, own_mask):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        prefix: int,
+        slots: tuple[int, ...],
+        causal: Tensor,
+        own_mask: Tensor,
+    ) -> Tensor:
         n, g, _, d = q.shape
         q = q * scale
         qp = q[:, :, :prefix].reshape(n, g * prefix, d)
@@ -141,7 +155,7 @@ class PackedAttention(torch.autograd.Function):
         return torch.cat([out_p, out_s], 2)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, p, pa, pb = ctx.saved_tensors
         scale, prefix, slots = ctx.meta
         n, g, length, d = q.shape
@@ -190,7 +204,7 @@ def causal_mask(n: int) -> Tensor:
 
 
 def language_block(
-    layer: nn.Module,
+    layer: LlamaDecoderLayer,
     x: Tensor,
     rope: tuple[Tensor, Tensor],
     prefix: int,

@@ -19,7 +19,7 @@ from vlmfast.errors import VLMFastError
 from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from vlmfast.scenes import questions as Q
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
-from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
+from vlmfast.scenes.drawing import Scene, make_image_scene, make_video_scene, paint
 from vlmfast.scenes.examples import image_example, video_example
 from vlmfast.scenes.vocabulary import (
     COLOR_NAMES,
@@ -198,7 +198,7 @@ def _plain(qa: Q.QA) -> Q.QA:
     return qa
 
 
-def _pick(scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
+def _pick(scene: Scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
     """Choose the questions of a training example: short slots, then multiple choice."""
     names, weights = zip(*spec.weights, strict=True)
     short: list[Q.QA] = []
@@ -229,7 +229,7 @@ def _layout(kind: str, path: str) -> Layout:
     return make_layout(kind, _encoder(path))
 
 
-def _example(spec: Spec, index: int):
+def _example(spec: Spec, index: int) -> tuple[Scene, list[Q.QA | None], str, random.Random]:
     seed = spec.seed + index
     if spec.evaluation:
         e = video_example(seed) if spec.kind == "video" else image_example(seed)

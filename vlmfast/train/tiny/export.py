@@ -82,7 +82,7 @@ def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: s
         Weights by name, the model's under ``model.``; those of the training heads are left out.
     """
     folder = Path(folder)
-    model = build_model().to(torch.bfloat16)
+    model = build_model().to(torch.bfloat16)  # type: ignore[arg-type]  # its wrapper hides self
     own = {n.removeprefix("model."): v for n, v in state.items() if n.startswith("model.")}
     report = model.load_state_dict(own, strict=False)
     missing = [n for n in report.missing_keys if n != "lm_head.weight"]  # tied to the embedding

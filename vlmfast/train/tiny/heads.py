@@ -38,6 +38,9 @@ COMPARED = {"x": 0.1, "y": 0.1, "appear": 0.5}
 class DenseHeads(nn.Module):
     """Tied label codes for patches, and linear heads for the class token."""
 
+    codes: Tensor
+    starts: Tensor
+
     def __init__(self, width: int = 192, seed: int = 0) -> None:
         super().__init__()
         n = sum(FIELDS.values()) + 2

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlavaNextForConditionalGeneration
 
 from vlmfast.models.tiny.build import vision_core
 
@@ -30,7 +31,9 @@ class _Attend(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale):  # q (N, G, Q, D); k, v (N, K, D)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:  # q (N, G, Q, D); k, v (N, K, D)
         n, g, lq, d = q.shape
         q = (q * scale).reshape(n, g * lq, d)
         scores = torch.bmm(q, k.transpose(1, 2)).view(n, g, lq, -1)
@@ -42,7 +45,7 @@ class _Attend(torch.autograd.Function):
         return torch.bmm(p, v).view(n, g, lq, d)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, p = ctx.saved_tensors
         n, g, lq, d = ctx.shape
         grad = grad.reshape(n, g * lq, d)
@@ -58,7 +61,16 @@ class _Attend(torch.autograd.Function):
         return gq, gk, gv, None, None
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
     b, h, lq, d = query.shape
     kv = key.shape[1]
     scale = scaling if scaling is not None else d**-0.5
@@ -107,7 +119,9 @@ def packed_mask(prefix: int, slots: tuple[int, ...]) -> Tensor:
 class Packed(nn.Module):
     """Runs batches of :func:`vlmfast.train.tiny.data.make_batch` through the model."""
 
-    def __init__(self, model: nn.Module, heads: DenseHeads, encode: FastEncoder) -> None:
+    def __init__(
+        self, model: LlavaNextForConditionalGeneration, heads: DenseHeads, encode: FastEncoder
+    ) -> None:
         super().__init__()
         self.model, self.heads = model, heads
         self._encode = encode
@@ -249,7 +263,9 @@ class Packed(nn.Module):
             patches = patches.repeat_interleave(2, 1)
         return mid, last, patches.reshape(b, v * 64, -1)
 
-    def text(self, batch: dict[str, Tensor], frame: Frame, patches: Tensor | None, noise: float):
+    def text(
+        self, batch: dict[str, Tensor], frame: Frame, patches: Tensor | None, noise: float
+    ) -> Tensor:
         """Hidden states of the slots, (B, S, 256).
 
         ``patches (B, V * 64, 192)`` come from the encoder; None feeds the codes of the labels.

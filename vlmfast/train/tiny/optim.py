@@ -71,7 +71,7 @@ class Optimizer:
                 p.grad = None
             return float("nan")
         # The encoder's dense losses have large gradients: clipped together, they would dominate.
-        factor = {}
+        factor: dict[str, float] = {}
         for vision in (True, False):
             part = [n for n in norms if ("vision_tower" in n or "heads." in n) == vision]
             size = math.hypot(*(norms[n] for n in part)) if part else 0.0

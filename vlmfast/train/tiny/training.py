@@ -115,7 +115,8 @@ class Trainer:
         self.tokenizer = str(self.out / "tokenizer.json")
         if self.group.rank == 0:
             tokenizer.save(self.tokenizer)
-        model = build_model(args.seed).to(self.device, torch.bfloat16)
+        model = build_model(args.seed)
+        model.to(self.device, torch.bfloat16)  # type: ignore[arg-type]  # its wrapper hides self
         heads = DenseHeads(seed=args.seed).to(self.device)
         self.packed = Packed(model, heads, FastEncoder(tokenizer)).train()
         named = {n: p for n, p in self.packed.named_parameters() if p.requires_grad}
@@ -183,7 +184,9 @@ class Trainer:
         spec = planned.spec
         t = to_tensors(batch, self.device)
         packed = self.packed
-        total, info, patches = 0.0, {}, None
+        total: Any = 0.0
+        info: dict[str, Any] = {}
+        patches = None
         if "pixels" in t:
             mid, last, patches = packed.patches(t["pixels"], spec.kind)
             cut = (lambda x: x[:, ::2]) if spec.kind != "image" else (lambda x: x)

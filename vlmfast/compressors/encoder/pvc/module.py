@@ -40,7 +40,7 @@ def to_patches(cells: Tensor, grid: tuple[int, int], side: int) -> Tensor:
 def places(side: int) -> list[int]:
     """Patches of a cell, those nearest to its centre first, and of these opposite ones first."""
 
-    def key(patch: tuple[int, int]) -> tuple[int, int, int]:
+    def key(patch: tuple[int, ...]) -> tuple[int, int, int]:
         y, x = patch
         far = (2 * y + 1 - side) ** 2 + (2 * x + 1 - side) ** 2
         return far, abs(y - x), y
@@ -95,7 +95,8 @@ def temporal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if query.shape[1] <= FRAMES:
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        mixed = scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), is_causal=True)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        mixed = scaled_dot_product_attention(flat[0], flat[1], flat[2], is_causal=True)
         mixed = mixed.unflatten(0, q.shape[:2])
     return mixed.permute(0, 3, 1, 2, 4).contiguous()
 

@@ -152,10 +152,11 @@ def canvas(item: ItemGeometry) -> tuple[int, int]:
     """Rows and columns of patches that LLaVA-NeXT keeps of the stitched crops: no letterbox."""
     whole = [tiles * n for tiles, n in zip(item.tiles, item.patches, strict=True)]
     scale = min(n / pixels for n, pixels in zip(whole, item.size, strict=True))
-    return tuple(
+    rows, columns = (
         n - (n - int(round(pixels * scale, 7))) // 2 * 2
         for n, pixels in zip(whole, item.size, strict=True)
     )
+    return rows, columns
 
 
 def tokens_in(item: ItemGeometry, stitched: bool = True) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ class Progress(Part, InEncoderStage):
     """Part 1: frames attend to earlier ones, and cells become tokens before the projector."""
 
     name: ClassVar[str] = PVC.name
-    token_rows: ClassVar[bool] = True
+    token_rows = True
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """All blocks up to LLaVA's feature layer, -2; the weights determine which are used."""
@@ -113,7 +113,7 @@ class Progress(Part, InEncoderStage):
     def on_block(
         self, context: VisionContext, index: int, hidden: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        module: ProgressiveEncoder = context.trained[self.name]
+        module = cast(ProgressiveEncoder, context.trained[self.name])
         if index not in module.blocks:
             return hidden, None
         hidden, plan = self._repeated(context, hidden, module.patches, module.width)
@@ -128,7 +128,7 @@ class Progress(Part, InEncoderStage):
         """Replace every patch by the token that represents it, as input of the projector."""
         if self.of.budget == 1:
             return hidden
-        module: ProgressiveEncoder = context.trained[self.name]
+        module = cast(ProgressiveEncoder, context.trained[self.name])
         hidden, plan = self._repeated(context, hidden, 1, module.token_width)
         grid = context.items[0].patches
         cut = hidden.shape[1] - grid[0] * grid[1]  # a CLS row, if the family keeps it
@@ -146,7 +146,7 @@ class Progress(Part, InEncoderStage):
 
         ``hidden`` must have ``patches`` rows of ``width`` for each visual token.
         """
-        module: ProgressiveEncoder = context.trained[self.name]
+        module = cast(ProgressiveEncoder, context.trained[self.name])
         n = math.prod(context.items[0].patches) * patches
         if context.merged is not None or hidden.shape[1] - n not in (0, 1):
             raise RecipeError(

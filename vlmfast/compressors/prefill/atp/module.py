@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,8 @@ class Point(nn.Module):
         Whether the weights of the heads are trained; they are initialized to the mean.
     """
 
+    share: Tensor
+
     def __init__(self, heads: int, learned: bool) -> None:
         super().__init__()
         self.cross_heads = nn.Parameter(torch.zeros(heads), requires_grad=learned)
@@ -202,3 +205,6 @@ class Module(nn.Module):
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(int(layer) for layer in self.points)
+
+    def point(self, layer: int) -> Point:
+        return cast(Point, self.points[str(layer)])

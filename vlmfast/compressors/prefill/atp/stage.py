@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class ATP(PrefillStage):
         learned = config["head_weights"] == "learned"
         return Module(config["layers"], config["heads"], learned, config["grids"])
 
+    def _module(self, context: PrefillContext) -> Module:
+        return cast(Module, context.trained[self.name])
+
     def layers(self, depth: int) -> tuple[int, ...]:
         return drop_layers(self.name, self.layers_, depth, merge=True)
 
@@ -75,7 +78,7 @@ class ATP(PrefillStage):
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, module, layers = (
             context.layout,
-            context.trained[self.name],
+            self._module(context),
             self.layers(context.depth),
         )
         if not set(layers) <= set(module.layers):
@@ -91,7 +94,7 @@ class ATP(PrefillStage):
         soft = context.soft
         if soft is None:
             soft = torch.ones(len(layout), device=layout.device)
-        scores = module.points[str(layer)](
+        scores = module.point(layer)(
             attention.index_select(-1, visual).mean(1),
             context.received[layer - 1][:, 0].index_select(-1, visual),
             spatial_score(layout, module.grids if self.grids is None else self.grids)[visual],
@@ -116,7 +119,7 @@ class ATP(PrefillStage):
         context.soft = soft.index_put((visual,), left)
         share = left.mean()
         context.notes.setdefault(self.name, {}).setdefault("shares", {})[layer] = share
-        memory = context.trained[self.name].points[str(layer)].share
+        memory = self._module(context).point(layer).share
         # A sample that is not finite must not enter the running average.
         memory.lerp_(torch.where(share.isfinite(), share, memory).detach(), MEMORY)
 
@@ -124,7 +127,8 @@ class ATP(PrefillStage):
         """Tokens left by the drop before ``layer``; solved once, at the first drop."""
         layers, note = self.layers(context.depth), context.notes.setdefault(self.name, {})
         if "counts" not in note:
-            n, points = int(context.layout.visual.sum()), context.trained[self.name].points
-            shares = [float(points[str(later)].share) for later in layers]
+            n, module = int(context.layout.visual.sum()), self._module(context)
+            assert self.budget is not None
+            shares = [float(module.point(later).share) for later in layers]
             note["counts"] = budget_counts(n, self.budget * n, layers, shares, context.depth)
         return note["counts"][layers.index(layer)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -14,18 +14,20 @@ from vlmfast.core.training import Outcome, Training
 from vlmfast.errors import RecipeError
 
 from ...budget import equivalent
-from .module import Module
 from .stage import ATP
 
 
 def depth_term(shares: Mapping[int, Tensor], depth: int) -> Tensor:
     """``sum over l of (n_l / n) (l / L)``: a kept token costs more in deeper layers."""
-    return sum(share * (layer / depth) for layer, share in shares.items())
+    terms = (share * (layer / depth) for layer, share in shares.items())
+    return cast(Tensor, sum(terms))
 
 
 def target_term(shares: Mapping[int, Tensor], depth: int, target: float) -> Tensor:
     """``|n' / n - target|`` with n' the tokens of a layer, averaged over the L layers."""
-    return (equivalent(1, tuple(shares), tuple(shares.values()), depth) - target).abs()
+    # Of tensors it is a tensor.
+    average = equivalent(1, tuple(shares), cast(Sequence[float], tuple(shares.values())), depth)
+    return cast(Tensor, average - target).abs()
 
 
 class ATPTraining(Training):
@@ -101,7 +103,7 @@ class ATPTraining(Training):
         info = {f"share_{layer}": float(share.detach()) for layer, share in shares.items()}
         return total, {"off_target": float(off.detach()), **info}
 
-    def groups(self, module: Module, lr: float) -> list[dict[str, Any]]:
+    def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
         """About a hundred parameters in nats: a high learning rate and no weight decay."""
         learned = [p for p in module.parameters() if p.requires_grad]
         return [{"params": learned, "lr": 20 * lr, "weight_decay": 0.0}]

@@ -6,6 +6,7 @@ It is independent of stages and of training. Rows are patches only, without newl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -113,12 +114,13 @@ class Conv(nn.Module):
         super().__init__()
         self.heads = heads
         self.read = Residual(width, width + 8, hidden)
-        self.kernel = nn.Sequential(nn.Linear(8, _KERNEL), nn.GELU(), nn.Linear(_KERNEL, heads))
+        first, last = nn.Linear(8, _KERNEL), nn.Linear(_KERNEL, heads)
+        self.kernel = nn.Sequential(first, nn.GELU(), last)
         self.content = nn.Linear(hidden, heads)
         self.write = Residual(width, 3, hidden)
-        for last in (self.kernel[-1], self.content):
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+        for linear in (last, self.content):
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)
 
     def forward(
         self, x: Tensor, weight: Tensor, cells: Cells, place: Tensor
@@ -148,6 +150,8 @@ class Resample(nn.Module):
     The positions of the first n queries cover the image for every n. Initially a query averages the
     patches around it.
     """
+
+    anchors: Tensor
 
     def __init__(self, width: int, hidden: int, heads: int, queries: int, depth: int) -> None:
         super().__init__()
@@ -206,8 +210,8 @@ class Gate(nn.Module):
         score = self.key(text) @ self.query(visual[0]) / self.query.out_features**0.5
         asked = score.softmax(0) @ text
         costs = [0.0 if share is None else -math.log(max(share, 1e-3)) for share in shares]
-        costs = torch.tensor(costs, device=text.device)
-        logits = self.outer(gelu(self.inner(torch.cat([asked, *visual, costs]))))
+        cost = torch.tensor(costs, device=text.device)
+        logits = self.outer(gelu(self.inner(torch.cat([asked, *visual, cost]))))
         closed = torch.tensor([share is None for share in shares], device=text.device)
         return logits.masked_fill(closed, -torch.inf)
 
@@ -382,7 +386,13 @@ class ElasticCompressor(nn.Module):
 
         return self._of_cells(patches, cells, rows.to(features.dtype), weighted)
 
-    def _of_cells(self, patches: VisualTokens, cells: Cells, features: Tensor, level) -> Rows:
+    def _of_cells(
+        self,
+        patches: VisualTokens,
+        cells: Cells,
+        features: Tensor,
+        level: Callable[[Tensor], Tensor],
+    ) -> Rows:
         layout = patches.layout
         weight, protected = cells.total(layout.weight), cells.any(layout.protected)
         box = covering(layout.box, cells.cell, len(cells.index))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -28,7 +28,7 @@ class Elastic(Reducer):
     paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
     trained: ClassVar[bool] = True
 
-    keep: float | None = param(
+    keep: float | None = param(  # type: ignore[assignment]  # none: each branch has its own
         None,
         "fraction of the visual tokens kept, the same for every branch",
         gt=0.0,
@@ -61,7 +61,7 @@ class Elastic(Reducer):
             )
 
     @property
-    def query_dependent(self) -> bool:
+    def query_dependent(self) -> bool:  # type: ignore[override]  # by its settings
         """Whether the gate, which sees the question, affects the result."""
         return self.branch == "gate" and self.mode != "concat"
 
@@ -91,7 +91,7 @@ class Elastic(Reducer):
         """One decision for all images, then each image separately."""
         if self.fraction == 1 or not bool(tokens.layout.patches.any()):
             return tokens
-        module = request.trained[self.name]
+        module = cast(ElasticCompressor, request.trained[self.name])
         if self.queries > module.queries:
             raise RecipeError(
                 f"elastic: queries={self.queries} is out of range, the weights have "
@@ -105,7 +105,10 @@ class Elastic(Reducer):
         counts = zip(
             *(self.counts(len(index), module.queries) for _, index in tokens.items()), strict=True
         )
-        shares = [None if None in branch else sum(branch) / len(tokens) for branch in counts]
+        shares = [
+            None if None in branch else sum(n for n in branch if n is not None) / len(tokens)
+            for branch in counts
+        ]
         forced = self.branch != "gate"
         # In training, a branch whose count exceeds its queries uses all of them.
         if forced and shares[BRANCHES.index(self.branch)] is None and not module.training:
@@ -127,7 +130,8 @@ class Elastic(Reducer):
         request: EncodeRequest,
     ) -> VisualTokens:
         """One image under the chosen branch, or under all of them."""
-        module, notes = request.trained[self.name], request.notes[self.name]
+        module = cast(ElasticCompressor, request.trained[self.name])
+        notes = request.notes[self.name]
         patches = tokens.select(tokens.layout.patches)
         if not len(patches):
             return patches
@@ -140,9 +144,10 @@ class Elastic(Reducer):
         if self.mode == "concat":
             if self.fraction is not None:
                 limits = (*(len(patches),) * 3, module.queries)
-                counts = apportion(count(self.fraction, len(tokens)), (1, 1, 1, 1), limits)
+                total = count(self.fraction, len(tokens))
+                counts = [*apportion(total, (1, 1, 1, 1), limits)]
             several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
             return module.concat(patches, geometry, several, key)
-        wanted = counts[BRANCHES.index(notes["branch"])]
-        wanted = module.queries if wanted is None else wanted
+        own = counts[BRANCHES.index(notes["branch"])]
+        wanted = module.queries if own is None else own
         return module.branch(notes["branch"], patches, geometry, wanted, key)

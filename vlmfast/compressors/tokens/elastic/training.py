@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training
 
-from .module import BRANCHES, MODES
+from .module import BRANCHES, MODES, ElasticCompressor
 from .stage import Elastic
 
 LEARNING = ("conv", "resample")  # the branches with trainable parameters
@@ -57,11 +57,12 @@ class ElasticTraining(Training):
             return [Elastic(rate, branch=rng.choice(LEARNING))]
         own = rng.random() < 0.5
         names = BRANCHES if own and self.args.text else BRANCHES[:-1]
-        options = {"text": self.args.text and own, "keep": None if own else rate}
+        options: dict[str, Any] = {"text": self.args.text and own, "keep": None if own else rate}
         return [Elastic(branch=name, **options) for name in names]
 
     def groups(self, module: nn.Module, lr: float) -> list[dict[str, Any]]:
         """The gate starts late, when the learning rate has decayed, so its rate is higher."""
+        assert isinstance(module, ElasticCompressor)
         gate = list(module.gate.parameters())
         others = [*module.conv.parameters(), *module.resample.parameters()]
         return [{"params": others, "lr": lr}, {"params": gate, "lr": 2 * lr}]

@@ -1,0 +1,200 @@
+"""Measure cache methods on a decoder that others trained: ``python benchmarks/decoder.py FOLDER``.
+
+``FOLDER`` is a text model as ``save_pretrained`` writes it, such as the one that
+``benchmarks/pocket/parts.py`` makes of Gemma 3 270M. It becomes the language model of a LLaVA whose
+tower is not used. Each document is text of the Python manual (``pydoc_data.topics``). Its beginning
+enters as visual tokens, because recipes compress prompts with visual tokens alone; the last tokens
+are text. The text that follows is then read in one forward pass over the compressed cache.
+
+=========  =====================================================================================
+``kl``     KL divergence of the next token's distribution from that of the full model, mean
+``top1``   fraction of positions at which both rank the same token first
+``nll``    negative log-likelihood of the text's own next token, mean
+``bytes``  keys and values that are held, as a fraction of the full cache
+=========  =====================================================================================
+
+For `zipvl` it also prints the important tokens of each layer, and what the last rows of the prompt
+attend to on the first token, mean over heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from vlmfast import VLM
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
+from vlmfast.engine.attention import switched
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.opening import reading
+from vlmfast.engine.prefill import Inputs, Prompt
+
+RECIPES = (
+    "none",
+    "snapkv:0.5",
+    "zipvl",
+    "zipvl:kv=none",
+    "zipvl:dense_above=0",
+    "zipvl:kv=none,rows=all",
+    "zipvl:kv=none,tau=0.999",
+    "zipvl:kv=none,tau=0.9999",
+)
+AFTER = 24  # tokens of a prompt that are text
+ROWS = 64  # last rows whose attention to the first token is measured
+
+
+def opened(folder: Path) -> tuple[VLM, Any]:
+    """A LLaVA whose language model is the one in ``folder``."""
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    decoder = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens.add_special_tokens({"additional_special_tokens": ["<unused0>"]})
+    tower = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 16,
+    }
+    config = LlavaConfig(
+        text_config=decoder.config,
+        vision_config=tower,
+        image_token_id=tokens.convert_tokens_to_ids("<unused0>"),
+    )
+    with torch.device("meta"):
+        model = Llava(config).eval()
+    model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        part.to_empty(device="cpu").requires_grad_(False)
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(), tokenizer=tokens, image_token="<unused0>"
+    )
+    return VLM(model, processor), tokens
+
+
+def documents(tokens: Any, number: int, length: int) -> list[list[int]]:
+    """Ids of ``number`` documents of ``length``, each of topics that follow one another."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = tokens(text, add_special_tokens=False).input_ids
+    step = len(ids) // number
+    if step < length - 1:
+        raise SystemExit(f"the manual has {len(ids)} tokens, too few for {number} x {length}")
+    return [[tokens.bos_token_id, *ids[i * step : i * step + length - 1]] for i in range(number)]
+
+
+@torch.inference_mode()
+def read(vlm: VLM, recipe: str, ids: list[int], prefix: int) -> tuple[Tensor, int, list[int]]:
+    """Log-probabilities (T, V) after the prefix and after each later token but the last.
+
+    Also the bytes of the cache, and the slots of each layer's first quantized segment.
+    """
+    order = torch.arange(prefix)
+    visual = (order > 0) & (order < prefix - AFTER)
+    kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
+    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
+    prompt = Prompt(vlm.adapter.embed(torch.tensor(ids[:prefix])), layout, prefix, prefix)
+    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    asked = Recipe.parse(recipe)
+    sequence = reading(vlm.adapter, inputs, asked, time.perf_counter())
+    sequence.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
+    engine = Engine(vlm.adapter)
+    with switched(vlm.model):
+        first = engine.prefiller.prefill(sequence, prompt, len(ids) - prefix)
+        cache = sequence.group.cache
+        held = cache.held_bytes()
+        high = [int(layer.segments[0].lengths[0]) for layer in cache.layers if layer.segments]
+        rest = sequence.group.verify([Tree.chain(ids[prefix:-1])]).logits[0]
+    engine.prefiller.release(sequence)
+    return torch.cat([first, rest]).float().log_softmax(-1), held, high
+
+
+@torch.inference_mode()
+def on_first(vlm: VLM, ids: list[int]) -> list[float]:
+    """By layer, what the last rows attend to on the first token."""
+    decoder = vlm.adapter.decoder
+    before = decoder.config._attn_implementation
+    decoder.set_attn_implementation("eager")
+    try:
+        maps = decoder(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    finally:
+        decoder.set_attn_implementation(before)
+    return [round(float(layer[0, :, -ROWS:, 0].mean()), 3) for layer in maps]
+
+
+def measured(vlm: VLM, recipe: str, texts: list[list[int]], prefix: int, full: list) -> dict:
+    """One line of the table. ``full`` is filled under ``none`` and read by all others."""
+    rows: list[tuple[float, ...]] = []
+    high: list[int] = []
+    for number, ids in enumerate(texts):
+        found, held, high = read(vlm, recipe, ids, prefix)
+        if recipe == "none":
+            full.append((found, held))
+        expected, whole = full[number]
+        truth = torch.tensor(ids[prefix:])[:, None]
+        rows.append(
+            (
+                float((expected.exp() * (expected - found)).sum(-1).mean()),
+                float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+                -float(found.gather(1, truth).mean()),
+                held / whole,
+            )
+        )
+    values = torch.tensor(rows).mean(0).tolist()
+    line = dict(zip(("kl", "top1", "nll", "bytes"), values, strict=True))
+    return {"recipe": recipe, **line, "important": high if recipe.startswith("zipvl") else []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--documents", type=int, default=40)
+    parser.add_argument("--prefix", type=int, default=1000)
+    parser.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    vlm, tokens = opened(args.folder)
+    texts = documents(tokens, args.documents, args.prefix + args.follow)
+    full: list = []
+    lines = []
+    for recipe in ("none", *(recipe for recipe in args.recipes if recipe != "none")):
+        lines.append(measured(vlm, recipe, texts, args.prefix, full))
+        line = "  ".join(f"{key} {lines[-1][key]:.3f}" for key in ("kl", "top1", "nll", "bytes"))
+        print(f"{recipe:<32} {line} {lines[-1]['important'] or ''}", flush=True)
+    sink = on_first(vlm, texts[0][: args.prefix])
+    print("attention to the first token, by layer:", sink)
+    if args.out:
+        report = {
+            "command": f"python benchmarks/decoder.py FOLDER --documents {args.documents} "
+            f"--prefix {args.prefix} --follow {args.follow}",
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "model": vlm.model.config.get_text_config().model_type,
+            "weights": vlm.adapter.depth,
+            "prompts": [hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in texts],
+            "first token": sink,
+            "lines": lines,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

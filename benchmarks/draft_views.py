@@ -1,0 +1,468 @@
+"""Decode long prompts with `draft-self`: ``python benchmarks/speculation.py views``.
+
+A language model of Qwen2-0.5B's shape with random weights (as in `kv.py`) prefills one prompt of
+random embeddings and decodes copies of its cache: 32 requests of 2,900 tokens, and one request of
+32,768. With random weights drafts are not accepted, so acceptance is simulated: the drafter runs
+its forward passes over the view, and a number of its tokens is then set to the plain answer's.
+
+================  =================================================================================
+``recorded``      each depth accepts as often as on `tiny`, from the result of
+                  ``python benchmarks/speculation.py --accepted``
+``0.8``           each depth accepts with this probability
+================  =================================================================================
+
+``wall`` is the time of plain decoding over that of drafted decoding, for all requests from their
+first token to their last. ``bytes`` is what the byte model predicts, with W bytes of weights, C of
+the caches, the fraction k of the cache in the view, d drafts and n tokens per round::
+
+    n (W + C) / (d (W + k C) + W + C)
+
+The last table is computed from this model alone: a 7B model on an H200. Nothing in it is measured.
+Its times are the larger of bytes over bandwidth and operations over the peak, without launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import random
+import shlex
+import sys
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import end_to_end
+import kv
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
+
+from vlmfast import VLM
+from vlmfast.core.drafting import Budget, Proposal, Target, Traffic
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
+from vlmfast.drafters.draft_self import Chain, DraftSelf
+from vlmfast.engine.attention import switched
+from vlmfast.engine.decode import Batch, RowGroup
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.opening import reading
+from vlmfast.engine.prefill import Inputs
+from vlmfast.engine.rounds import Rounds
+from vlmfast.engine.sampling import Sampler
+from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.speculation import Speculation
+from vlmfast.engine.stats import Stats, clock
+from vlmfast.eval.bench import facts
+
+RESULTS = Path(__file__).resolve().parent / "results"
+RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"
+AIMS = {32: 1.1, 1: 1.3}  # wall clock over plain, by number of requests
+RECORDED = "recorded"
+
+
+# --- simulated acceptance ------------------------------------------------------------------------
+
+
+@dataclass
+class Script:
+    """The answer that all requests are known to give, and how often drafts are right."""
+
+    answer: list[int]
+    rates: list[float]  # by depth; the last one also counts for all greater depths
+    number: int = 0  # of the next request
+
+    def right(self, depth: int, draw: random.Random) -> bool:
+        return draw.random() < self.rates[min(depth, len(self.rates)) - 1]
+
+
+@dataclass(frozen=True)
+class Rehearsed(DraftSelf):
+    """`draft-self` with simulated acceptance."""
+
+    script: ClassVar[Script] = Script([], [0.0])
+
+    def open(self, target: Target) -> Rehearsal:
+        self.script.number += 1
+        return Rehearsal(self, target, self.script)
+
+
+class Rehearsal(Chain):
+    """Runs the forward passes of a chain; its tokens are then those of the script."""
+
+    def __init__(self, stage: DraftSelf, target: Target, script: Script) -> None:
+        super().__init__(stage, target)
+        self.script, self.at = script, 1
+        self.draw = random.Random(script.number)
+
+    def extend(self, done: Any) -> None:
+        super().extend(done)
+        self.at += len(done.emitted)
+
+    def propose(self, root: int, budget: Budget) -> Proposal:
+        tree = yield from super().propose(root, budget)
+        tokens = [root]
+        for depth, truth in enumerate(self.script.answer[self.at :][: tree.depth], start=1):
+            right = self.script.right(depth, self.draw)
+            tokens.append(truth if right else truth - 1 if truth else 1)
+        return Tree.chain(tokens)
+
+
+# --- decoding ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prompted:
+    """A prefilled prompt, of which requests are copies."""
+
+    vlm: VLM
+    sequence: Sequence
+    logits: torch.Tensor
+
+    def request(self, new_tokens: int, drafted: bool) -> Sequence:
+        """A copy whose answer has ``new_tokens`` tokens, the first of which is known."""
+        sequence = copy.copy(self.sequence)
+        sequence.most = new_tokens
+        config = GenerationConfig(max_length=1 + new_tokens, do_sample=False)
+        ids = self.sequence.ids.clone()
+        sequence.sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
+        sequence.__post_init__()
+        sequence.notes = copy.deepcopy(self.sequence.notes)
+        sequence.prompt_slots = self.sequence.prompt_slots.clone()
+        sequence.stats = Stats()
+        group = self.sequence.group
+        cache = group.cache.clone(tokens=new_tokens)
+        sequence.group = RowGroup(group.adapter, cache, group.position.clone(), [sequence])
+        if drafted:
+            stages = [stage for stage in sequence.recipe if isinstance(stage, DraftSelf)]
+            sequence.drafts = Speculation(self.vlm.adapter, sequence, stages)
+        return sequence
+
+
+@torch.no_grad()
+def prefilled(vlm: VLM, stage: DraftSelf, tokens: int) -> Prompted:
+    """One prompt, prefilled under the drafter's recipe: plain requests read the same cache."""
+    asked, engine = kv.prompt(vlm, tokens), Engine(vlm.adapter)
+    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    sequence = reading(vlm.adapter, inputs, Recipe((stage,)), clock(vlm.adapter.device))
+    sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
+    with switched(vlm.model):
+        logits = engine.prefiller.prefill(sequence, asked, 256, bounded=False)
+    return Prompted(vlm, sequence, logits)
+
+
+@dataclass
+class Decoded:
+    """The answers of all requests, the seconds from their first token on, and their statistics."""
+
+    answers: list[list[int]]
+    seconds: float
+    stats: list[Stats]
+    traffic: Traffic
+
+
+@torch.no_grad()
+def decoded(prompted: Prompted, requests: int, new_tokens: int, drafted: bool) -> Decoded:
+    adapter = prompted.vlm.adapter
+    rounds, batch = Rounds(adapter), Batch(requests)
+    with switched(prompted.vlm.model):
+        rows = [prompted.request(new_tokens, drafted) for _ in range(requests)]
+        for row in rows:
+            rounds.first(row, prompted.logits)
+            batch.join(row.group)
+            row.group = None
+        weights, cache = _weights(prompted.vlm), batch.cache_bytes()
+        traffic = Traffic(weights + cache, stage_of(prompted).draft_bytes(weights, cache))
+        begin = clock(adapter.device)
+        while batch.rows:
+            rounds.run([batch])
+            for row in [row for row in batch.rows if row.done]:
+                if row.error is not None:
+                    raise row.error
+                batch.leave(row)
+        seconds = clock(adapter.device) - begin
+    return Decoded([row.tokens for row in rows], seconds, [row.stats for row in rows], traffic)
+
+
+def stage_of(prompted: Prompted) -> DraftSelf:
+    return next(stage for stage in prompted.sequence.recipe if isinstance(stage, DraftSelf))
+
+
+def _weights(vlm: VLM) -> int:
+    parts = [*vlm.adapter.decoder.layers, vlm.model.get_output_embeddings()]
+    return sum(weight.nbytes for part in parts for weight in part.parameters())
+
+
+def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -> dict[str, Any]:
+    """Pairs of plain and drafted decoding with one acceptance."""
+    found: dict[str, Any] = {"wall": [], "identical": 0, "pairs": args.pairs}
+    rounds = drafted_tokens = emitted = 0
+    for number in range(args.pairs):
+        pair: dict[bool, Decoded] = {}
+        for drafted in (False, True) if number % 2 == 0 else (True, False):
+            script = Rehearsed.script
+            script.rates, script.number = rates, 1000 * number
+            pair[drafted] = decoded(prompted, requests, args.new_tokens, drafted)
+            gc.collect()
+        found["identical"] += pair[True].answers == pair[False].answers
+        found["wall"].append([pair[False].seconds, pair[True].seconds])
+        rounds += sum(stats.rounds for stats in pair[True].stats)
+        drafted_tokens += sum(stats.drafted for stats in pair[True].stats)
+        emitted += sum(len(answer) - 1 for answer in pair[True].answers)
+    traffic = pair[True].traffic
+    tokens, drafts = emitted / rounds, drafted_tokens / rounds
+    same = found["identical"] == args.pairs
+    return found | {
+        "rates": rates,
+        "emitted_per_round": tokens,
+        "drafted_per_round": drafts,
+        "step_bytes": traffic.step,
+        "draft_bytes": traffic.draft,
+        "predicted": tokens * traffic.step / (drafts * traffic.draft + traffic.step),
+        "ratio": ratio(found["wall"]) if same else None,
+        "step_s": sum(a for a, _ in found["wall"]) / args.pairs / (args.new_tokens - 1),
+    }
+
+
+def case(vlm: VLM, requests: int, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All acceptances of one number of requests of one length."""
+    stage = Rehearsed(view=args.view, keep=args.keep, steps=args.steps, confidence=0.0)
+    begin = clock(vlm.adapter.device)
+    prompted = prefilled(vlm, stage, tokens)
+    print(
+        f"{tokens:,} tokens prefilled in {clock(vlm.adapter.device) - begin:.0f} s", file=sys.stderr
+    )
+    plain = decoded(prompted, 1, args.new_tokens, drafted=False)
+    Rehearsed.script.answer = plain.answers[0]
+    decoded(prompted, requests, min(args.new_tokens, 6), drafted=True)  # warm-up
+    rows = {}
+    for name in args.rates:
+        rates = recorded(args.view, args.keep) if name == RECORDED else [float(name)]
+        rows[name] = measured(prompted, requests, rates, args)
+        print(f"{requests} x {tokens:,}, {name}: {rows[name]['ratio']}", file=sys.stderr)
+    about = {"requests": requests, "tokens": tokens, "layers": vlm.adapter.depth}
+    return about | {"view": args.view, "keep": args.keep, "steps": args.steps, "rows": rows}
+
+
+def accepted_file() -> Path:
+    """Where ``python benchmarks/speculation.py --accepted`` writes."""
+    return RESULTS / "speculation-accepted-tiny.json"
+
+
+def recorded(view: str, keep: float) -> list[float]:
+    """By depth, how often `tiny` accepts a draft after those before it; from a result file."""
+    name = RECORDED_VIEW.format(view=view, keep=keep)
+    try:
+        parts = json.loads(accepted_file().read_text(encoding="utf-8"))["parts"]
+        row = parts[f"captions | none | {name}"]
+    except (OSError, KeyError) as error:
+        raise SystemExit(
+            f"{accepted_file()} has no '{name}' ({error}); run python benchmarks/speculation.py "
+            f"--accepted --drafter '{name}' first"
+        ) from error
+    pairs = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
+    return [took / of for took, of in pairs if of]
+
+
+def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
+    """Sum of the first values over the sum of the second values, with its 95 % interval."""
+    times = np.array(pairs)
+    if not times.sum(0).all():
+        return None  # answers of one token
+    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
+    plain, drafted = times[index].sum(1).T
+    low, high = np.quantile(plain / drafted, [0.025, 0.975])
+    value = times[:, 0].sum() / times[:, 1].sum()
+    return {"value": float(value), "low": float(low), "high": float(high)}
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def markdown(found: dict[str, Any]) -> str:
+    title = (
+        f"{found['requests']} x {found['tokens']:,} tokens, {found['layers']} layers, "
+        f"`{found['view']}`, keep {found['keep']:g}, {found['steps']} drafts"
+    )
+    lines = [f"| {title} | tokens per round | bytes | wall | same answers |", "|---|" + "---:|" * 4]
+    for name, row in found["rows"].items():
+        wall = row["ratio"]
+        shown = (
+            "-" if wall is None else f"{wall['value']:.2f}x [{wall['low']:.2f}, {wall['high']:.2f}]"
+        )
+        cells = [f"{row['emitted_per_round']:.2f}", f"{row['predicted']:.2f}x", shown]
+        cells.append(f"{row['identical']} of {row['pairs']}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def verdicts(found: dict[str, Any]) -> list[str]:
+    """Compare the recorded acceptance with its target."""
+    row, aim = found["rows"].get(RECORDED), AIMS.get(found["requests"])
+    if row is None or aim is None or row["ratio"] is None:
+        return []
+    value = row["ratio"]["value"]
+    word = "PASS" if value >= aim else "MISS"
+    return [f"{word}: {found['requests']} x {found['tokens']:,}: {value:.2f}x, aim {aim:.2f}x"]
+
+
+# --- on paper ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes, bytes per second and dense operations per second of a data sheet."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    operations: float
+
+
+H200 = Device("H200 SXM, 141 GB, 4.8 TB/s, 989 TFLOPS in bfloat16", 141e9, 4.8e12, 989e12)
+PAPER = ("llava-1.5-7b", "qwen2.5-vl-7b-shape")
+
+
+@dataclass(frozen=True)
+class Model:
+    """What one decode step of a shape reads and computes, in bfloat16."""
+
+    shape: end_to_end.Shape
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the layers and the head."""
+        s = self.shape
+        head = s.width // s.heads
+        attention = s.width * head * (2 * s.heads + 2 * s.kv_heads)
+        return s.layers * (attention + 3 * s.width * s.ffn) + s.width * s.vocabulary
+
+    @property
+    def cache(self) -> int:
+        """Numbers in the cache per token."""
+        s = self.shape
+        return 2 * s.layers * s.kv_heads * (s.width // s.heads)
+
+    def seconds(self, device: Device, rows: int, fed: int, slots: float) -> float:
+        """Of a forward pass over ``fed`` tokens of each row, which read ``slots`` slots."""
+        s = self.shape
+        read = 2 * (self.weights + rows * slots * self.cache)
+        attention = 4 * s.layers * s.width * slots
+        return max(
+            read / device.bandwidth, rows * fed * (2 * self.weights + attention) / device.operations
+        )
+
+
+def on_paper(rates: list[float], keep: float) -> str:
+    """Speed-ups of a 7B model on an H200, computed from bytes and operations."""
+    lines = [
+        f"Computed, not measured: {H200.name}; view of {keep:.0%}, acceptance by depth "
+        + " ".join(f"{rate:.2f}" for rate in rates),
+        "",
+        "| model | tokens | requests | weights | caches | plain token | drafts | drafted token | |",
+        "|---|" + "---:|" * 8,
+    ]
+    for name in PAPER:
+        model = Model(end_to_end.MODELS[name])
+        for tokens in (2_900, 32_768):
+            for rows in (1, 16, 64):
+                held = [2 * model.weights, 2 * rows * tokens * model.cache]
+                cells = [name, f"{tokens:,}", f"{rows}", *(f"{x / 1e9:,.1f} GB" for x in held)]
+                if sum(held) > H200.memory:
+                    cells += ["does not fit", "", "", ""]
+                else:
+                    plain = model.seconds(H200, rows, 1, tokens)
+                    steps, each = best(model, rows, tokens, keep, rates)
+                    cells += [f"{1e3 * plain:.2f} ms", f"{steps}", f"{1e3 * each:.2f} ms"]
+                    cells.append(f"{plain / each:.2f}x")
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def best(
+    model: Model, rows: int, tokens: int, keep: float, rates: Many[float], most: int = 8
+) -> tuple[int, float]:
+    """The number of drafts with the least time per token, and this time; 0 is plain decoding."""
+    found = []
+    for steps in range(most + 1):
+        emitted, chance = 1.0, 1.0
+        for depth in range(steps):
+            chance *= rates[min(depth, len(rates) - 1)]
+            emitted += chance
+        draft = model.seconds(H200, rows, 1, keep * tokens)
+        spent = steps * draft + model.seconds(H200, rows, 1 + steps, tokens)
+        found.append((spent / emitted, steps))
+    seconds, steps = min(found)
+    return steps, seconds
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="speculation.py views",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--cases", default="32x2900,1x32768", help="requests x tokens (default: %(default)s)")
+    add("--view", default="topk", help="view of draft-self (default: %(default)s)")
+    add("--keep", type=float, default=0.1, help="fraction of the cache in it (%(default)s)")
+    add("--steps", type=int, default=4, help="drafts per round (%(default)s)")
+    add("--rates", default=f"{RECORDED},0.8,1", help="acceptances (default: %(default)s)")
+    add("--new-tokens", type=int, default=48, help="tokens of an answer (%(default)s)")
+    add("--pairs", type=int, default=2, help="plain and drafted runs of each (%(default)s)")
+    add("--layers", type=int, default=24, help="language model layers (%(default)s)")
+    add("--dtype", default="float32", choices=("float32",))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--threads", type=int, default=0, help="0: PyTorch's default")
+    add("--paper", action="store_true", help="only the computed table")
+    add("--quick", action="store_true", help="small cases, which check the script")
+    add("--out", type=Path, help="default: benchmarks/results/speculation-views-DEVICE.json")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.cases, args.layers, args.new_tokens, args.pairs = "3x320,1x640", 2, 12, 1
+        args.rates = "0.8,1"
+    args.cases = [tuple(map(int, one.split("x"))) for one in args.cases.split(",")]
+    args.rates = args.rates.split(",")
+    args.tower = "small"
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    about = facts()
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/speculation.py", "views", *argv]),
+        **about,
+        "threads": torch.get_num_threads(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "cases": [],
+    }
+    known = [] if args.quick else [recorded(args.view, args.keep)]
+    report["computed"] = "\n\n".join(on_paper(rates, args.keep) for rates in (*known, [0.8]))
+    out = args.out or RESULTS / f"speculation-views-{args.device.partition(':')[0]}.json"
+    wrong, written = False, not args.paper and not (args.quick and args.out is None)
+    vlm = None if args.paper else kv.load(args, args.layers)
+    for requests, tokens in args.cases if vlm is not None else ():
+        text = vlm.model.config.get_text_config()
+        text.max_position_embeddings = max(text.max_position_embeddings, tokens + args.new_tokens)
+        found = case(vlm, requests, tokens, args)
+        report["cases"].append(found)
+        print("\n".join(["", markdown(found), "", *verdicts(found)]))
+        wrong |= any(row["ratio"] is None for row in found["rows"].values())
+        if written:  # after each case, since one may take long
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(f"written: {out}", file=sys.stderr)
+        gc.collect()
+    print(f"\n{report['computed']}\n")
+    return int(wrong)

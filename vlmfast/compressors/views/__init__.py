@@ -1,0 +1,1 @@
+"""Methods that leave views of images out of the vision tower: crops and frames."""

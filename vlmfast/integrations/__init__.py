@@ -1,0 +1,1 @@
+"""Other engines and clusters: features and checkpoints for vLLM, datasets with Ray."""
