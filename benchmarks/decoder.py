@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import json
 import platform
+import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -160,7 +161,7 @@ def measured(vlm: VLM, recipe: str, texts: list[list[int]], prefix: int, full: l
     return {"recipe": recipe, **line, "important": high if recipe.startswith("zipvl") else []}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=1000)
     parser.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     vlm, tokens = opened(args.folder)
     texts = documents(tokens, args.documents, args.prefix + args.follow)
     full: list = []
@@ -194,7 +195,8 @@ def main() -> None:
             "lines": lines,
         }
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

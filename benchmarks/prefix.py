@@ -134,9 +134,10 @@ def first_token(vlm: VLM, question: str, image: Any) -> tuple[float, int]:
 def second(args: argparse.Namespace) -> Iterator[Row]:
     for model in args.models:
         about = argparse.Namespace(
-            model=model, device=args.device, dtype=args.dtype, tower="large", layers=24
+            model=model, device=args.device, dtype=args.dtype, tower="large", layers=24, frames=0
         )
-        vlm, image = ask.load(about)
+        vlm, media = ask.load(about)
+        image = media["images"]
         questions = QUESTIONS if model != ask.SHAPED else WORDS
         ratios = []
         vlm.ask(questions[2], image, max_new_tokens=1)  # warm-up

@@ -86,8 +86,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
-    args.model = ask.SHAPED
-    vlm, image = ask.load(args)
+    args.model, args.frames = ask.SHAPED, 0
+    vlm, media = ask.load(args)
+    image = media["images"]
     plans = recipes(vlm)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
     for turn in range(args.repeats + 1):

