@@ -31,11 +31,13 @@ RANGES = {
     "> 0": "atp.layers_ cake.window cake.tau1 cake.tau2 catp.k fastkv.window fastkv.layer "
     "mmtok.tau_t mmtok.tau_v mustdrop.layers pyramiddrop.layers_ pyramidkv.window snapkv.window "
     "sparsevlm.layers",
-    ">= 0": "static-frames.threshold cake.gamma catp.text catp.sample dart.text_pivots draft-eagle.seed "
+    ">= 0": "static-frames.threshold "
+    "cake.gamma catp.text catp.sample dart.text_pivots draft-eagle.seed "
     "draft-self.refresh elastic.seed lookm.sinks mmtok.alpha mustdrop.window random.seed "
     "scope.alpha streamingllm.sinks tome.r visionzip.dominant visionzip.contextual zipcache.seed "
     "zipvl.random zipvl.seed",
-    ">= 1": "static-frames.refresh static-frames.patch dart.k dart.visual_pivots draft-auto.after draft-auto.margin draft-auto.hold "
+    ">= 1": "static-frames.refresh static-frames.patch "
+    "dart.k dart.visual_pivots draft-auto.after draft-auto.margin draft-auto.hold "
     "draft-eagle.queries draft-eagle.top_k draft-eagle.depth draft-layerskip.depth "
     "draft-ngram.tokens draft-ngram.ngram draft-ngram.paths draft-self.steps draft-vispec.top_k "
     "draft-vispec.depth elastic.queries fastv.k flashvid.least frames-clip.n "

@@ -13,8 +13,9 @@ pivot and each pivot sums its own run, so the result does not depend on the orde
 Everything is computed in float32.
 
 Three launches on a GPU, and a sort between the last two. `_norms`, one program per 64 slots of a
-head: the inverse norm of each key. `_nearest`, one program per 32 or 64 evicted slots of a head: loops
-over the pivots, 16 to 64 at a time, and scales products of unnormalized keys by the inverse norms.
+head: the inverse norm of each key. `_nearest`, one program per 32 or 64 evicted slots of a head:
+loops over the pivots, 16 to 64 at a time, and scales products of unnormalized keys by the inverse
+norms.
 `_merge_runs`, one program per pivot and head: reads its own run of evicted slots, 16 at a time.
 
 Bytes: keys twice (the second time mostly from the L2 cache), values once, kept slots once more:
