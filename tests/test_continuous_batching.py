@@ -733,10 +733,16 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("block", "pause", "interrupted"), [(0.5, 1.0, False), (3.0, 1.0, True), (0.5, 0.0, True)]
+    ("block", "pause", "chunk", "interrupted"),
+    [
+        (0.5, 1.0, None, False),
+        (3.0, 1.0, None, True),
+        (0.5, 0.0, None, True),
+        (0.5, 1.0, 1 << 20, True),
+    ],
 )
 def test_short_prompts_are_not_interrupted(
-    vlm: VLM, monkeypatch, block: float, pause: float, interrupted: bool
+    vlm: VLM, monkeypatch, block: float, pause: float, chunk: int | None, interrupted: bool
 ) -> None:
     """By a clock on which each block takes ``block`` of the time of a decode step."""
     wanted = [alone(vlm, request(0, tokens=STREAM)), alone(vlm, request(1, tokens=3))]
@@ -764,7 +770,7 @@ def test_short_prompts_are_not_interrupted(
     go = threading.Event()
     stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
     stream.sequence.streamed = True
-    short = vlm.submit(request(1, tokens=3))
+    short = vlm.submit(request(1, tokens=3, prefill_chunk_size=chunk))
     go.set()
     assert [stream.result().token_ids, short.result().token_ids] == wanted
     assert any(inside) is interrupted

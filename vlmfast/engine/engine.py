@@ -124,7 +124,7 @@ class Engine:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
         self._prefill: Prefill | None = None  # of the sequence that is prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
-        self._interrupted = False  # whether a decode step was interleaved with this prompt
+        self._interrupted = False  # whether the next decode step in this prompt is not the first
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -439,13 +439,16 @@ class Engine:
             sampler.seed = int(torch.randint(2**62, ()))
         if device.type == "cuda" and not self._scheduler.active:
             torch.cuda.reset_peak_memory_stats(device)
-        self._interrupted = False
+        # Chunks are set for short gaps: such a prompt is interrupted like a long one.
+        self._interrupted = self._chunk_size(sequence) is not None
         self._prefill = (sequence.prefill or self._whole)(sequence)
 
     def _whole(self, sequence: Sequence) -> Prefill:
         """Prefill a prompt."""
-        size = sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
-        return self.prefiller.shared(sequence, size)
+        return self.prefiller.shared(sequence, self._chunk_size(sequence))
+
+    def _chunk_size(self, sequence: Sequence) -> int | None:
+        return sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
 
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""
