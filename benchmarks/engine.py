@@ -16,6 +16,8 @@ both. Reports medians with quartiles, and whether they meet their bounds.
               prefilled, over the stream's median gap without that prompt
 ``classes``   a decode step of seven short rows and a long one, over the mean of the decode steps
               of eight short rows and of the long row alone
+``tower``     first tokens of eight prompts whose images are encoded in one pass of the vision
+              tower, over those of prompts that are encoded one by one: wall time
 ============  ==================================================================================
 
 The first four answer 32 requests for captions. Each ends after the number of tokens of its caption,
@@ -98,6 +100,8 @@ GAP, CHUNKED_GAP, CLASSES = 15, 6, 1.3
 LONGEST = 40  # tokens of a caption
 STREAM = 1024  # most tokens of a stream
 BEFORE, AFTER = 24, 8  # tokens of a stream before and after the long prompt
+TOGETHER = 8  # prompts of ``tower``
+TOWER_BYTES = 1 << 30  # more than their features take
 WARM = 2  # first decode steps that are left out
 
 Key = TypeVar("Key")
@@ -353,13 +357,17 @@ def differing(job: Job) -> list[tuple[str, int]]:
 
     Batches compute sums in another order, so that near ties may go another way in half precision.
     """
-    dtype = torch.float32 if job.vlm.adapter.dtype.itemsize == 2 else torch.float64
     found = _differing(variants_of(job.vlm, job.captions, job.rows))
     if not found:
         return []
-    wide = VLM(copy.deepcopy(job.vlm.model).to(dtype), job.vlm.processor, prefix_cache_bytes=0)
-    compared = variants_of(wide, job.captions, job.rows)
+    compared = variants_of(widened(job.vlm), job.captions, job.rows)
     return _differing({name: compared[name] for name in [("ask", 1), *found]})
+
+
+def widened(vlm: VLM) -> VLM:
+    """The same model in a wider dtype."""
+    dtype = torch.float32 if vlm.adapter.dtype.itemsize == 2 else torch.float64
+    return VLM(copy.deepcopy(vlm.model).to(dtype), vlm.processor, prefix_cache_bytes=0)
 
 
 def _differing(variants: dict[tuple[str, int], Callable[[], Tokens]]) -> list[tuple[str, int]]:
@@ -535,6 +543,39 @@ def classes(job: Job) -> list[Row]:
     return [Row("classes", what, ratios, CLASSES)]
 
 
+# --- tower ---------------------------------------------------------------------------------------
+
+
+def first_tokens(vlm: VLM, asked: Many[Request], limit: int | None) -> list[list[int]]:
+    """The first tokens of prompts; ``limit`` is that of the engine."""
+    before, vlm.engine.tower_batch_bytes = vlm.engine.tower_batch_bytes, limit
+    try:
+        return [answer.token_ids for answer in vlm.ask_many(asked, batch_size=len(asked))]
+    finally:
+        vlm.engine.tower_batch_bytes = before
+
+
+def towers(job: Job) -> list[Row]:
+    """`tower`."""
+    table, device = [], job.vlm.adapter.device
+    wide = widened(job.vlm)
+    for recipe in ("none", "hired:0.2"):
+        generation = {"max_new_tokens": 1, "do_sample": False}
+        asked = [replace(r, generation=generation, recipe=recipe) for r in job.captions[:TOGETHER]]
+        wrong = first_tokens(wide, asked, TOWER_BYTES) != first_tokens(wide, asked, None)
+        found = interleaved(
+            job,
+            {
+                limit: partial(seconds, device, partial(first_tokens, job.vlm, asked, limit))
+                for limit in (None, TOWER_BYTES)
+            },
+        )
+        pairs = zip(found[TOWER_BYTES], found[None], strict=True)
+        ratios = [] if wrong else [together / apart for together, apart in pairs]
+        table.append(Row("tower", f"{len(asked)} prompts, `{recipe}`", ratios, wrong=wrong))
+    return table
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 MEASURED: dict[tuple[str, ...], Callable[[Job], list[Row]]] = {
@@ -542,6 +583,7 @@ MEASURED: dict[tuple[str, ...], Callable[[Job], list[Row]]] = {
     ("batching", "padded"): throughputs,
     ("gap",): gaps,
     ("classes",): classes,
+    ("tower",): towers,
 }
 NAMES = [name for names in MEASURED for name in names]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,14 @@ hypothesis.settings.load_profile("vlmfast")
 
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter where a test requests them
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="of the tests marked slow only part I of N, any number I modulo N",
+    )
 
 
 def pytest_configure() -> None:
@@ -58,12 +67,24 @@ def _same_threads(_threads: int) -> Iterator[None]:
     assert torch.get_num_threads() == _threads, "the test has changed the number of threads"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that compare by `closeness`, directly or through a helper module."""
+    if (part := config.getoption("--part")) is not None:
+        number, count = map(int, part.split("/"))
+        left_out = [item for item in items if _left_out(item, number % count, count)]
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     for item in items:
         owner = item.cls.__name__ if item.cls else item.originalname
         if owner in _comparing(item.path):
             item.add_marker(pytest.mark.equality)
+
+
+def _left_out(item: pytest.Item, number: int, count: int) -> bool:
+    """By the name of the test, so that a part does not depend on what else is collected."""
+    slow = item.get_closest_marker("slow") is not None
+    return slow and zlib.crc32(item.nodeid.encode()) % count != number
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from vlmfast.errors import RecipeError
 NONE = "none"
 CUSTOM = "custom"
 PLACES = {
+    "views": "Crops and frames",
     "in-encoder": "Vision tower",
     "encode": "Visual tokens",
     "prefill": "Language model",

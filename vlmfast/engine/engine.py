@@ -7,6 +7,7 @@ chunk of a prompt, or decodes one token of every row. See docs/engine.md.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -44,6 +45,7 @@ from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
 from .stats import clock
+from .tower_batch import chosen, encode_ahead
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
 _FIRST = 6.0  # how many times longer it is before the first one in a prompt
@@ -52,6 +54,7 @@ _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ class Engine:
         default a sequence is admitted if its cache fits into the free memory of the device.
     prefill_chunk_size : int, optional
         Rows of a prompt that are prefilled at once; all by default. A request may set its own.
+    tower_batch_bytes : int, optional
+        Bytes of features up to which the images of waiting prompts are encoded in the same pass of
+        the vision tower, see `tower_batch`; prompt by prompt by default.
 
     Attributes
     ----------
@@ -103,9 +109,10 @@ class Engine:
         max_rows: int = 256,
         max_cache_bytes: int | None = None,
         prefill_chunk_size: int | None = None,
+        tower_batch_bytes: int | None = None,
     ) -> None:
         self.adapter, self.max_rows, self.max_cache_bytes = adapter, max_rows, max_cache_bytes
-        self.prefill_chunk_size = prefill_chunk_size
+        self.prefill_chunk_size, self.tower_batch_bytes = prefill_chunk_size, tower_batch_bytes
         self.prefiller = Prefiller(adapter)
         self._reset()
 
@@ -445,7 +452,20 @@ class Engine:
 
     def _whole(self, sequence: Sequence) -> Prefill:
         """Prefill a prompt."""
-        return self.prefiller.shared(sequence, self._chunk_size(sequence))
+        if self.tower_batch_bytes is not None:
+            self._encode_ahead(sequence, self.tower_batch_bytes)
+        return (yield from self.prefiller.shared(sequence, self._chunk_size(sequence)))
+
+    def _encode_ahead(self, sequence: Sequence, limit: int) -> None:
+        """Encode the images of waiting prompts together with those of a prompt."""
+        waiting = sorted(self._scheduler.waiting, key=lambda other: (other.priority, other.arrived))
+        try:
+            if together := chosen(self.adapter, sequence, waiting, limit):
+                encode_ahead(self.adapter, together)
+        except Exception as error:  # of whichever prompt; each has its own error when it is read
+            if sequence.must_end:
+                raise
+            logger.warning("images of several requests are encoded one by one: %s", error)
 
     def _chunk_size(self, sequence: Sequence) -> int | None:
         return sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
@@ -569,7 +589,7 @@ class Engine:
         return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
 
     def _check_limits(self) -> None:
-        for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
+        for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
             value = getattr(self, name)
             if value is None and name != "max_rows":
                 continue

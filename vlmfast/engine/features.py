@@ -90,6 +90,27 @@ class Kept:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """Images of a prompt that were encoded together with those of other prompts.
+
+    Parameters
+    ----------
+    wanted : Wanted
+        What the tower was asked for.
+    items : tuple of Item
+    notes : dict
+        As in `Images`.
+    time_s : float
+        Their part of the time of the pass.
+    """
+
+    wanted: Wanted
+    items: tuple[Item, ...]
+    notes: dict[str, dict[str, Any]]
+    time_s: float
+
+
 def hashed(
     adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
 ) -> list[Hashed]:
@@ -153,6 +174,7 @@ def encoded(
     tenant: str,
     stats: Stats,
     trained: dict[str, nn.Module],
+    ahead: Ahead | None = None,
 ) -> Images:
     """The images of a prompt after the vision tower; those in the prefix cache are not encoded.
 
@@ -162,14 +184,25 @@ def encoded(
         The result of `hashed`, if it was computed before.
     tenant : str
         As in `Key`.
+    ahead : Ahead, optional
+        The images, if they were encoded before.
     """
     cache = prefix_cache_of(adapter)
     state = _state(adapter, wanted, trained) if cache.enabled else None
+    images = None if ahead is None or ahead.wanted != wanted else _taken(ahead, items, stats)
     if state is None:
-        return encode(adapter, tensors, items, wanted, stats, trained)
+        return images or encode(adapter, tensors, items, wanted, stats, trained)
     known = hashed(adapter, tensors, items) if known is None else known
     groups = [known] if wanted.joint else [[one] for one in known]
     keys = [Key(KIND, tenant, (state, _content(group, items, wanted))) for group in groups]
+    if images is not None:
+        assert ahead is not None
+        for key, group in zip(keys, groups, strict=True):
+            own = Kept(tuple(ahead.items[i] for i in _indices(group)), {}, ahead.notes)
+            own = mapped(own, Tensor.clone)
+            if (entry := cache.put(key, own, _bytes(own))) is not None:
+                cache.unpin(entry)
+        return images
     pinned: list[Entry] = []
     values: dict[Key, Kept] = {}
     try:
@@ -188,7 +221,7 @@ def encoded(
                 parts = [one.part.tensors for key in missing for one in by_key[key]]
                 tensors = adapter.joined(parts)
             made = encode(adapter, tensors, own, wanted, stats, trained)
-            encoded_items = dict(zip(chosen, _items(made.encoded), strict=True))
+            encoded_items = dict(zip(chosen, separated(made.encoded), strict=True))
             for key, indices in missing.items():
                 value = Kept(tuple(encoded_items[i] for i in indices), made.groups, made.notes)
                 # Not views of tensors that belong to all images.
@@ -213,6 +246,33 @@ def encoded(
     finally:
         for entry in pinned:
             cache.unpin(entry)
+
+
+def stored(
+    adapter: Adapter,
+    items: tuple[ItemGeometry, ...],
+    known: list[Hashed],
+    wanted: Wanted,
+    tenant: str,
+) -> bool:
+    """Whether the prefix cache has all images of a prompt, each an entry of its own."""
+    cache = prefix_cache_of(adapter)
+    state = _state(adapter, wanted, {}) if cache.enabled else None
+    return state is not None and all(
+        cache.has(Key(KIND, tenant, (state, _content([one], items, wanted)))) for one in known
+    )
+
+
+def _taken(ahead: Ahead, items: tuple[ItemGeometry, ...], stats: Stats) -> Images:
+    """Images that were encoded before, and the cost of their part of the pass."""
+    wanted, count = ahead.wanted, max(item.views[1] for item in items)
+    encoded = _joined(items, list(ahead.items), wanted)
+    skipped = encoded.stats.skipped
+    stats.vision_passes += 1 + max((r.jitter for r, _ in wanted.saliency.values()), default=0)
+    stats.views += count
+    stats.views_encoded += count - (0 if skipped is None else int(skipped.sum()))
+    stats.time_vision_s += ahead.time_s
+    return Images(encoded, {}, ahead.notes)
 
 
 def _indices(group: list[Hashed]) -> list[int]:
@@ -305,7 +365,7 @@ def _by_view(items: Sequence[ItemGeometry]) -> list[int]:
     return sorted(range(len(items)), key=lambda i: items[i].views[0])
 
 
-def _items(of: Encoded) -> list[Item]:
+def separated(of: Encoded) -> list[Item]:
     """Each item of encoded images."""
     found = []
     for i, (item, layout) in enumerate(zip(of.stats.items, of.layouts, strict=True)):
@@ -326,7 +386,7 @@ def _items(of: Encoded) -> list[Item]:
 
 
 def _joined(items: tuple[ItemGeometry, ...], kept: list[Item], wanted: Wanted) -> Encoded:
-    """The inverse of `_items`, for the items of a prompt."""
+    """The inverse of `separated`, for the items of a prompt."""
     ordered = [kept[i] for i in _by_view(items)]
     first = kept[0]
     stats = VisionStats(

@@ -16,7 +16,6 @@ from vlmfast.core.protocols import (
     EncodeStage,
     InEncoderStage,
     PrefillStage,
-    ViewStage,
     tower_stages,
 )
 from vlmfast.core.recipe import Recipe
@@ -28,7 +27,7 @@ from vlmfast.models.base import Adapter
 
 from .cache import KVCache
 from .compress import Compression
-from .features import Hashed, encoded, with_digests
+from .features import Ahead, Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
 from .stats import Stats, Trace, clock
 from .vision import Wanted, merge_requests, place, served
@@ -111,6 +110,8 @@ class Inputs:
         The images by their content, see `features.hashed`; computed where it is needed by default.
     tenant : str
         Whose entries of the prefix cache may be used, see `prefix_cache.Key`.
+    ahead : Ahead, optional
+        The images, if they were encoded before; set by `tower_batch.encode_ahead`.
     """
 
     tensors: dict[str, Tensor]
@@ -123,6 +124,7 @@ class Inputs:
     items: tuple[ItemGeometry, ...] | None = None
     hashed: list[Hashed] | None = None
     tenant: str = ""
+    ahead: Ahead | None = None
 
 
 @dataclass
@@ -144,6 +146,13 @@ class Seen:
     trained: dict[str, nn.Module] = field(default_factory=dict)
 
 
+def items_of(adapter: Adapter, inputs: Inputs) -> tuple[ItemGeometry, ...]:
+    """The geometry of the images of a prompt."""
+    if inputs.items is not None:
+        return inputs.items
+    return adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
+
+
 def look(
     adapter: Adapter,
     inputs: Inputs,
@@ -160,21 +169,14 @@ def look(
     position = adapter.positions(inputs.tensors) if position is None else position
     is_visual = adapter.visual(ids[0])
     order = torch.arange(ids.shape[1], device=ids.device)
-    items = inputs.items
-    if items is None:
-        items = adapter.items(inputs.tensors, inputs.sizes, inputs.frames)
+    items = items_of(adapter, inputs)
     served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     start = clock(ids.device)
-    wanted = Wanted.of(
-        adapter,
-        items,
-        recipe.acting(InEncoderStage),
-        recipe.acting(EncodeStage),
-        recipe.acting(ViewStage),
-    )
+    wanted = Wanted.by(recipe, adapter, items)
+    ahead, inputs.ahead = inputs.ahead, None  # its memory is free afterwards
     images = encoded(
-        adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
+        adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained, ahead
     )
     where = order[is_visual], position[:, is_visual]
     tokens = place(adapter, images, wanted, *where, stats, trace)

@@ -164,6 +164,11 @@ class PrefixCache:
                 entry.pins += 1
             return entry
 
+    def has(self, key: Key) -> bool:
+        """Whether a key has an entry; this is no use of it, and not counted."""
+        with self._locked():
+            return self.enabled and key in self._entries
+
     def search(
         self, kind: str, tenant: str, score: Callable[[Key], int], *, use: bool = True
     ) -> Entry | None:

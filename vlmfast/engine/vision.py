@@ -16,6 +16,7 @@ from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.placement import loaded
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, ViewStage
+from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.core.views import covering, open_rows
@@ -100,6 +101,12 @@ class Wanted:
         )
         return Wanted(tuple(inside), tuple(views), left_out, requests, saliency, cls)
 
+    @staticmethod
+    def by(recipe: Recipe, adapter: Adapter, items: tuple[ItemGeometry, ...]) -> Wanted:
+        """The same of a recipe."""
+        kinds = InEncoderStage, EncodeStage, ViewStage
+        return Wanted.of(adapter, items, *(recipe.acting(kind) for kind in kinds))
+
     @property
     def joint(self) -> bool:
         """Whether the features of an image may depend on the other images of the prompt."""
@@ -132,6 +139,8 @@ def encode(
     wanted: Wanted,
     stats: Stats,
     trained: dict[str, nn.Module],
+    *,
+    capture: bool = True,
 ) -> Images:
     """Run the vision tower on all images, with the recipe's stages between its blocks.
 
@@ -139,6 +148,8 @@ def encode(
     ----------
     items : tuple of ItemGeometry
         The images.
+    capture : bool
+        Whether a CUDA graph may be used; it pays where the same number of views comes again.
     """
     inside = list(wanted.inside)
     context = _context(
@@ -156,7 +167,7 @@ def encode(
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        nullcontext() if inside else captured(adapter, context, cls, views),
+        captured(adapter, context, cls, views) if capture and not inside else nullcontext(),
         gated(adapter, wanted.views, context, cls, partial(_of_bases, adapter, wanted)) as gate,
         _projected(adapter, "norm" in sources, gate) as projected,
         loaded(adapter.model.base_model),
