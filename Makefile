@@ -26,7 +26,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus mutants lint format types bench results gpu docs wheel clean
+.PHONY: help ask demo serve test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -47,6 +47,11 @@ test: $(READY)   ## Run the tests that are not marked slow
 
 test-all: $(READY)   ## Run all tests, the slow ones included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
+# The parts take turns: four commits in a row run all slow tests.
+PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+test-slow-part: $(READY)   ## Run a quarter of the slow tests, the next one after each commit
+	$(BIN)/python -m pytest -m slow --part $(PART)/4 -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 test-floor: $(FLOOR)/.ready   ## Run the tests on the oldest supported versions
 	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)

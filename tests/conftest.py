@@ -68,7 +68,9 @@ def _same_threads(_threads: int) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that compare by `closeness`, directly or through a helper module."""
+    """Choose the slow tests, and mark those that compare by `closeness`, by whatever helper."""
+    for item in _beyond(items):
+        item.add_marker(pytest.mark.slow)
     if (part := config.getoption("--part")) is not None:
         number, count = map(int, part.split("/"))
         left_out = [item for item in items if _left_out(item, number % count, count)]
@@ -81,10 +83,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.equality)
 
 
+def _beyond(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests with the marker ``cases`` that are beyond its number.
+
+    They are chosen by their names, like those of a part, and spread over all parameters.
+    """
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases") is not None:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        (most,) = cases[0].get_closest_marker("cases").args
+        yield from sorted(cases, key=_order)[most:]
+
+
+def _order(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
 def _left_out(item: pytest.Item, number: int, count: int) -> bool:
     """By the name of the test, so that a part does not depend on what else is collected."""
     slow = item.get_closest_marker("slow") is not None
-    return slow and zlib.crc32(item.nodeid.encode()) % count != number
+    return slow and _order(item) % count != number
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import grow
 from vlmfast.drafters._layer import Layer, Unrolled
-from vlmfast.drafters._losses import eagle_loss, feature_loss, ranking_loss, token_loss, vispec_loss
+from vlmfast.drafters._losses import distance_loss, feature_loss, ranking_loss, token_loss
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
@@ -268,9 +268,9 @@ def losses_case(data: Data, meta: Meta) -> None:
     for ours, stored in {
         features: "eagle_vloss",
         tokens: "eagle_ploss",
-        eagle_loss(predicted, target, student, teacher, mask): "eagle_total",
-        vispec_loss(student, teacher, mask): "vispec_stage2_loss",
-        eagle_loss(predicted, target, student, teacher, mask) - 0.1 * tokens: "vispec_stage1_vloss",
+        features + 0.1 * tokens: "eagle_total",
+        10 * distance_loss(student, teacher, mask) + 0.1 * ranking: "vispec_stage2_loss",
+        features + 0.0: "vispec_stage1_vloss",
         tokens + 0.1 * ranking: "vispec_stage1_ploss_with_rank",
     }.items():
         close(ours[None], data[stored], terms=terms)

@@ -61,6 +61,7 @@ def asked(vlm: VLM, media: dict[str, Any], recipe: str) -> list[int]:
     return vlm.ask("what is here ?", **media, recipe=recipe, **LENGTH).token_ids
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("tower", "decoder", "family"),
     [

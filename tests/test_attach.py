@@ -100,6 +100,7 @@ def answer_ids(ids: torch.Tensor, inputs: dict, pad: int = 0) -> list[list[int]]
     return [[token for token in row if token != pad] for row in rows]
 
 
+@pytest.mark.cases(4)
 def test_padded_batch_equals_hugging_face(pair):
     model, processor = pair
     inputs = batch(VLM(model, processor))
@@ -119,6 +120,7 @@ def test_padded_batch_equals_hugging_face(pair):
 
 
 # Every two of family, recipe and side meet; the other half is slow.
+@pytest.mark.cases(14)
 @pytest.mark.parametrize(
     ("pair", "recipe", "side"),
     [
@@ -554,6 +556,7 @@ def test_attachment_is_not_reentrant(llava):
 # --- bad input -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

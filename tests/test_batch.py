@@ -263,6 +263,7 @@ BAD = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_error_names_its_request(vlm, singles, bad, batch_size):

@@ -64,19 +64,25 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 FEW = [RECIPES[0], RECIPES[-1]]
+REFUSED = {  # by families without whole cells in the tower, or with a state that drafts change
+    ("fast_vlm", "tome"),
+    ("lfm2_vl", "tome"),
+    ("lfm2_vl", "draft-ngram"),
+    ("qwen3_5", "draft-ngram"),
+}
 CASES = [
     pytest.param(family, recipe, marks=[] if recipe in FEW or family == "llava" else SLOW)
     for family in first(*STATES)
     for recipe in RECIPES
+    if (family, recipe) not in REFUSED
 ]
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_chunks_give_the_answer_of_one_pass(family: str, recipe: str, first_logits) -> None:
     model, processor = builders()[family]()
     vlm = VLM(model.double(), processor)
-    if (family, recipe) == ("fast_vlm", "tome"):
-        pytest.skip("this family does not support the method")
     # Linear attention computes in float32 whatever the weights are.
     dtype = torch.float32 if family == "qwen3_5" else torch.float64
     wanted = asked(vlm, recipe)

@@ -19,7 +19,7 @@ from PIL import Image
 import tiny_models
 from vlmfast.cli import commands as cli
 from vlmfast.cli import main
-from vlmfast.cli.parser import every_parser, examples_of, shown_default
+from vlmfast.cli.parser import every_parser, shown_default
 from vlmfast.core.recipe import PRESETS, Recipe
 
 QUESTION = "How many?"
@@ -320,6 +320,12 @@ def test_help_has_every_default(parser: argparse.ArgumentParser) -> None:
             assert re.search(rf"default: {re.escape(default)}\b", about) or (
                 default in about and "default: " in about
             ), action.option_strings
+
+
+def examples_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The commands of an epilog, without their comments."""
+    lines = re.findall(r"^  (vlmfast .*)$", parser.epilog or "", re.M)
+    return [re.sub(r"\s+# .*", "", line) for line in lines]
 
 
 @pytest.mark.parametrize(("path", "parser"), PARSERS, ids=[" ".join(path) for path, _ in PARSERS])

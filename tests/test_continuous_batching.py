@@ -776,6 +776,7 @@ def test_short_prompts_are_not_interrupted(
     assert any(inside) is interrupted
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("family", first(*STATES))
 def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     model, processor = builders()[family]()

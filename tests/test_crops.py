@@ -171,6 +171,7 @@ def test_crops_are_those_of_hireds_content(model) -> None:
 # --- every family with crops ----------------------------------------------------------------------
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("case", CASES)
 def test_remaining_tokens_equal_the_full_model(vlm, case) -> None:
     media = CASES[case]
@@ -206,6 +207,7 @@ def test_remaining_tokens_equal_the_full_model(vlm, case) -> None:
                     close(got.keys[~gone], expected.keys[~gone], terms=terms)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("case", CASES)
 def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
     for keep in (0.0, 0.5, 1.0):
@@ -224,6 +226,7 @@ def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
         assert tower == len(crops) + sum(round(keep * count) for count in crops)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("positions", ["keep", "compact"])
 def test_answers_equal_those_with_tokens_dropped_after_the_tower(vlm, positions) -> None:
     for media in CASES.values():

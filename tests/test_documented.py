@@ -217,6 +217,7 @@ def test_every_page_is_read() -> None:
     assert {"vlmfast", "make", "python benchmarks/", "pip install", "torchrun"} <= programs
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_command_exists(command: Command) -> None:
     check(command)
@@ -245,6 +246,7 @@ def marked(command: Command) -> Any:
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(
     "command", [marked(c) for c in RUN if program(c.text) == "vlmfast"], ids=str
 )
@@ -334,6 +336,7 @@ def skipped(block: Block) -> bool:
     return any(re.search(pattern, block.text) for pattern in NOT_RUN_PYTHON)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("page", [page for page in PYTHON if page not in ELSEWHERE])
 def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture[str]) -> None:
     """Page by page in one namespace, in order."""

@@ -21,13 +21,13 @@ import golden_eagle
 from closeness import apart, close
 from golden_case import Reader, parameters
 from helpers_layout import make_image
+from replayed import accepts_something, replay
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import RANKS, grow
 from vlmfast.drafters._layer import Cache
-from vlmfast.drafters._loading import accepts_something, replay
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from closeness import apart
+from replayed import accepts_something, replay
 from test_draft_eagle import TERMS, VOCABULARY, WIDTH, cyclic, layout_of, read_of, target
 from vlmfast.core.drafting import Budget
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.weights import load_weights, save_weights
-from vlmfast.drafters._loading import accepts_something, load_published, published, replay
+from vlmfast.drafters._loading import load_published, published
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
@@ -200,6 +201,7 @@ def test_every_layout_computes_with_its_weights(tmp_path: Path, name: str, binar
     assert len(drafter.propose(3, Budget(9, 3))) == 9
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_missing_extra_or_misshapen_keys_are_refused(tmp_path: Path, name: str) -> None:
     """Each key of each layout, so that none is loaded loosely."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
+from replayed import replay
 from test_draft_eagle import (
     BUDGET,
     PASSES,
@@ -30,7 +31,6 @@ from vlmfast.core.drafting import Read
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.drafters._layer import Cache
-from vlmfast.drafters._loading import replay
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule

@@ -135,6 +135,7 @@ def test_none_equals_hugging_face(every, case):
     apart(control[1:], expected[1:], terms=sums(run))
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "generation",
@@ -206,6 +207,7 @@ def dense(vlm, tensors, alive, tokens=TOKENS, numbered=None):
     return logits[-n - 1 :]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", ["one image", "three images", "a video"])
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
@@ -225,6 +227,7 @@ def test_a_shortened_run_equals_the_dense_reference(double, case, policy):
 
 
 # Every two values meet; the other half is slow.
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("case", "policy", "shorten"),
     [

@@ -167,6 +167,7 @@ def test_killed_and_resumed_run_equals_an_undisturbed_one(tmp_path, whole, kills
     assert len(read(file.parent).meta["resumed"]) == len(kills)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_torn_last_line_is_rerun(tmp_path, whole, cut):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)

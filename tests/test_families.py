@@ -92,6 +92,7 @@ def vlm(request) -> VLM:
     return built(request.param)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", BUILD)
 def test_families_pass_the_kit(name):
     if name == "smolvlm":
@@ -375,6 +376,7 @@ def entered(vlm: VLM, run: Driven) -> list[torch.Tensor]:
     return alive
 
 
+@pytest.mark.cases(18)
 @pytest.mark.parametrize("case", PICTURED)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize(
@@ -391,6 +393,7 @@ def test_encode_stages_equal_the_dense_reference(vlm, case, policy, method):
     close(vlm, run, "encode", got, expected, dense(dense.everything()))
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize("case", PICTURED)
 @pytest.mark.parametrize("policy", ["keep", "compact"])
 @pytest.mark.parametrize("method", ["rank", "fastv", "random+rank"])
@@ -491,6 +494,7 @@ def test_tree_logits_equal_the_dense_reference(vlm, case):
     equal(vlm, run, "draft", torch.cat(rows), expected[-len(rows) :])
 
 
+@pytest.mark.cases(4)
 def test_drafted_answers_are_unchanged(vlm):
     if vlm.adapter.state_layers:
         with pytest.raises(RecipeError, match="cannot be rolled back after rejected drafts"):
@@ -504,6 +508,7 @@ def test_drafted_answers_are_unchanged(vlm):
             assert drafted.stats.accepted > 2
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
 def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
     """Rows of different images and lengths in one batch."""
@@ -720,6 +725,7 @@ def test_vision_statistics_cover_images_and_frames(name):
     assert [item.views for item in seen["items"]] == [(0, 5), (5, 6), (6, 7), (7, 8), (8, 9)]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", EACH)
 def test_a_session_answers_as_ask_does(name):
     vlm = built(name)
@@ -741,6 +747,7 @@ def test_a_session_answers_as_ask_does(name):
                 assert (got.stats.prompt_reused > 0) == shared
 
 
+@pytest.mark.cases(4)
 def test_a_batch_of_requests(vlm):
     requests = [
         Request("what ?", **CASES["one image"], recipe="random:0.5"),
@@ -951,6 +958,7 @@ class Between(InEncoderStage):
         return hidden, None
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", EACH)
 def test_saved_model_is_found_by_its_type(name, tmp_path):
     vlm = built(name)

@@ -188,6 +188,7 @@ def answered(vlm: VLM, case: str, recipe: str) -> list[tuple[str, vlmfast.Answer
     return [(case, vlm.ask(QUESTION, **media, recipe=recipe, **LENGTH, **sampled))]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", sorted(BUILD))
 def test_keep_1_is_identity(name: str, read: list[Ids]) -> None:
     vlm, ran = opened(name), 0
@@ -220,6 +221,7 @@ def test_keep_1_is_identity(name: str, read: list[Ids]) -> None:
     assert ran >= 0.6 * len(rows)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", sorted(BUILD))
 def test_a_little_less_is_not_identity(name: str, read: list[Ids]) -> None:
     """Control: some tokens are dropped, ids close up, and logits change."""

@@ -319,6 +319,7 @@ def fresh(noise: Tensor) -> Tensor:
     return noise_of(99, len(noise))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("error", "law"),

@@ -173,6 +173,7 @@ def test_labels_precede_their_frames(vlm, monkeypatch):
 # --- the cap -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("cap", [150, 200, 320, 500, 800])
 @pytest.mark.parametrize(
     "recipe", [None, "quickprefill:0.3", "hired:0.5", "hired:0.3+quickprefill"]
@@ -239,6 +240,7 @@ def test_text_is_kept_and_frames_share_the_rest(vlm, monkeypatch):
         assert quarters.min() > 0.6 * quarters.max()
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("frames", [1, 2, 5, 16, 17, 40])
 @pytest.mark.parametrize("cap", [1, 70, 100, 128])
 def test_smallest_cap_is_named(vlm, frames, cap, lengths):

@@ -728,6 +728,7 @@ def test_video_rotation_is_applied(tmp_path: Path, decoder: str, rotation: int, 
     assert numbers(video) == [0, 1, 2, 3]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("name", "codec", "options"),
     [

@@ -64,6 +64,7 @@ def small_openclip(tmp_path_factory):
         yield
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REDUCERS)
 def test_reducers_support_all_media(tiny, name, turn) -> None:
@@ -78,6 +79,7 @@ def test_reducers_support_all_media(tiny, name, turn) -> None:
         assert len(answer.trace.entered) >= stats.visual_tokens_per_layer[0], case
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_methods_support_all_media(tiny, name) -> None:
     """The cache is smaller, and an answer is generated from it."""
@@ -95,6 +97,7 @@ def plain(tiny: vlmfast.VLM, case: str, count: int) -> vlmfast.Answer:
     return tiny.ask("what ?", **MEDIA[case], max_new_tokens=count)
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", METHODS)
 def test_text_only_prompts_are_unchanged(tiny, name) -> None:
     stage = with_budget(name, 0.4)
@@ -104,6 +107,7 @@ def test_text_only_prompts_are_unchanged(tiny, name) -> None:
     assert same.stats.kv_bytes == full.stats.kv_bytes == full.stats.kv_bytes_full
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("name", REDUCERS)
 def test_budget_1_is_identity(tiny, name) -> None:
     full = plain(tiny, "two images", 6)
@@ -113,6 +117,7 @@ def test_budget_1_is_identity(tiny, name) -> None:
     assert same.stats.equivalent_tokens == full.stats.equivalent_tokens
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", SHARED)
 def test_share_1_is_identity(tiny, name) -> None:
     """All other parameters have their defaults."""
@@ -124,6 +129,7 @@ def test_share_1_is_identity(tiny, name) -> None:
         assert same.stats.kv_tokens_per_layer == full.stats.kv_tokens_per_layer
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", [n for n in REDUCERS if stage_class(n)().floor(6) == 0])
 def test_budget_is_met_without_a_floor(tiny, name) -> None:
     """As closely as equal cells and integer counts allow."""
@@ -134,6 +140,7 @@ def test_budget_is_met_without_a_floor(tiny, name) -> None:
         assert stats.equivalent_tokens / stats.visual_tokens_in == pytest.approx(budget, rel=0.12)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", SHARED)
 def test_cache_share_is_met(tiny, name) -> None:
     """In bytes: text that is always kept and the state of decode stages are added."""
@@ -146,6 +153,7 @@ def test_cache_share_is_met(tiny, name) -> None:
         assert share * 0.95 < kept < share * 1.06 + text
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_deterministic(tiny, name) -> None:
     stage = with_budget(name, 0.3)
@@ -157,6 +165,7 @@ def test_methods_are_deterministic(tiny, name) -> None:
     assert runs[0].stats.kv_bytes == runs[1].stats.kv_bytes
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CACHES)
 def test_small_cache_changes_the_answer(tiny, name) -> None:
     """The control of the identity tests: keeping 1/40 changes the answer."""
@@ -223,6 +232,7 @@ def in_turn(recipes: tuple[str, ...]) -> list:
     ]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("recipe", "case", "positions"), in_turn(STACKS))
 def test_stacked_methods_cost_less_than_each_alone(tiny, recipe, case, positions) -> None:
     """Several stages in one recipe, on an image and a video, with both position policies."""
@@ -249,6 +259,7 @@ CACHE_STACKS = (
 )
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("recipe", "case", "positions"), in_turn(CACHE_STACKS))
 def test_stacked_cache_methods_use_less_memory_than_each_alone(
     tiny, recipe, case, positions

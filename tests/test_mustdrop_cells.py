@@ -76,6 +76,7 @@ def test_border_of_own_sizes() -> None:
 # --- every family ---------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(7)
 def test_similarity_2_is_identity(vlm, media) -> None:
     plain, _ = looked(vlm, **media)
     tokens, _ = looked(vlm, merging(2.0), **media)

@@ -150,6 +150,7 @@ def shown(answer: vlmfast.Answer) -> dict[str, Any]:
 # --- features: equal answers ---------------------------------------------------------------------
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("vlm", "recipe"), PAIRS, indirect=["vlm"])
 def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
     """One image, several in another order, and one twice: tokens, trace and statistics."""
@@ -165,12 +166,14 @@ def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
         assert again.stats.cached_tokens == again.stats.visual_tokens_in > 0
 
 
+@pytest.mark.cases(4)
 def test_other_images_have_other_answers(vlm: VLM) -> None:
     """Control of the test above: the features of another image change the answer."""
     answers = {tuple(asked(vlm, image_of(seed)).token_ids) for seed in range(6)}
     assert len(answers) > 1
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("recipe", ["none", "flashvid:0.4", "visionzip:0.3", "tome:budget=0.5"])
 @pytest.mark.parametrize(
     "vlm",

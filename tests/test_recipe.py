@@ -90,6 +90,7 @@ def test_stages_declare_name_protocol_and_paper(name: str) -> None:
     assert str(Recipe.parse(name)) == name
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 # Few draws satisfy the constraints between parameters.

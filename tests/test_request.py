@@ -142,6 +142,7 @@ def test_errors_do_not_print_the_model(vlm):
         assert len(str(error.value)) < 200 and "\n" not in str(error.value)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_ask_and_attach_reject_the_same_arguments(vlm, name):
     assert f"{name} cannot be given" in refused(vlm, **{name: 0.6})

@@ -138,6 +138,7 @@ def test_documented_recipes_run_on_every_family(vlm, recipe, case):
         assert stats.equivalent_tokens < stats.visual_tokens_in
 
 
+@pytest.mark.cases(4)
 def test_bench_runs_on_every_family(vlm):
     rows = bench(vlm, new_tokens=2, repeats=1)
     assert len(rows) == 1 + len(RECIPES_OF_BENCH)
@@ -204,6 +205,7 @@ def test_saliency_sources(vlm):
             vlm.ask("what ?", **IMAGE, recipe=f"hired:saliency={source}")
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("case", ["image", "video", "both"])
 def test_saliency_is_aligned_with_patches(vlm, case):
     """Changing a patch before the projector changes the tokens that receive its saliency."""

@@ -170,6 +170,7 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     assert [single.token_ids for single in expected] != full
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "recipe",
     ["pyramiddrop", "fastv", "mustdrop", "snapkv:keep=0.5,window=8", "hired:0.5+fastv"],
@@ -237,6 +238,7 @@ def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
     assert count["rows"] == second.stats.prompt_fed + second.stats.generated_tokens - 1
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SMALL.values(), ids=SMALL)
 def test_questions_use_the_compressed_images(recipe, history):
@@ -400,6 +402,7 @@ RESTORED = [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample
 
 
 # Every two of family, recipe and history meet; the other half is slow.
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("random_vlm", "recipe", "history"),
     [
@@ -498,6 +501,7 @@ def test_eviction_does_not_change_answers(vlm, recipe):
 SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMALL}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
 def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):

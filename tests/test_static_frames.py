@@ -94,6 +94,7 @@ def test_reused_frames(values, threshold, refresh, expected) -> None:
 # --- every family that encodes frames one by one --------------------------------------------------
 
 
+@pytest.mark.cases(4)
 def test_features_are_those_of_the_encoded_frames(vlm) -> None:
     asked = (SaliencyRequest(), SaliencyRequest(source="norm"))
     full, before, plain = looked(vlm, asked=asked, **STILL)

@@ -89,6 +89,7 @@ def looked(vlm: VLM, *stages, asked=(), **media) -> tuple:
 # --- every family ---------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(11)
 def test_keep_1_is_identity(vlm, media):
     plain, _ = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(1.0), **media)
@@ -197,6 +198,7 @@ class Fails(InEncoderStage):
         return hidden[:, : step.specials + 1], source.expand(len(hidden), -1)
 
 
+@pytest.mark.cases(12)
 def test_the_model_is_restored(vlm, media):
     before = hooks(vlm)
     plain, _ = looked(vlm, **media)

@@ -43,6 +43,7 @@ def captures(monkeypatch) -> None:
     monkeypatch.setattr(tower, "_captures", lambda adapter: "towers" in adapter.kept)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     plain, vlm = pair

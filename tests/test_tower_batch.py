@@ -50,6 +50,7 @@ def alone(build: Any, requests: list[Request]) -> tuple[VLM, list[Any]]:
     ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("family", sorted(first("mistral3", "glm4v", "ovis2", "paligemma")))
 def test_answers_are_those_of_one_prompt(family: str, passes: Any) -> None:
     count = 1 if family == "paligemma" else 2

@@ -565,6 +565,7 @@ CACHE = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("method", CACHE)
 def test_cache_methods(vlm, kept, method):
     """Every answer token attends to the slots of a layer within the window."""

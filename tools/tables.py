@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from vlmfast.core.registry import stage_names
@@ -134,13 +136,17 @@ def speed() -> str:
     return _table(rows)
 
 
-def timings() -> str:
-    """Every measure of ``benchmarks/ask.py``, with quartiles."""
+def _ask() -> ModuleType:
     spec = importlib.util.spec_from_file_location("ask", ROOT / "benchmarks" / "ask.py")
     assert spec and spec.loader
     ask = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ask)
-    tables = []
+    return ask
+
+
+def timings() -> str:
+    """Every measure of ``benchmarks/ask.py``, with quartiles."""
+    ask, tables = _ask(), []
     for name, rows in _asked()["models"].items():
         tables.append(ask.markdown(name, rows))
         if all("media" in row for row in rows.values()):
@@ -235,6 +241,13 @@ def draws() -> str:
     return _table(rows)
 
 
+def tower_time(name: str) -> str:
+    """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
+    path = ROOT / "benchmarks" / "results" / f"{name}-cpu-bfloat16.json"
+    ((model, rows),) = json.loads(path.read_text(encoding="utf-8"))["models"].items()
+    return _ask().parts_table(model, rows)
+
+
 def static_frames() -> str:
     """Frames that ``static-frames`` encodes, and answers that it changes."""
     path = ROOT / "benchmarks" / "results" / "static-frames-tiny.json"
@@ -282,6 +295,8 @@ TABLES = {
     ("docs/speed.md", "timings"): timings,
     ("docs/tune.md", "draws"): draws,
     ("docs/views.md", "static-frames"): static_frames,
+    ("docs/views.md", "time-crops"): partial(tower_time, "ask-crops"),
+    ("docs/views.md", "time-static"): partial(tower_time, "ask-static-clip"),
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
     ("README.md", "families"): runs_where,

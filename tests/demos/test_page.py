@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -130,6 +131,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_captions_add_up_to_the_table(tiny, examples, kind: str, recipe: str) -> None:
@@ -351,9 +353,18 @@ with exit_on_sigterm(), temporary() as files:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_remove_the_temporary_folder(number: signal.Signals) -> None:
     command = [sys.executable, "-c", WAITS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Shells without job control start background jobs, such as this test, without SIGINT.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         folder = Path(process.stdout.readline().decode().strip())
         assert folder.is_dir()
         process.send_signal(number)
-        assert process.wait(60) != 0
+        try:
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
     assert not folder.parent.exists()

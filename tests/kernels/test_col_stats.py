@@ -105,6 +105,7 @@ def check(got: dict[str, Tensor], expected: dict[str, Tensor], terms: int, size:
             close(got[name], wanted, terms=terms, scale=size * whole)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("case", CASES)
 def test_col_stats_matches_reference(case: str, device: torch.device) -> None:
     args, how = inputs(case, device)
@@ -118,6 +119,7 @@ def test_col_stats_matches_reference(case: str, device: torch.device) -> None:
             apart(got[name], other[name], terms=terms, scale=size * expected["sum"].clamp(min=1))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_row_lse_matches_reference(case: str, device: torch.device) -> None:
     args, how = inputs(case, device)

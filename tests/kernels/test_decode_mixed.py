@@ -107,6 +107,7 @@ def check(arguments: tuple, mass: bool = False) -> None:
 BOTH = ("4 bit, whole", "groups")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kinds", [(), *[(kind,) for kind in USUAL], BOTH])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_matches_reference(kinds, groups, device) -> None:

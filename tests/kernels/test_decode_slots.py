@@ -74,6 +74,7 @@ def check(given: dict) -> None:
     close(*empty, *inner)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("groups", [1, 3, 17])
 @pytest.mark.parametrize(("listed", "newest"), [(1, 1), (37, 4), (65, 0), (0, 3)])
 def test_matches_reference(groups, listed, newest, device):

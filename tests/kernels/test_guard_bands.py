@@ -28,6 +28,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_stay_within_their_buffers(name: str, device: torch.device) -> None:
     function, given = CASES[name]()

@@ -101,6 +101,7 @@ def pairs() -> Iterator[Any]:
                 yield pytest.param(name, axis, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("name", "axis"), pairs())
 @pytest.mark.usefixtures("in_place")
 def test_huge_strides_do_not_change_the_result(name: str, axis: int) -> None:

@@ -52,6 +52,7 @@ def check(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], keys: Tensor) -
         close(ours, theirs, terms=sum(keys.shape[1:]) if ours.dtype == torch.float32 else 1)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_matches_reference(name: str, mode: str, device: torch.device) -> None:
@@ -64,6 +65,7 @@ def test_matches_reference(name: str, mode: str, device: torch.device) -> None:
         apart(ours, theirs, terms=sum(args[0].shape[1:]))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_match_reference_in_all_dtypes(

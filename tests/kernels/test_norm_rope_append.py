@@ -207,6 +207,7 @@ def test_float32_tables_avoid_rounding(device: torch.device) -> None:
     assert not torch.equal(got[0], rounded[0])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("sizes", [(2, 4, 2, 1, 72), (1, 4, 1, 5, 96)])

@@ -41,6 +41,7 @@ def scored(kind: str, rows: tuple[int, ...], n: int, seed: int = 0) -> Tensor:
     return x
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "odd"])
 @pytest.mark.parametrize("n", [1, 2, 17, 300])
 def test_top_k_matches_reference(kind: str, n: int, device: torch.device) -> None:

@@ -90,6 +90,7 @@ def is_complete(vlm: VLM, answer: Any) -> bool:
 # --- answers -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_follow_their_schema(

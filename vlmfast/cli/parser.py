@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -85,12 +84,6 @@ def add_logging(parser: argparse.ArgumentParser, *, hidden: bool = False) -> Non
             f"log lines on stderr: {', '.join(LOG_LEVELS)} (default: {LOG_VARIABLE}, or warning)"
         ),
     )
-
-
-def examples_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The commands of an epilog, without their comments."""
-    lines = re.findall(r"^  (vlmfast .*)$", parser.epilog or "", re.M)
-    return [re.sub(r"\s+# .*", "", line) for line in lines]
 
 
 def every_parser(

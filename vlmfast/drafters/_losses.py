@@ -42,20 +42,6 @@ def ranking_loss(student: Tensor, teacher: Tensor, mask: Tensor, top: int = 10) 
     return masked_mean((rest - y).sum(-1), mask)
 
 
-def eagle_loss(
-    predicted: Tensor, target: Tensor, student: Tensor, teacher: Tensor, mask: Tensor
-) -> Tensor:
-    """``feature_loss + 0.1 token_loss``, of EAGLE-1 and 2, MSD and SpecVLM."""
-    features = feature_loss(predicted, target, mask)
-    return features + 0.1 * token_loss(student, teacher, mask)
-
-
-def vispec_loss(student: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
-    """``10 distance_loss + 0.1 ranking_loss``, of ViSpec's second stage."""
-    distance = distance_loss(student, teacher, mask)
-    return 10 * distance + 0.1 * ranking_loss(student, teacher, mask)
-
-
 def restricted(logits: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The teacher's logits over a draft vocabulary, and the rows whose argmax is in it.
 

@@ -1,12 +1,12 @@
-"""One pass of the vision tower over the images of several prompts that wait.
+"""One forward pass of the vision tower over the images of several prompts that wait.
 
 The tower runs prompt by prompt, so the first prompt never waits for the images of another one. On a
 device that one prompt leaves idle, more images take hardly more time: then all prompts of a burst
 have their first token earlier, except the first one. Which of the two is better depends on device
-and load, so the size of a pass is a setting of the engine, ``tower_batch_bytes``.
+and load, so the engine has a setting for it, ``tower_batch_bytes``.
 
-Features do not depend on the other images of a pass, apart from rounding. Stages that look at
-all images of a prompt inside the tower keep their prompts apart.
+Features do not depend on the other images, apart from rounding. Stages that look at all images of a
+prompt inside the tower keep their prompts apart.
 """
 
 from __future__ import annotations
