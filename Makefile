@@ -45,6 +45,9 @@ serve: $(READY)  ## Serve the shipped model through OpenAI's API
 test: $(READY)   ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
+test-fast: $(READY)   ## Run the tests of tests/fast.txt, while you work
+	$(BIN)/python -m pytest @tests/fast.txt -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+
 test-all: $(READY)   ## Run all tests, the slow ones included
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
@@ -189,5 +192,5 @@ $(RAYENV)/.ready: pyproject.toml
 	@test -x $(RAYENV)/bin/python || $(PYTHON) -m venv $(RAYENV)
 	@echo "setting up $(RAYENV) ..."
 	@$(RAYENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"httpx2>=2.12" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[ray,serve]"
+		"httpx2>=2.12" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[ray,serve]"
 	@touch $@

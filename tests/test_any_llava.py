@@ -113,7 +113,7 @@ def test_the_checks_of_a_family(tower: str, decoder: str, family: str) -> None:
 
 def wide(decoder: str) -> dict[str, int]:
     """Windows that the kit's prompts fit into; it masks keys of a forward pass without windows."""
-    return {"sliding_window": 256} if decoder == "gemma3_text" else {}
+    return {"sliding_window": 512} if decoder == "gemma3_text" else {}
 
 
 def test_windows_of_a_language_model() -> None:
