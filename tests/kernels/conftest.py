@@ -48,6 +48,8 @@ def triton(
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialized memory with NaN, or an integer near the maximum of its dtype."""
+    with torch.device("cpu"):
+        torch.empty(0)  # PyTorch lists the functions that a device applies to at its first use
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         make = getattr(owner, name)
 
