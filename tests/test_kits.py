@@ -181,7 +181,7 @@ def of_short_prompts(name: str) -> Any:
     stage = stage_class(name)()
     if all(part.protocol != "cache" for part in stage.expand()):
         return stage
-    keeps = {"keep": 0.8, "tsp": 0.9}
+    keeps = {"keep": 0.8, "tsp": 0.9, "residual": 32}
     return replace(stage, **{f.name: keeps[f.name] for f in fields(stage) if f.name in keeps})
 
 

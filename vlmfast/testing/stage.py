@@ -7,6 +7,8 @@ from functools import partial
 from types import EllipsisType
 from typing import Any
 
+import torch
+
 from vlmfast.api.answer import Answer, Request
 from vlmfast.api.vlm import VLM
 from vlmfast.core.params import recipe_name
@@ -19,7 +21,9 @@ from .media import noise
 from .report import Report
 
 _QUESTION = "what is here ?"
-_TIE = 1e-4  # log-probabilities that are nearer than this may change places by rounding alone
+# Log-probabilities that are nearer than this may change places by rounding alone: float32, and
+# logits up to this size in the model's dtype.
+_TIE, _LOGIT = 1e-4, 16
 
 
 def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: int = 8) -> Report:
@@ -114,7 +118,8 @@ class _Checks:
         tied = False
         if differs and expected.logprobs is not None:
             (_, first), (_, second) = expected.logprobs[differs[0]].top[:2]
-            tied = first - second < _TIE
+            rounding = _LOGIT * torch.finfo(self.vlm.adapter.dtype).eps
+            tied = first - second <= max(_TIE, rounding)
         self.report.require(one == other or tied, name, f"{one} instead of {other}")
         self.report.passed(name, f"a tie at token {differs[0]}" if tied else "")
 
