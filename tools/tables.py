@@ -241,6 +241,26 @@ def draws() -> str:
     return _table(rows)
 
 
+def views() -> str:
+    """Accuracy with ``crops``, beside reducers of all crops, by the tokens kept."""
+    found = numbers("views")
+    rows = [["recipe", "kept, images", "images", "kept, videos", "videos"]]
+    order = sorted(found, key=lambda name: (_kind(name), -found[name]["kept_image"]))
+    for name in order:
+        run = found[name]
+        kept = [f"{100 * run[f'kept_{kind}']:.0f} %" for kind in ("image", "video")]
+        image, video = _both(run)
+        rows.append([f"`{name.replace('positions=keep,', '')}`", kept[0], image, kept[1], video])
+    return _table(rows)
+
+
+def _kind(recipe: str) -> int:
+    """The order of recipes: the full model, crops, crops and hired, others."""
+    kinds = ("none", "crops", "hired", "random")
+    stages = [stage.partition(":")[0] for stage in recipe.split("+")]
+    return 2 * kinds.index(stages[0]) + len(stages) - 1
+
+
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
     path = ROOT / "benchmarks" / "results" / f"{name}-cpu-bfloat16.json"
@@ -294,6 +314,7 @@ TABLES = {
     ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
     ("docs/tune.md", "draws"): draws,
+    ("docs/views.md", "views"): views,
     ("docs/views.md", "static-frames"): static_frames,
     ("docs/views.md", "time-crops"): partial(tower_time, "ask-crops"),
     ("docs/views.md", "time-static"): partial(tower_time, "ask-static-clip"),
