@@ -198,9 +198,9 @@ def encoded(
     if images is not None:
         assert ahead is not None
         for key, group in zip(keys, groups, strict=True):
-            own = Kept(tuple(ahead.items[i] for i in _indices(group)), {}, ahead.notes)
-            own = mapped(own, Tensor.clone)
-            if (entry := cache.put(key, own, _bytes(own))) is not None:
+            kept = Kept(tuple(ahead.items[i] for i in _indices(group)), {}, ahead.notes)
+            kept = mapped(kept, Tensor.clone)
+            if (entry := cache.put(key, kept, _bytes(kept))) is not None:
                 cache.unpin(entry)
         return images
     pinned: list[Entry] = []

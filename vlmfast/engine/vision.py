@@ -104,8 +104,8 @@ class Wanted:
     @staticmethod
     def by(recipe: Recipe, adapter: Adapter, items: tuple[ItemGeometry, ...]) -> Wanted:
         """The same of a recipe."""
-        kinds = InEncoderStage, EncodeStage, ViewStage
-        return Wanted.of(adapter, items, *(recipe.acting(kind) for kind in kinds))
+        inside, outside = recipe.acting(InEncoderStage), recipe.acting(EncodeStage)
+        return Wanted.of(adapter, items, inside, outside, recipe.acting(ViewStage))
 
     @property
     def joint(self) -> bool:
