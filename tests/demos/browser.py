@@ -643,6 +643,7 @@ _OF_RECIPES = """
 textbox Recipe: methods in pipeline order, joined by +
 combobox Preset of this model
 button Build a recipe ▼
+combobox Crops and frames
 combobox Vision tower
 combobox Visual tokens
 spinbutton number input for Visual tokens: budget
