@@ -201,6 +201,18 @@ def test_a_cancelled_request_does_not_take_the_others_along(monkeypatch: Any) ->
     others = [handle.result() for handle in handles[1:]]
     assert [a.token_ids for a in others] == [a.token_ids for a in expected[1:]]
     assert handles[0].done
+    assert all(handle.sequence.inputs.ahead is None for handle in handles)
+
+
+def test_features_of_a_request_that_is_cancelled_are_freed() -> None:
+    vlm = VLM(*build_llava())
+    vlm.engine.tower_batch_bytes = PLENTY
+    first, second = vlm.submit(request(0)), vlm.submit(request(1))
+    vlm.engine.run(lambda: second.sequence.inputs.ahead is not None)
+    assert second.sequence.phase.value == "waiting"
+    second.cancel()
+    first.result()
+    assert second.done and second.sequence.inputs.ahead is None
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "1"])

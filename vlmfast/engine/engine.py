@@ -550,6 +550,7 @@ class Engine:
                 prefill.close()
         self._scheduler.remove(sequence)
         self._batches.leave(sequence)
+        sequence.inputs.ahead = None
         if not sequence.keeps_cache:
             self.prefiller.release(sequence)
         device = self.adapter.device
