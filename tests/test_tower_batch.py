@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tiny_families import builders, first
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.engine import tower_batch
+from vlmfast.engine import engine, tower_batch
 
 QUESTION = "what is here ?"
 SIZES = ((64, 64), (96, 32), (40, 70))
@@ -186,33 +187,63 @@ def test_an_error_belongs_to_its_own_request(monkeypatch: Any, caplog: Any, pass
     assert "no memory for all of them" in caplog.text
 
 
+def submitted(vlm: VLM, requests: list[Request], monkeypatch: Any) -> list[Any]:
+    """Handles of requests that all wait when the engine takes the first of them."""
+    inside, ready = threading.Event(), threading.Event()
+    encode = vlm.adapter.encode
+
+    def waiting(*args: Any) -> Any:
+        inside.set()
+        assert ready.wait(60)
+        return encode(*args)
+
+    monkeypatch.setattr(vlm.adapter, "encode", waiting)
+    before = vlm.submit(request(7, max_new_tokens=1))
+    assert inside.wait(60)
+    handles = [vlm.submit(r) for r in requests]
+    ready.set()
+    before.result()
+    return handles
+
+
 def test_a_cancelled_request_does_not_take_the_others_along(monkeypatch: Any) -> None:
     requests = [request(i) for i in range(3)]
     vlm, expected = alone(build_llava, requests)
     vlm.engine.tower_batch_bytes = PLENTY
-    handles = [vlm.submit(r) for r in requests]
-    encode = tower_batch.encode
+    joined = []
 
-    def cancelling(*args: Any, **kwargs: Any) -> Any:
-        handles[0].cancel()
-        return encode(*args, **kwargs)
+    def cancelling(adapter: Any, sequences: Any) -> None:
+        joined.append(len(sequences))
+        if len(joined) == 1:
+            sequences[0].cancelled = True
+        tower_batch.encode_ahead(adapter, sequences)
 
-    monkeypatch.setattr(tower_batch, "encode", cancelling)
+    monkeypatch.setattr(engine, "encode_ahead", cancelling)
+    handles = submitted(vlm, requests, monkeypatch)
     others = [handle.result() for handle in handles[1:]]
+    assert joined == [3, 2]
     assert [a.token_ids for a in others] == [a.token_ids for a in expected[1:]]
     assert handles[0].done
     assert all(handle.sequence.inputs.ahead is None for handle in handles)
 
 
-def test_features_of_a_request_that_is_cancelled_are_freed() -> None:
+def test_features_of_a_request_that_is_cancelled_are_freed(monkeypatch: Any) -> None:
     vlm = VLM(*build_llava())
     vlm.engine.tower_batch_bytes = PLENTY
-    first, second = vlm.submit(request(0)), vlm.submit(request(1))
-    vlm.engine.run(lambda: second.sequence.inputs.ahead is not None)
-    assert second.sequence.phase.value == "waiting"
-    second.cancel()
+    encoded = []
+
+    def cancelling(adapter: Any, sequences: Any) -> None:
+        tower_batch.encode_ahead(adapter, sequences)
+        encoded.extend(sequence.inputs.ahead for sequence in sequences)
+        sequences[1].cancelled = True
+
+    monkeypatch.setattr(engine, "encode_ahead", cancelling)
+    first, second = submitted(vlm, [request(0), request(1)], monkeypatch)
     first.result()
-    assert second.done and second.sequence.inputs.ahead is None
+    with pytest.raises(VLMFastError, match="cancelled"):
+        second.result()
+    assert len(encoded) == 2 and None not in encoded
+    assert second.sequence.inputs.ahead is None
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "1"])
