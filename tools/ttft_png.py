@@ -1,0 +1,124 @@
+"""Draw accuracy against the measured time to the first token: ``python tools/ttft_png.py``.
+
+Accuracies are those of ``tiny`` on images of docs/results/views, ratios of the time to the first
+token those of benchmarks/results/ask-crops-cpu-bfloat16.json, under the same recipes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ACCURACY = ROOT / "docs" / "results" / "views" / "report.json"
+TIMES = ROOT / "benchmarks" / "results" / "ask-crops-cpu-bfloat16.json"
+OUT = ROOT / "docs" / "images" / "views-ttft.png"
+# Label -> the recipes of one curve, by the fraction of the visual tokens that they keep.
+CURVES = {
+    "hired": ("hired:budget={}", (0.33, 0.22, 0.11, 0.05)),
+    "hired + divprune": ("hired:budget=0.5+divprune:budget={}", (0.66, 0.44, 0.22, 0.1)),
+    "crops:0.5 + hired": ("crops:0.5+hired:budget={}", (0.6, 0.4, 0.2, 0.1)),
+    "crops:0.25 + hired": ("crops:0.25+hired:budget={}", (0.4, 0.2)),
+}
+_MARKERS = "osD^"
+_COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recipe.
+
+    Parameters
+    ----------
+    recipe : str
+    kept : float
+        Fraction of the visual tokens of an image.
+    accuracy, low, high : float
+        Of images, with the 95 % interval, in percent.
+    faster : float
+        Time to the first token of Hugging Face over that of the recipe.
+    """
+
+    recipe: str
+    kept: float
+    accuracy: float
+    low: float
+    high: float
+    faster: float
+
+
+def points(recipes: list[str]) -> list[Point]:
+    """The measured recipes among ``recipes``, in this order."""
+    runs = json.loads(ACCURACY.read_text(encoding="utf-8"))["tasks"]["shapes"]["recipes"]
+    accuracy = {_plain(run["recipe"]): run for run in runs.values() if run["control"] is None}
+    ((_, times),) = json.loads(TIMES.read_text(encoding="utf-8"))["models"].items()
+    ttft = {_plain(name): row["ratio"]["ttft"] for name, row in times.items() if "ratio" in row}
+    found = []
+    for recipe in recipes:
+        if (name := _plain(recipe)) in accuracy and name in ttft:
+            run: dict[str, Any] = accuracy[name]
+            low, high = run["accuracy_image_ci"]
+            values = (100 * value for value in (run["accuracy_image"], low, high))
+            found.append(Point(recipe, run["kept_image"], *values, ttft[name]))
+    return found
+
+
+def curves() -> dict[str, list[Point]]:
+    """The points of each curve."""
+    return {
+        name: points([recipe.format(budget) for budget in budgets])
+        for name, (recipe, budgets) in CURVES.items()
+    }
+
+
+def _plain(recipe: str) -> str:
+    """A recipe without the names of leading parameters and without the kept positions."""
+    stages = []
+    for stage in recipe.split("+"):
+        name, _, rest = stage.partition(":")
+        words = [word.partition("=")[2] or word for word in rest.split(",") if word]
+        words = [word for word in words if word != "keep"]
+        stages.append(":".join([name, *words]))
+    return "+".join(stages).replace("crops:0.5", "crops")
+
+
+def draw(out: Path = OUT) -> None:
+    """Write the plot."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.6, 4.2), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    (full,) = points(["none"])
+    axes.axhspan(full.low, full.high, color="#000000", alpha=0.08, linewidth=0)
+    axes.plot([full.faster], [full.accuracy], "k*", markersize=10, label="none")
+    styles = zip(_MARKERS, _COLORS, strict=True)
+    for (name, found), (marker, color) in zip(curves().items(), styles, strict=True):
+        x, y = [p.faster for p in found], [p.accuracy for p in found]
+        low = [p.accuracy - p.low for p in found]
+        high = [p.high - p.accuracy for p in found]
+        axes.errorbar(
+            x, y, (low, high), color=color, marker=marker, capsize=2, linewidth=1.2, label=name
+        )
+        for p in found:
+            axes.annotate(
+                f"{100 * p.kept:.0f} %",
+                (p.faster, p.accuracy),
+                (4, -9),
+                textcoords="offset points",
+                fontsize=7,
+                color=color,
+            )
+    axes.set_xlabel(
+        "time to the first token: Hugging Face / recipe (CLIP ViT-L/14-336, 2 CPU cores)"
+    )
+    axes.set_ylabel("accuracy of tiny on images (%)")
+    axes.xaxis.label.set_size(9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="lower left")
+    figure.savefig(out)
+
+
+if __name__ == "__main__":
+    draw()
