@@ -181,12 +181,17 @@ sys.exit(main(["eval", "shapes", "--limit", "2", "--out", sys.argv[1], "--recipe
 """
 
 
-def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    "accelerate": ("accelerate.commands.launch", "--cpu", "--num_processes=2"),
+}
+
+
+def launch(tmp_path: Path, launcher: str, *words: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED.format(tests=str(Path(__file__).parent)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [*command, str(script), str(tmp_path / "o"), *words],
+        [sys.executable, "-m", *LAUNCHERS[launcher], str(script), str(tmp_path / "o"), *words],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -195,8 +200,9 @@ def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_eval_under_torchrun(tmp_path, whole):
-    done = launch(tmp_path)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_eval_under_launchers(launcher, tmp_path, whole):
+    done = launch(tmp_path, launcher)
     assert done.returncode == 0, done.stderr[-2000:]
     assert read(tmp_path / "o" / "shapes" / "none").samples == whole.samples
     # One process prints, and its table covers the questions of both.
@@ -207,7 +213,7 @@ def test_eval_under_torchrun(tmp_path, whole):
 
 @pytest.mark.slow
 def test_launched_processes_stop_together(tmp_path):
-    done = launch(tmp_path, "--broken")
+    done = launch(tmp_path, "torchrun", "--broken")
     assert done.returncode != 0
     assert "samples failed, more than 10" in done.stderr
 
