@@ -6,10 +6,11 @@ layers, width 896) after a vision tower of the shape that ``--tower`` names. A s
 in LLaVA-OneVision, and 1,024 with the tower of Qwen2.5-VL. ``--frames N`` asks about a video
 instead, of which a square moves (``--clip moving``) or nothing does (``--clip static``).
 
-Each variant has its own process, so that its peak memory can be measured. Variants are interleaved,
-so that thermal throttling or other load affects all of them. Reports medians with quartiles, and
-ratios to Hugging Face. Every run decodes the same number of tokens, and the tokens of ``none`` must
-equal Hugging Face's, or the benchmark fails.
+Each variant has its own process, so that its peak memory can be measured; with ``--one-process``,
+for more variants than fit in memory, it is not. Variants are interleaved, so that other load
+affects all of them. Reports medians with quartiles, and ratios to Hugging Face. Every
+run decodes the same number of tokens, and the tokens of ``none`` must equal Hugging Face's, or the
+benchmark fails.
 
 ==========  ====================================================================================
 ``ttft``    RGB image in host memory to first token on the host: all of the following
@@ -422,7 +423,7 @@ def run_vlmfast(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Run once for every line on stdin; each result is one line of JSON."""
+    """Run the variant that each line on stdin names; each result is one line of JSON."""
     import torch
 
     if args.threads:
@@ -432,47 +433,59 @@ def worker(args: argparse.Namespace) -> None:
     vlm, media = load(args)
     memory = Memory(args.device)
     print(json.dumps({"ready": True}), file=replies, flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        name = line.strip()
         before = memory.reset()
-        if args.variant == HF:
+        if name == HF:
             result = run_huggingface(vlm, media, QUESTION, args.new_tokens)
         else:
-            result = run_vlmfast(vlm, media, QUESTION, args.new_tokens, args.variant)
-        result["memory"] = memory.read()
-        result["working"] = result["memory"] - before
+            result = run_vlmfast(vlm, media, QUESTION, args.new_tokens, name)
+        result["memory"] = 0 if args.one_process else memory.read()
+        result["working"] = 0 if args.one_process else result["memory"] - before
         print(json.dumps(result), file=replies, flush=True)
 
 
-class Variant:
-    """A worker process and its samples."""
+class Worker:
+    """A process with a model."""
 
-    def __init__(self, name: str, model: str, args: argparse.Namespace) -> None:
-        self.name, self.samples = name, []
+    def __init__(self, model: str, args: argparse.Namespace) -> None:
         options = ["dtype", "device", "tower", "layers", "new_tokens", "threads", "frames", "clip"]
-        command = [sys.executable, __file__, "--worker", "--variant", name, "--models", model]
+        command = [sys.executable, __file__, "--worker", "--models", model]
+        if args.one_process:
+            command.append("--one-process")
         for option in options:
             command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._reply()
+        self._reply("the model")
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self, name: str) -> dict[str, Any]:
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}: the worker exited with {self.process.wait()}")
+            raise SystemExit(f"{name}: the worker exited with {self.process.wait()}")
         return json.loads(line)
 
-    def run(self, *, keep: bool = True) -> None:
-        self.process.stdin.write("run\n")
+    def run(self, name: str) -> dict[str, Any]:
+        self.process.stdin.write(f"{name}\n")
         self.process.stdin.flush()
-        sample = self._reply()
-        if keep:
-            self.samples.append(sample)
+        return self._reply(name)
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+
+
+class Variant:
+    """Hugging Face or a recipe, and its samples."""
+
+    def __init__(self, name: str, worker: Worker) -> None:
+        self.name, self.worker, self.samples = name, worker, []
+
+    def run(self, *, keep: bool = True) -> None:
+        sample = self.worker.run(self.name)
+        if keep:
+            self.samples.append(sample)
 
 
 # --- the benchmark -------------------------------------------------------------------------------
@@ -489,10 +502,13 @@ def spread(values: list[float]) -> dict[str, float]:
 def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one model, interleaved."""
     variants: list[Variant] = []
+    workers: list[Worker] = []
     try:
         # Sequentially, because building a model uses all cores.
         for name in (HF, *args.recipes):
-            variants.append(Variant(name, model, args))
+            if not workers or not args.one_process:
+                workers.append(Worker(model, args))
+            variants.append(Variant(name, workers[-1]))
         for variant in variants:
             for _ in range(args.warmup):
                 variant.run(keep=False)
@@ -501,8 +517,8 @@ def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
                 variants[(turn + i) % len(variants)].run()
             print(f"{model}: {turn + 1} of {args.repeats}", file=sys.stderr)
     finally:
-        for variant in variants:
-            variant.close()
+        for own in workers:
+            own.close()
     reference = variants[0].samples[0]["tokens"]
     base = {metric: spread([s[metric] for s in variants[0].samples]) for metric in METRICS}
     rows = {}
@@ -535,6 +551,9 @@ def markdown(model: str, rows: dict[str, Any]) -> str:
         for metric in METRICS:
             scale, unit = (1e-6, "MB") if metric in ("memory", "working") else (1e3, "ms")
             value = {key: number * scale for key, number in row[metric].items()}
+            if unit == "MB" and not value["median"]:
+                cells.append("–")
+                continue
             digits = 0 if value["median"] >= 100 else 1
             cell = f"{value['median']:,.{digits}f} {unit}"
             if unit == "ms":
@@ -583,11 +602,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--frames", type=int, default=0, help="ask about a video of N frames")
     parser.add_argument("--clip", default="moving", choices=("moving", "static"))
+    parser.add_argument("--one-process", action="store_true", help="of all variants; no memory")
     parser.add_argument("--layers", type=int, default=24, help="of the large language model")
     parser.add_argument("--quick", action="store_true", help="checks the script, measures nothing")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/ask-....json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--variant", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
         args.repeats, args.warmup, args.new_tokens = 2, 1, 4

@@ -31,8 +31,9 @@ def fake(monkeypatch):
     """Replaces every model with the fake; returns the list of loaded models."""
     loaded = []
 
-    def load(name, device):
+    def load(name, device, dtype):
         loaded.append(FakeVLM())
+        loaded[-1].dtype = dtype
         return loaded[-1]
 
     monkeypatch.setattr(commands, "_load", load)
@@ -302,7 +303,7 @@ def test_out_folder_of_another_run_is_refused(tmp_path, fake):
 
 
 def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    def load(name, device):
+    def load(name, device, dtype):
         vlm = FakeVLM()
         ask = vlm.ask
 
@@ -324,6 +325,12 @@ def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     assert value["recipe"] == "random"
     assert "grid: 3 samples failed" in value["failed"]["grid"]
     assert "| `grid` | grid: 3 samples failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "dtype"), [((), "auto"), (("--dtype", "float32"), "float32")])
+def test_the_model_has_the_dtype_that_was_asked_for(tmp_path, fake, words, dtype):
+    run("shapes", "--limit", 1, "--out", tmp_path, *words)
+    assert fake[0].dtype == dtype
 
 
 class Refusing(FakeVLM):

@@ -52,6 +52,11 @@ def test_every_result_file_has_a_command(tool: ModuleType) -> None:
         assert (ROOT / folder).is_dir()
 
 
+def test_names_are_different(tool: ModuleType) -> None:
+    names = [entry.name for entry in tool.read()]
+    assert len(set(names)) == len(names)
+
+
 def test_commands_exist(tool: ModuleType) -> None:
     for entry in tool.read():
         for command in entry.commands:

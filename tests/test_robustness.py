@@ -295,7 +295,7 @@ def few(tiny, monkeypatch):
     short = {kind: {**of, "max_new_tokens": 8} for kind, of in Robustness.generation.items()}
     monkeypatch.setattr(Robustness, "generation", short)
     monkeypatch.setattr(robustness_attacks, "_CAPTION", 8)
-    monkeypatch.setattr(commands, "_load", lambda name, device: tiny)
+    monkeypatch.setattr(commands, "_load", lambda *_: tiny)
 
     def first(task, limit, seed):
         found = docs(task, 1, seed)

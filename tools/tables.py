@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -136,17 +137,18 @@ def speed() -> str:
     return _table(rows)
 
 
-def _ask() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ask", ROOT / "benchmarks" / "ask.py")
+def _script(folder: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     assert spec and spec.loader
-    ask = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ask)
-    return ask
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[name] = script  # where its dataclasses look for their annotations
+    spec.loader.exec_module(script)
+    return script
 
 
 def timings() -> str:
     """Every measure of ``benchmarks/ask.py``, with quartiles."""
-    ask, tables = _ask(), []
+    ask, tables = _script("benchmarks", "ask"), []
     for name, rows in _asked()["models"].items():
         tables.append(ask.markdown(name, rows))
         if all("media" in row for row in rows.values()):
@@ -261,11 +263,29 @@ def _kind(recipe: str) -> int:
     return 2 * kinds.index(stages[0]) + len(stages) - 1
 
 
+def equal_time() -> str:
+    """Accuracy beside the measured time to the first token, the slowest recipe first."""
+    plot = _script("tools", "ttft_png")
+    found = plot.points(["none", *(p.recipe for own in plot.curves().values() for p in own)])
+    rows = [["recipe", "kept", "TTFT", "images", "minus `none`"]]
+    for p in sorted(found, key=lambda point: point.faster):
+        rows.append(
+            [
+                f"`{p.recipe}`",
+                f"{100 * p.kept:.0f} %",
+                f"{p.faster:.2f}×",
+                f"{p.accuracy:.1f} [{p.low:.1f}, {p.high:.1f}]",
+                f"{p.accuracy - found[0].accuracy:+.1f}",
+            ]
+        )
+    return _table(rows)
+
+
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
-    path = ROOT / "benchmarks" / "results" / f"{name}-cpu-bfloat16.json"
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
     ((model, rows),) = json.loads(path.read_text(encoding="utf-8"))["models"].items()
-    return _ask().parts_table(model, rows)
+    return _script("benchmarks", "ask").parts_table(model, rows)
 
 
 def static_frames() -> str:
@@ -316,8 +336,11 @@ TABLES = {
     ("docs/tune.md", "draws"): draws,
     ("docs/views.md", "views"): views,
     ("docs/views.md", "static-frames"): static_frames,
-    ("docs/views.md", "time-crops"): partial(tower_time, "ask-crops"),
-    ("docs/views.md", "time-static"): partial(tower_time, "ask-static-clip"),
+    ("docs/views.md", "time-crops"): partial(tower_time, "ask-views-cpu-float32"),
+    ("docs/views.md", "equal-time"): equal_time,
+    ("docs/views.md", "time-qwen"): partial(tower_time, "ask-qwen-cpu-float32"),
+    ("docs/views.md", "time-static"): partial(tower_time, "ask-static-clip-cpu-bfloat16"),
+    ("docs/views.md", "time-moving"): partial(tower_time, "ask-moving-clip-cpu-float32"),
     ("README.md", "presets"): presets,
     ("README.md", "speed"): speed,
     ("README.md", "families"): runs_where,

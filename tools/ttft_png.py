@@ -1,7 +1,7 @@
 """Draw accuracy against the measured time to the first token: ``python tools/ttft_png.py``.
 
-Accuracies are those of ``tiny`` on images of docs/results/views, ratios of the time to the first
-token those of benchmarks/results/ask-crops-cpu-bfloat16.json, under the same recipes.
+Accuracies are those of ``tiny`` on images, of docs/results/views-stacks. Ratios of the time to the
+first token are those of benchmarks/results/ask-views-cpu-float32.json, under the same recipes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ACCURACY = ROOT / "docs" / "results" / "views" / "report.json"
-TIMES = ROOT / "benchmarks" / "results" / "ask-crops-cpu-bfloat16.json"
+ACCURACY = ROOT / "docs" / "results" / "views-stacks" / "report.json"
+TIMES = ROOT / "benchmarks" / "results" / "ask-views-cpu-float32.json"
 OUT = ROOT / "docs" / "images" / "views-ttft.png"
-# Label -> the recipes of one curve, by the fraction of the visual tokens that they keep.
+_HIRED = tuple(f"hired:budget={budget}" for budget in (0.33, 0.22, 0.11, 0.05))
+_STACKED = (0.66, 0.44, 0.22, 0.1)
+# Label -> the recipes of one curve.
 CURVES = {
-    "hired": ("hired:budget={}", (0.33, 0.22, 0.11, 0.05)),
-    "hired + divprune": ("hired:budget=0.5+divprune:budget={}", (0.66, 0.44, 0.22, 0.1)),
-    "crops:0.5 + hired": ("crops:0.5+hired:budget={}", (0.6, 0.4, 0.2, 0.1)),
-    "crops:0.25 + hired": ("crops:0.25+hired:budget={}", (0.4, 0.2)),
+    "hired": _HIRED,
+    "hired + divprune": tuple(f"hired:budget=0.5+divprune:budget={b}" for b in _STACKED),
+    "tome:0.5 + divprune": tuple(f"tome:budget=0.5+divprune:budget={b}" for b in (0.44, 0.22)),
+    "tome:0.33 + divprune": ("tome:budget=0.33+divprune:budget=0.33",),
+    "tome + hired + divprune": ("tome:budget=0.5+hired:budget=0.5+divprune:budget=0.44",),
+    "crops:0.5 + hired": tuple(f"crops:0.5+hired:budget={b}" for b in (0.6, 0.4, 0.2, 0.1)),
+    "crops:0.25 + hired": tuple(f"crops:0.25+hired:budget={b}" for b in (0.4, 0.2)),
 }
-_MARKERS = "osD^"
-_COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214")
+_MARKERS = "osPXvD^"
+_COLORS = ("#2166ac", "#1b7837", "#762a83", "#9970ab", "#35978f", "#b2182b", "#e08214")
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,7 @@ def points(recipes: list[str]) -> list[Point]:
 
 def curves() -> dict[str, list[Point]]:
     """The points of each curve."""
-    return {
-        name: points([recipe.format(budget) for budget in budgets])
-        for name, (recipe, budgets) in CURVES.items()
-    }
+    return {name: points(list(recipes)) for name, recipes in CURVES.items()}
 
 
 def _plain(recipe: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.help import RECIPES, count, examples, names
+from vlmfast.core.help import DTYPES, RECIPES, count, examples, names
 
 from .methods import PLACES
 from .parser import Command
@@ -259,7 +259,7 @@ def add_model(
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="dtype of the weights; auto: the checkpoint's own",
     )
     if json:

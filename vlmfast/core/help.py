@@ -10,6 +10,8 @@ RECIPES = (
     "such as hired:0.2+snapkv:0.5, or none, the full model"
 )
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 def examples(*commands: str) -> str:
     """The epilog of a parser with one example a line; a line may end in a comment."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.help import RECIPES, examples
+from vlmfast.core.help import DTYPES, RECIPES, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
@@ -65,6 +65,12 @@ def add_eval(parser: ArgumentParser) -> None:
         "small perturbations); for others use lmms-eval, see docs/evaluation.md",
     )
     add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
+    add(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="dtype of the weights; auto: the checkpoint's own",
+    )
     add(
         "--recipe",
         action="append",
@@ -222,7 +228,7 @@ def run_eval(args: Namespace) -> int:
             raise VLMFastError(f"--json {args.json} is a folder; it must be a file")
     check_device(args.device)
 
-    vlm = _load(args.model, args.device or own_device())
+    vlm = _load(args.model, args.device or own_device(), args.dtype)
     explicit = [text for text in args.recipe or () if text not in GROUPS]
     asked = with_draws(planned(explicit, *axes), draws) if explicit else []
     recipes = _without_repeats_at_floor(vlm, recipes)
@@ -306,7 +312,7 @@ def _check_refused(
             print(f"left out: {line}", file=sys.stderr)
 
 
-def _load(name: str, device: str | None) -> VLM:
+def _load(name: str, device: str | None, dtype: str) -> VLM:
     from transformers.utils import logging
 
     from vlmfast.api.vlm import VLM
@@ -314,7 +320,7 @@ def _load(name: str, device: str | None) -> VLM:
     if name == "tiny" or Path(name).is_dir():
         # No progress bar if nothing is downloaded.
         logging.disable_progress_bar()
-    return VLM.from_pretrained(name, device=device)
+    return VLM.from_pretrained(name, device=device, dtype=dtype)
 
 
 def _about(task: Task, args: Namespace, weights: str | None) -> dict[str, Any]:
