@@ -616,6 +616,22 @@ def test_invalid_input_is_refused(llava, change, error, message):
     assert "generate" not in vars(model)
 
 
+@pytest.mark.parametrize("family", ["internvl", "cohere2_vision", "aya_vision", "ovis2"])
+@pytest.mark.parametrize("change", ["more pixels", "a row without placeholders"])
+def test_images_without_placeholders_are_refused(family, change):
+    """Images are found by their placeholders: others must not take their place."""
+    model, processor = BUILD[family]()
+    vlm = VLM(model, processor)
+    inputs = batch(vlm)
+    if change == "more pixels":
+        inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
+    else:
+        ids = inputs["input_ids"]
+        ids[0] = torch.where(vlm.adapter.visual(ids[0]), ids[0, -1], ids[0])
+    with vlmfast.attach(model, processor), pytest.raises(ModelError, match="placeholders"):
+        model.generate(**inputs, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [

@@ -551,6 +551,33 @@ def test_what_can_never_fit_is_refused(vlm: VLM) -> None:
     assert vlm.submit(request(tokens=2)).result()
 
 
+@pytest.mark.parametrize("errors", ["raise", "keep"])
+def test_what_can_never_fit_is_the_error_of_its_own_request(vlm: VLM, errors: str) -> None:
+    prompt = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
+    vlm.engine.max_cache_bytes = vlm.adapter.cache_bytes(prompt + 20)
+    requests = [request(0, tokens=4), request(1, tokens=30), request(2, tokens=4)]
+    if errors == "raise":
+        with pytest.raises(ModelError, match=r"request 2: .* bytes"):
+            vlm.ask_many(requests, batch_size=2)
+    else:
+        found = vlm.ask_many(requests, batch_size=2, errors="keep")
+        assert isinstance(found[1], ModelError)
+        assert [found[i].token_ids for i in (0, 2)] == [alone(vlm, requests[i]) for i in (0, 2)]
+
+
+def test_a_session_goes_on_after_the_engine_gave_up(vlm: VLM) -> None:
+    """Its question ended with all others, by an error outside of any request."""
+    session = vlm.session(make_image())
+    wanted = session.ask(QUESTION, max_new_tokens=4).token_ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vlm.engine, "step", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
+        with pytest.raises(RuntimeError, match="lost"):
+            session.ask(QUESTION, max_new_tokens=4)
+    assert vlm.session(make_image()).ask(QUESTION, max_new_tokens=4).token_ids == wanted
+    session.close()
+    assert not vlm.engine.load().waiting
+
+
 def test_requests_wait_for_memory(vlm: VLM) -> None:
     prompt = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
     vlm.engine.max_cache_bytes = int(2.5 * vlm.adapter.cache_bytes(prompt + 8))

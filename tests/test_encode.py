@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_families
 import tiny_models
 from vlmfast import VLM, MediaError, RecipeError, VLMFastError, exact_count
+from vlmfast.api.encoding import encode_image
 from vlmfast.cli import main
 from vlmfast.integrations import features
 from vlmfast.integrations.features import MANIFEST, encode_files, open_features
@@ -39,6 +41,20 @@ def whole(vlm: VLM, images: list[Path], tmp_path_factory: pytest.TempPathFactory
     out = tmp_path_factory.mktemp("features")
     encode_files(vlm, images, RECIPE, out, model="tiny")
     return out
+
+
+@pytest.mark.parametrize("family", ["idefics3", "mistral3", "aya_vision"])
+def test_kept_counts_tokens_of_the_image_alone(family: str) -> None:
+    """Where text stands between the views of an image, too."""
+    vlm = VLM(*tiny_families.builders()[family]())
+    image = tiny_models.make_image(90, 60)
+    for recipe, share in (("none", 1.0), ("divprune:0.5", 0.6)):
+        found = encode_image(vlm.adapter, image, vlm.recipe(recipe))
+        assert found.kept.tolist() == sorted(set(found.kept.tolist()))
+        assert int(found.kept[0]) >= 0 and int(found.kept[-1]) < found.tokens
+        assert len(found.kept) <= share * found.tokens
+        if recipe == "none":
+            assert found.kept.tolist() == list(range(found.tokens))
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -597,3 +598,25 @@ def test_incomparable_folders_are_refused(folder, tmp_path):
     write_results(tmp_path / "b", "random:seed=4", 0.5, 0.2, limit=1)
     with pytest.raises(VLMFastError, match="no recipe of shapes in common"):
         write_difference(folder, tmp_path / "b", tmp_path)
+
+
+def test_draws_that_an_interrupted_run_lacks_are_left_out():
+    from vlmfast.eval.summary import _minus
+
+    assert _minus([1.0, 0.0, 1.0], [1.0, 1.0]) == [0.0, -1.0]
+    assert _minus([1.0], [1.0, 0.0]) == [0.0, 1.0]
+
+
+def test_a_recipe_whose_samples_all_failed_is_no_point():
+    from vlmfast.eval.chart import Measured, View
+    from vlmfast.eval.plot import Panel
+
+    numbers = {"accuracy_image": 0.0, "accuracy_image_ci": (0.0, 0.0), "kept_image": None}
+    row = Measured("a", "a", "b", "kept", numbers)
+    assert row.point(View("Images", "accuracy", "image")) is None
+    panel = Panel("Images", "image")
+    assert panel.point(SimpleNamespace(numbers=numbers)) is None
+    numbers["kept_image"] = 0.5
+    assert row.point(View("Images", "accuracy", "image"))[0] == 50 and panel.point(
+        SimpleNamespace(numbers=numbers)
+    )

@@ -174,6 +174,18 @@ def test_stages_after_the_prompt_do_not_change_the_count() -> None:
     assert exact_count(None, image) == len(image) == 16
 
 
+def test_crops_that_are_not_encoded_have_no_exact_count() -> None:
+    image = adapter_of("llava_next").image_layout((64, 64))
+    with pytest.raises(RecipeError, match="depends on the crops that it chooses"):
+        exact_count("crops:0.5+divprune:0.5", image)
+    assert exact_count("crops:1", image) == len(image)
+
+
+def test_a_view_of_a_drafter_drops_nothing() -> None:
+    image = adapter_of("llava").image_layout((64, 64))
+    assert exact_count("draft-self:view=divprune", image) == len(image)
+
+
 def test_budget_that_leaves_nothing_is_refused() -> None:
     image = adapter_of("llava").image_layout((64, 64))
     with pytest.raises(RecipeError, match=r"budget=0.01 leaves no token of the prompt's 16"):

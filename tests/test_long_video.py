@@ -63,8 +63,8 @@ def lengths(monkeypatch) -> list[int]:
         seen.append(layer.slots(0) + (keys.shape[2] if layer.frozen else 0))
         return out
 
-    def append(layer: KVLayer, kv, tokens: int):
-        put(layer, kv, tokens)
+    def append(layer: KVLayer, kv):
+        put(layer, kv)
         seen.append(int(layer.length.max()))
 
     monkeypatch.setattr(KVLayer, "update", watch)

@@ -11,9 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tiny_families
 from closeness import apart, close, tolerance
 from fake_slots import compressed, prompt_kv, prompt_step, rotate
-from vlmfast import Recipe
+from tiny_models import make_image
+from vlmfast import VLM, Recipe
 from vlmfast.compressors.cache.lookm import LookM, sizes
 from vlmfast.core.kv import KV
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
@@ -414,3 +416,11 @@ def test_recipe_round_trips() -> None:
         Recipe.parse("lookm:merge=mean")
     with pytest.raises(RecipeError, match="recent=1 is out of range, allowed is >= 0 and < 1"):
         Recipe.parse("lookm:recent=1")
+
+
+def test_rope_aware_merging_needs_one_rotary_id() -> None:
+    vlm = VLM(*tiny_families.builders()["qwen2_5_vl"]())
+    image, more = make_image(96, 64), {"max_new_tokens": 2}
+    with pytest.raises(RecipeError, match="rope_aware=true needs one rotary id per token"):
+        vlm.ask("What is here?", image, recipe="lookm:keep=0.5,rope_aware=true", **more)
+    assert vlm.ask("What is here?", image, recipe="lookm:keep=0.5", **more).token_ids

@@ -37,6 +37,7 @@ from vlmfast.media import (
     read_media,
     sources,
 )
+from vlmfast.media import images as images_module
 from vlmfast.media import loading as media
 
 torch = pytest.importorskip("torch")
@@ -401,6 +402,23 @@ def test_truncated_jpeg_that_pillow_accepts_is_rejected(monkeypatch: pytest.Monk
     Image.open(io.BytesIO(data[: len(data) // 2])).load()
     refused(data[: len(data) // 2], "truncated")
     refused(Image.open(io.BytesIO(data[: len(data) // 2])), "PIL image 64x64 RGB", "truncated")
+
+
+def test_truncated_images_are_rejected_in_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with images_module._strict_pillow():
+        with images_module._strict_pillow():
+            assert not ImageFile.LOAD_TRUNCATED_IMAGES
+        assert not ImageFile.LOAD_TRUNCATED_IMAGES  # another thread may still be decoding
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def test_frames_of_a_list_have_the_size_of_its_first(tmp_path: Path) -> None:
+    small, large = Image.new("RGB", (8, 8)), Image.new("RGB", (40, 40))
+    with pytest.raises(MediaError, match="frame 2 of 3: is 40x40, the first is 8x8"):
+        load_video([small, large, large], select=lambda info: [1, 2])
+    with pytest.raises(MediaError, match="frame 1 of 3: "):
+        probe_video([tmp_path / "missing.png", small, small])
 
 
 def test_oversized_images_are_rejected_before_decoding(tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def shown(answer: vlmfast.Answer) -> dict[str, Any]:
 @pytest.mark.cases(9)
 @pytest.mark.parametrize(("vlm", "recipe"), PAIRS, indirect=["vlm"])
 def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
-    """One image, several in another order, and one twice: tokens, trace and statistics."""
-    for chosen in ([0], [0, 1], [2, 0, 1], [1, 1]):
+    """Several images, one of them twice, in another order: tokens, trace and statistics."""
+    for chosen in ([0, 1, 0], [1], [2, 0, 1], [1, 1]):
         images = [IMAGES[i] for i in chosen]
         try:
             wanted = shown(cold(vlm, images, recipe))

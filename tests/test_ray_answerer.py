@@ -13,6 +13,7 @@ import torch
 
 import tiny_models
 from vlmfast import VLM, VLMFastError
+from vlmfast.engine.rounds import Rounds
 from vlmfast.integrations.ray import Answerer
 
 RECIPE = "divprune:0.3"
@@ -88,3 +89,22 @@ def test_nothing_imports_ray() -> None:
     code = "import sys, vlmfast.integrations.ray; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_memory_that_is_exhausted_inside_the_engine_halves_the_batch_too(
+    answerer: Answerer, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it is the error of all rows that were decoded together."""
+    whole, sizes, run = answerer(batch), [], Rounds.run
+
+    def small(self: Rounds, batches: Any) -> None:
+        sizes.append(sum(len(each.rows) for each in batches))
+        if sizes[-1] > 1:
+            raise torch.OutOfMemoryError("too small")
+        run(self, batches)
+
+    monkeypatch.setattr(Rounds, "run", small)
+    found = answerer(batch)
+    assert max(sizes) > 1
+    assert list(found["answer"]) == list(whole["answer"])
+    assert list(found["error"]) == list(whole["error"])

@@ -48,6 +48,15 @@ def kept(vlm: vlmfast.VLM, image: Image.Image, recipe: str) -> tuple[list[int], 
     return answer.trace.entered.order.tolist(), answer.stats.vision_passes
 
 
+def margin(attack: SelectionAttack, clean: Image.Image, image: Image.Image) -> float:
+    """Mean ``z`` of the tokens kept of the clean image above that of the others."""
+    kept = attack.kept(pixels_of(clean))
+    with torch.no_grad():
+        found = attack.scored(pixels_of(image))
+    others = found.patches & ~kept
+    return float(found.z[kept].mean() - found.z[others].mean())
+
+
 # --- the guard -----------------------------------------------------------------------------------
 
 
@@ -157,9 +166,9 @@ def test_attack_lowers_the_margin_more_than_noise(tiny, scene, recipe) -> None:
     assert (found.mode, found.size) == (scene.mode, scene.size)
     assert 0 < abs(change).max() <= 4
     assert set(np.unique(abs(np.asarray(noise, dtype=int) - scene))) <= {0, 1, 2, 3, 4}
-    clean = attack.margin(scene, scene)
-    assert attack.margin(scene, found) < clean - 0.4
-    assert abs(attack.margin(scene, noise) - clean) < 0.2
+    clean = margin(attack, scene, scene)
+    assert margin(attack, scene, found) < clean - 0.4
+    assert abs(margin(attack, scene, noise) - clean) < 0.2
     assert attack.changed(scene, found) > attack.changed(scene, noise)
     assert attack.changed(scene, scene) == 0
 
@@ -235,9 +244,9 @@ def test_guard_and_attack_on_every_family(family) -> None:
     assert (len(tokens), one, three) == (len(plain), 1, 3)
     attack = SelectionAttack(vlm, Recipe.parse("divprune:keep=0.3"))
     found, noise = attack(image, 8, 4), noisy(image, 8, family)
-    clean, attacked = attack.margin(image, image), attack.margin(image, found)
+    clean, attacked = margin(attack, image, image), margin(attack, image, found)
     assert attacked < clean - 0.3
-    assert attacked < attack.margin(image, noise)
+    assert attacked < margin(attack, image, noise)
 
 
 # --- the task ------------------------------------------------------------------------------------

@@ -269,6 +269,12 @@ def test_hub_ids_are_recognized(text: str, is_id: bool) -> None:
     assert hub_module.is_hub_id(text) == is_id
 
 
+def test_a_name_that_no_system_takes_is_no_folder() -> None:
+    assert hub_module.is_hub_id("a/" + 300 * "b")
+    with pytest.raises(vlmfast.VLMFastError):
+        StageWeights.from_pretrained(300 * "b")
+
+
 def test_published_drafter_loads_from_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     shipped = loaded(SHIPPED / "tiny-draft-eagle", "draft-eagle")
     config = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}

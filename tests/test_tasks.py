@@ -742,3 +742,24 @@ def test_videos_outside_the_data_need_a_flag(films, tmp_path, how):
         else:
             with pytest.raises(MediaError, match=r"^001-1: its .* which is not in .*--allow-out"):
                 task.media(doc)
+
+
+def test_a_stream_that_breaks_fails_one_row(monkeypatch):
+    """The next row is read from a new stream."""
+    from vlmfast.eval.data import Rows
+
+    broken = [2]
+
+    def stream(rows):
+        for number in range(5):
+            if number in broken:
+                broken.clear()
+                raise ConnectionError("reset")
+            yield {"number": number}
+
+    monkeypatch.setattr(Rows, "_stream", stream)
+    rows = Rows("x", "test", ())
+    assert rows.row(1) == {"number": 1}
+    with pytest.raises((VLMFastError, ConnectionError), match="reset"):
+        rows.row(2)
+    assert [rows.row(number)["number"] for number in (2, 3, 4)] == [2, 3, 4]

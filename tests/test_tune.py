@@ -122,10 +122,13 @@ class Drawn:
     seed: int = 0
     asked: list[tuple[str, int]] = field(default_factory=list)
     drawn: dict[str, list[float]] = field(default_factory=dict)
+    fails: dict[str, int] = field(default_factory=dict)
 
     def outcomes(self, recipe: str, questions: Sequence[int]) -> list[Outcome]:
         if recipe.startswith("refused"):
             raise CannotRun("it does not fit")
+        if recipe in self.fails and self.fails[recipe] in questions:
+            raise CannotRun("this question does not fit")
         self.asked += [(recipe, index) for index in questions]
         return [self._outcome(recipe, index) for index in questions]
 
@@ -276,3 +279,13 @@ def test_rungs_double_up_to_all_questions(n: int) -> None:
     sizes = rungs(n)
     assert sizes[-1] == n
     assert all(a < b <= 2 * a + 1 for a, b in pairwise(sizes))
+
+
+def test_a_candidate_that_fails_on_a_held_out_question_is_left_out() -> None:
+    candidates = ["0.2/0/0", "0.5/0/0", "0.9/0/0"]
+    whole = run(Drawn(), candidates, 400)
+    assert whole.chosen == "0.2/0/0" and whole.certified
+    found = run(Drawn(fails={"0.2/0/0": whole.split.held_out[-1]}), candidates, 400)
+    assert found.chosen == "0.5/0/0" and found.certified
+    (row,) = [row for row in found.rows if row.recipe == "0.2/0/0"]
+    assert (row.status, row.note) == ("cannot run", "this question does not fit")

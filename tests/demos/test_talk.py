@@ -393,6 +393,11 @@ def test_stop_keeps_earlier_answers(desk: Desk, image: Media) -> None:
     assert [turn.question for turn in talk.turns] == [QUESTION]
     talk.stop()  # nothing is being said
     assert len(ask(desk, image).turns) == 2
+    pieces = len(list(desk.ask("u", image, QUESTION, "balanced", 8, False)))
+    for number, talk in enumerate(desk.ask("u", image, QUESTION, "balanced", 8, False), 1):
+        if number == pieces:
+            talk.stop()  # all is said
+    assert len(ask(desk, image).turns) == 5
 
 
 def test_conversations_are_bounded(tiny, image: Media) -> None:

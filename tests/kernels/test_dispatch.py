@@ -20,7 +20,6 @@ from vlmfast.kernels._saved import machine, read_saved, saved_path
 from vlmfast.kernels._triton import (
     KERNELS,
     Choice,
-    Variant,
     check_heads,
     padded,
     parse_choice,
@@ -317,10 +316,9 @@ def test_unsupported_head_dimension_raises(dim: int) -> None:
         check_heads("x", dim)
 
 
-def test_padded_pointer_upcast_and_variant() -> None:
+def test_padded_pointer_and_upcast() -> None:
     assert [padded(n) for n in (0, 1, 16, 17, 80, 128)] == [16, 16, 16, 32, 128, 128]
     assert [padded(n, 1) for n in (0, 1, 2, 3)] == [1, 1, 2, 4]
     assert pointer(torch.bfloat16) == "*bf16"
     assert upcast(torch.zeros(1))
     assert upcast(torch.zeros(1, dtype=torch.bfloat16)) == _triton.INTERPRETED
-    assert Variant(None, {}, {}) == Variant(None, {}, {}, note="the same")

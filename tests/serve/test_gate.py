@@ -9,12 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from vlmfast import VLMFastError
+from tiny_models import build_llava
+from vlmfast import VLM, VLMFastError
+from vlmfast.serve import commands
 from vlmfast.serve.config import MediaLimits, ServerConfig
 from vlmfast.serve.errors import RequestError
 from vlmfast.serve.responses import ResponsesRequest
@@ -48,7 +52,9 @@ def test_other_machines_need_a_key(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.8.8.8"])
 def test_this_machine_needs_none(host: str) -> None:
-    assert ServerConfig(host=host).hosts
+    assert host.strip("[]") in {own.strip("[]") for own in ServerConfig(host=host).hosts}
+    listed = ServerConfig(host=host, allowed_hosts=("a.example",)).hosts
+    assert "a.example" in listed and host.strip("[]") in {own.strip("[]") for own in listed}
 
 
 @pytest.mark.parametrize(
@@ -368,6 +374,40 @@ def test_messages_that_the_model_refuses(served: Any) -> None:
         400,
     )
     assert "template" in error["message"]
+
+
+def test_refused_requests_are_counted(serve: Any) -> None:
+    served = serve()
+    assert served.chat(model="other").status_code == 404
+    assert served.chat(recipe="hired:2").status_code == 400
+    assert served.post(CHAT, {"model": "tiny"}).status_code == 400
+    assert served.metric("request_errors_total", status="404") == 1
+    assert served.metric("request_errors_total", status="400") == 2
+
+
+def test_a_recipe_that_only_the_server_may_use(served: Any) -> None:
+    error = error_of(served.chat(recipe="auto"), 400)
+    assert "cannot name 'auto'" in error["message"] and "/" not in error["message"]
+
+
+def test_an_answer_is_no_longer_than_the_server_allows(serve: Any) -> None:
+    vlm = VLM(*build_llava())
+    vlm.model.generation_config.max_new_tokens = 40
+    vlm.model.generation_config.eos_token_id = None
+    served = serve(vlm, max_new_tokens=6)
+    usage = served.chat().json()["usage"]
+    assert usage["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize(("text", "keys"), [("a, b", {"a", "b"}), ("a", {"a"})])
+def test_keys_have_no_blanks(monkeypatch: Any, tmp_path: Path, text: str, keys: set[str]) -> None:
+    monkeypatch.setenv("VLMFAST_API_KEY", text)
+    args = SimpleNamespace(api_key=[" c "], api_key_file=None)
+    assert set(commands._keys(args)) == {*keys, "c"}
+    args.api_key_file = tmp_path / "keys"
+    args.api_key_file.write_text("\n \n")
+    with pytest.raises(VLMFastError, match="has no key"):
+        commands._keys(args)
 
 
 def test_prompts_beyond_the_model_are_refused(served: Any) -> None:

@@ -96,11 +96,12 @@ def encode_image(adapter: Adapter, image: Any, recipe: Recipe) -> EncodedImage:
             "which one set of features does not contain"
         )
     visual = found.layout.visual
-    first = int(adapter.visual(inputs.tensors["input_ids"][0]).nonzero()[0])
+    places = adapter.visual(inputs.tensors["input_ids"][0]).nonzero().flatten()
+    first = int(places[0])
     position = found.layout.position[:, visual]
     return EncodedImage(
         found.embeds[visual],
-        found.layout.order[visual] - first,
+        torch.searchsorted(places, found.layout.order[visual].to(places.dtype)),
         position - adapter.positions(inputs.tensors)[:, first : first + 1],
         prompt.sizes[0],
         stats.visual_tokens_in,

@@ -215,13 +215,7 @@ class LongVideo:
         return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
 
     def _processed(self, start: int, stop: int) -> Block:
-        frames, info = self.video.read(start, stop), self.video.info
-        for at, frame in enumerate(frames, start):  # a reader only compares frames of one call
-            if frame.size != (info.width, info.height):
-                raise MediaError(
-                    f"{self.video.name}: frame {at + 1} of {self.frames} is {frame.width}x"
-                    f"{frame.height} and not {info.width}x{info.height}: frames must be of one size"
-                )
+        frames = self.video.read(start, stop)
         tensors = self.adapter.inputs(self.adapter.image_token() * len(frames), frames)
         return Block(tensors, [(f.height, f.width) for f in frames], start)
 

@@ -302,7 +302,7 @@ class Session:
     def _facts(self) -> list[str]:
         if self._closed:
             return ["closed"]
-        images = 0 if self._images is None else len(self._images.images)
+        images = 0 if self._images is None else len(self._images.sizes)
         facts = [plural(images, "image"), f"reuses {self.reuses}"]
         if self.history:
             facts.append(plural(len(self._messages) // 2, "question") + " answered")
@@ -373,6 +373,7 @@ class Session:
                 not isinstance(turn, dict)
                 or turn.get("role") != role
                 or not isinstance(turn.get("content"), str)
+                or (role == "user" and not turn["content"].strip())
             ):
                 raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
         if len(messages) % 2:

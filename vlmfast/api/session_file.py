@@ -20,8 +20,9 @@ from vlmfast.core.saliency import Saliency
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import RowGroup
+from vlmfast.engine.kv_layer import SLOTWISE
 from vlmfast.engine.prefill import Seen
-from vlmfast.engine.prefix import BUFFERS, Prefix
+from vlmfast.engine.prefix import Prefix
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.kernels.quantize_kv import Segment
@@ -213,7 +214,7 @@ def frozen(prefix: Prefix) -> dict[str, Any]:
                 "segments": layer.segments,
                 "buffers": {
                     name: buffer[:, :, :length]
-                    for name in BUFFERS
+                    for name in SLOTWISE
                     if (buffer := getattr(layer, name)) is not None
                 },
             }

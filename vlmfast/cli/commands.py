@@ -157,7 +157,11 @@ def _compare(args: argparse.Namespace) -> int:
     if args.overlay:
         from vlmfast.api.overlays import contact_sheet
 
-        contact_sheet([row.answer for row in rows if row.answer is not None]).save(args.overlay)
+        sheet = contact_sheet([row.answer for row in rows if row.answer is not None])
+        try:
+            sheet.save(args.overlay)
+        except OSError as error:
+            raise MediaError(f"--overlay {args.overlay} cannot be written: {error}") from error
     # As given: the canonical text omits defaults.
     named = list(zip(["none", *args.recipes], rows, strict=True))
     if args.json:
@@ -481,7 +485,7 @@ def _check_overlay(path: str | None) -> None:
         return
     from PIL import Image
 
-    if Path(path).suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(Path(path).suffix.lower()) not in Image.SAVE:
         raise MediaError(f"--overlay {path}: the name must end in .png or another image format")
     if not Path(path).parent.is_dir():
         raise MediaError(f"--overlay {path}: folder {Path(path).parent} does not exist")

@@ -43,7 +43,7 @@ class VisionContext:
         Data from one part of a method for a later part of the same method, by method name.
     trained : dict of str to Module
         The weights of trained methods, by method name, on the model's device in float32.
-    repair : bool
+    proportional_attention : bool
         Attention adds the logarithm of each key's weight to its logit, so that a merged token
         counts for all the tokens that it represents.
     stats : dict of int to Tensor
@@ -130,8 +130,8 @@ class PrefillContext:
     received : dict of int to Tensor
         Layer index to mean logits received from the visual rows, float32, (heads, 1, keys).
     hidden : Tensor, (S, D), optional
-        Input of the layer before which `PrefillStage.keep` is called. A stage that merges replaces
-        it by the merged rows, of the same shape, before it returns the rows to keep.
+        Input of the layer before which `PrefillStage.select_tokens` is called. A stage that merges
+        replaces it by the merged rows, of the same shape, before it returns the rows to keep.
 
     Class attributes
     ----------------

@@ -235,6 +235,7 @@ class Governor(Protocol):
     """Decides how much the drafters of one answer draft."""
 
     reason: str
+    opened: bool  # whether a drafter was opened, and later rounds need no start
 
     def choose(
         self, rows: int, count: int, max_new_tokens: int, traffic: Traffic | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .counting import ImageLayout, TokenCount, check_budget, inexact
+from .protocols import ViewStage
 from .recipe import Recipe
 
 
@@ -42,6 +43,8 @@ def exact_count(recipe: Any, image: ImageLayout) -> int:
     for part in (part for stage in recipe for part in stage.expand()):
         if part.protocol == "in-encoder":
             raise inexact(part.name, "what merges inside the vision tower")
+        if isinstance(part, ViewStage) and part.chooses_crops:
+            raise inexact(part.name, "the crops that it chooses")
     for stage in recipe:
         check_budget(stage, len(image))
     for part in recipe.acting("encode"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -34,7 +35,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         With the path and the reason, where the file cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         try:
             with open(draft, "wb") as file:

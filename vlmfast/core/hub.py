@@ -5,6 +5,7 @@ Only JSON, safetensors and the model card are downloaded: nothing that must be u
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))
 
 def is_hub_id(weights: str) -> bool:
     """Whether ``weights`` can only be a repository: it has the form of one, and is no folder."""
-    return _ID.fullmatch(weights) is not None and not Path(weights).exists()
+    return _ID.fullmatch(weights) is not None and not os.path.exists(weights)
 
 
 def download(name: str, weights: str, files: tuple[str, ...]) -> Path:

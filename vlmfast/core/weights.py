@@ -9,6 +9,7 @@ were trained for. ``README.md`` is their model card.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -328,7 +329,8 @@ def _located(name: str, weights: str) -> Path:
     """The folder of weights, downloaded if ``weights`` is a hub id."""
     folder = Path(weights)
     if not hub.is_hub_id(weights):
-        if not (folder / CONFIG).exists() and (folder / "weights" / CONFIG).exists():
+        # `os.path.exists` is False for every name that the system refuses.
+        if not os.path.exists(folder / CONFIG) and os.path.exists(folder / "weights" / CONFIG):
             return folder / "weights"  # the folder of the whole training
         return folder
     folder = hub.download(name, weights, _ON_HUB)

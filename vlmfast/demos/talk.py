@@ -139,7 +139,7 @@ class Conversation:
         for past in self.turns:  # traces contain images: keep only the last turn's
             past.answers.clear()
         self.turns.append(turn)
-        self.current = None
+        self.current, self._stopped = None, False
 
     def look_again(self, **generation: Any) -> Generator[Turn, None, None]:
         """Repeat the last question in the recipe's session with all visual tokens restored."""
@@ -152,7 +152,7 @@ class Conversation:
         turn.answers.pop(RESTORED, None)
         pieces = session.stream(turn.question, restore=True, **generation)
         yield from self._written(turn, RESTORED, pieces)
-        self.current = None
+        self.current, self._stopped = None, False
 
     @property
     def kept(self) -> float | None:

@@ -60,6 +60,7 @@ from vlmfast.compressors.evictor import Evictor, least_share
 from vlmfast.compressors.part import Part
 from vlmfast.compressors.select import best
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.counting import TokenCount
 from vlmfast.core.drafting import (
     Budget,
     Observer,
@@ -230,6 +231,9 @@ class KeptTokens(Part, EncodeStage):
     """Notes the visual tokens that the view's method would keep, and keeps all."""
 
     name: ClassVar[str] = DraftSelf.name
+
+    def tokens_left(self, before: TokenCount) -> TokenCount:
+        return before
 
     @property
     def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view

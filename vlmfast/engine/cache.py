@@ -329,7 +329,8 @@ class KVCache(Cache):
     @property
     def shared(self) -> bool:
         """Whether the buffers are for several rows."""
-        return bool(self._buffers)
+        # `resize` may have run out of memory after some layers.
+        return bool(self._buffers) or any(layer.shared for layer in self.layers)
 
     @property
     def replaced(self) -> int:

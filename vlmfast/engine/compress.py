@@ -29,13 +29,10 @@ class Compression:
     Parameters
     ----------
     stages : list of CacheStage
-    decoding : list of DecodeStage
-        Only their requirements on the cache are read here.
     """
 
     adapter: Adapter
     stages: list[CacheStage]
-    decoding: list[DecodeStage]
     context: PrefillContext
     cache: KVCache
     stats: Stats
@@ -55,8 +52,8 @@ class Compression:
         adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without visual tokens."""
-        stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
-        if not (stages or decoding) or not bool(context.layout.visual.any()):
+        stages = recipe.acting(CacheStage)
+        if not (stages or recipe.acting(DecodeStage)) or not bool(context.layout.visual.any()):
             return None
         whole = [s.name for s in stages if type(s).finish is not CacheStage.finish]
         if whole and adapter.state_layers:
@@ -64,7 +61,7 @@ class Compression:
                 f"{whole[0]} divides its budget among all layers, of which some of "
                 f"{adapter.config.model_type} hold a state instead of keys and values"
             )
-        compression = Compression(adapter, stages, decoding, context, cache, stats)
+        compression = Compression(adapter, stages, context, cache, stats)
         context.after, context.rotate = compression.after, adapter.rotate
         return compression
 
@@ -109,7 +106,7 @@ class Compression:
             else:
                 kv = stage.compress(context, layer, kv, aligned(stats, kv, layout.order))
         if context.extends:
-            cached.append(kv, len(layout))
+            cached.append(kv)
         else:
             cached.put(kv)
         self.stats.time_reduce_s += clock(key.device) - start
@@ -139,14 +136,6 @@ class Compression:
     def _waited(self, layer: int, stage: CacheStage, kv: KV) -> ColumnStats | None:
         stats, order = self.waiting.pop((layer, stage.name))
         return aligned(stats, kv, order)
-
-    @property
-    def track(self) -> bool:
-        return bool(self.decoding)
-
-    @property
-    def attention_mass(self) -> bool:
-        return any(stage.attention_mass for stage in self.decoding)
 
 
 def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:

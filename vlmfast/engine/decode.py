@@ -21,6 +21,7 @@ from .cache import JointCache, KVCache, RowSlots
 from .fingerprint import fingerprint
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
+from .mode import Mode
 from .output import Output
 
 _SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
@@ -340,12 +341,12 @@ class RowGroup:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
         weights = fingerprint(decoder, head, hooks=True, addresses=True)
-        if (found := self._idle.take(self.kind, weights, self.cache, rows)) is not None:
+        kind = (*self.kind, Mode.current(self.adapter.device).autocast)
+        if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)
             self.release()
             self.cache, self.graphs = found.cache, found
             return
-        kind = self.kind
         self.cache.resize(self._idle.size(self.cache, rows, self.size))
         self.graphs = self._idle.new(kind, weights, self.cache)
 

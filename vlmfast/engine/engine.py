@@ -214,7 +214,13 @@ class Engine:
                     if (sequence := next(sequences, None)) is None:
                         exhausted = True
                     else:
-                        running.append(self.submit(sequence, _itself))
+                        try:
+                            running.append(self.submit(sequence, _itself))
+                        except ModelError as error:
+                            fail(sequence, error)
+                            if not keep_errors:
+                                raise _numbered(sequence) from error
+                            yield sequence
                 if not running:
                     return
                 if exhausted:
@@ -336,9 +342,13 @@ class Engine:
         with self._changed:
             lost, self._unfinished, self._arrivals = self._unfinished, set(), []
             self._scheduler, self._batches, self._prefill = Scheduler(), Batches(), None
+        for sequence in lost:
+            fail(sequence, error)
+            _call_on_end(sequence)
+        with self._changed:
             for sequence in lost:
-                fail(sequence, error)
                 sequence.phase = Phase.FINISHED
+            self._changed.notify_all()
         for sequence in lost:
             _call_listener(sequence)
 
@@ -371,6 +381,7 @@ class Engine:
             self._broken = broken
             for sequence in lost:
                 fail(sequence, VLMFastError("the request belongs to the process before the fork"))
+                _call_on_end(sequence)
                 sequence.phase = Phase.FINISHED
         if self._broken:
             raise VLMFastError(
@@ -558,11 +569,7 @@ class Engine:
             sequence.stats.finish(
                 sequence.count, sequence.begin, sequence.first, clock(device), device
             )
-        if sequence.on_end is not None:
-            try:
-                sequence.on_end(sequence)
-            except Exception as problem:
-                fail(sequence, problem)
+        _call_on_end(sequence)
         with self._changed:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
@@ -623,6 +630,14 @@ def engine_of(adapter: Adapter) -> Engine:
     """The engine of a model; there is one for each adapter."""
     engine = adapter.kept.get("engine")
     return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
+
+
+def _call_on_end(sequence: Sequence) -> None:
+    if sequence.on_end is not None:
+        try:
+            sequence.on_end(sequence)
+        except Exception as problem:
+            fail(sequence, problem)
 
 
 def _call_listener(sequence: Sequence) -> None:

@@ -210,7 +210,9 @@ def encoded(
             if (entry := cache.find(key)) is not None:
                 pinned.append(entry)
                 values[key] = entry.value
-        hits, by_key = set(values), dict(zip(keys, groups, strict=True))
+        hits, by_key = set(values), dict[Key, list[Hashed]]()
+        for key, group in zip(keys, groups, strict=True):
+            by_key.setdefault(key, group)  # the first of equal images is the one that is encoded
         missing = {key: _indices(group) for key, group in by_key.items() if key not in hits}
         everything = len(missing) == len(keys)
         if missing:

@@ -312,8 +312,8 @@ class KVLayer(CacheLayerMixin):
             if buffer is not None:
                 buffer.scatter_(2, index, torch.zeros_like(index, dtype=buffer.dtype))
 
-    def append(self, kv: KV, tokens: int) -> None:
-        """Block-wise prefill: replace the last ``tokens`` that were written by ``kv``."""
+    def append(self, kv: KV) -> None:
+        """Block-wise prefill: replace what was written after ``length`` by ``kv``."""
         kept = len(kv)
         start = self.length[0]
         index = start[:, None] + torch.arange(kept, device=self.device)
@@ -478,6 +478,11 @@ class KVLayer(CacheLayerMixin):
         for number, store in enumerate(self._stores):
             state |= {(index, number, at): x for at, x in enumerate(store.tensors())}
         return state
+
+    @property
+    def shared(self) -> bool:
+        """Whether its buffers are for several rows."""
+        return bool(self._buffers)
 
     @property
     def size(self) -> int:

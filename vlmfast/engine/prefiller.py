@@ -282,7 +282,7 @@ class Prefiller:
                 raise too_long(positions, max_new_tokens, bound)
             sequence.most = max_new_tokens = bound - positions
         if window is not None and positions + max_new_tokens > window:
-            raise ModelError(
+            raise TooLong(
                 f"prompt and answer take {positions + max_new_tokens} positions, more than the "
                 f"model's sliding window of {window}; shorten one of them, or drop visual tokens "
                 "with positions=compact"
@@ -397,7 +397,10 @@ class Prefiller:
         cache = group.cache
         positions = int(group.position.max()) + ids.shape[1]
         self.fit(sequence, positions, sequence.max_new_tokens)
-        for part in ids.split(chunk or _AT_ONCE, dim=1) if ids.shape[1] else ():
+        parts = ids.split(chunk or _AT_ONCE, dim=1) if ids.shape[1] else ()
+        if chunk is not None:
+            sequence.stats.prefill_chunks = max(len(parts), 1)
+        for part in parts:
             count = torch.arange(part.shape[1], device=part.device)
             position = group.position.reshape(-1, 1) + count
             prompt = Prompt(
@@ -414,7 +417,11 @@ class Prefiller:
         return logits
 
 
-def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> ModelError:
+class TooLong(ModelError):
+    """A prompt and its answer do not fit into the model's context."""
+
+
+def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = False) -> TooLong:
     """The error for a prompt whose answer of ``max_new_tokens`` tokens does not fit.
 
     ``least``: ``positions`` is a lower bound.
@@ -422,7 +429,7 @@ def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = F
     ways = ["a shorter text", "fewer or smaller images or frames", "positions=compact"]
     if positions < bound:
         ways.insert(0, f"max_new_tokens={bound - positions}")
-    return ModelError(
+    return TooLong(
         f"the prompt takes {'at least ' if least else ''}{positions} positions and its answer up "
         f"to {max_new_tokens}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe "
         f"with {ways[-1]}"

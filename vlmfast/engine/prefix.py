@@ -15,10 +15,10 @@ from vlmfast.core.snapshot import moved
 
 from .cache import KVCache
 from .decode import RowGroup
+from .kv_layer import SLOTWISE
 from .sequence import Sequence
 from .stats import Stats, Trace
 
-BUFFERS = ("keys", "values", "order", "rank", "attention_mass", "bias")
 # Statistics of the prefix, which every sequence that continues from it reports.
 _SHARED = (
     "saliency",
@@ -87,7 +87,7 @@ class Prefix:
         """Its size on the device, free slots included."""
         total = sum(x.nbytes for read in self.reads for x in read.tensors())
         for layer in self.cache.layers:
-            buffers = [getattr(layer, name) for name in BUFFERS]
+            buffers = [getattr(layer, name) for name in SLOTWISE]
             for segment in layer.segments:
                 buffers += [x for x in vars(segment).values() if isinstance(x, Tensor)]
             total += sum(x.nbytes for x in buffers if x is not None)

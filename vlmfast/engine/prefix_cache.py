@@ -77,7 +77,7 @@ class CacheStats(KindStats):
     limit : int
         Upper bound on ``bytes``.
     kinds : dict of str to KindStats
-        The same for each kind of entry: ``"images"``.
+        The same for each kind of entry: ``"images"`` and ``"prefixes"``.
     """
 
     limit: int = 0

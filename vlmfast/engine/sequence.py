@@ -93,7 +93,7 @@ class Sequence:
         Which request of a batch it is.
     prefill : callable, optional
         Makes the generator that prefills the prompt of the sequence, see `Prefill`. By default it
-        is prefilled in one chunk.
+        is prefilled at once, or in chunks of ``prefill_chunk_size``.
     keeps_cache : bool
         Whether its cache is left in ``group`` when it has ended.
     listener : callable, optional

@@ -315,6 +315,8 @@ class Speculation:
                 drafter.prefill(own)
         self.prompt.clear()
         self._catch_up()
+        if self.governor is not None:
+            self.governor.opened = True
 
     def _check_view(self) -> None:
         """Find the drafter that reads a view, and check that the view is of this cache.

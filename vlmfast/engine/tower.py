@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_map_only
 from vlmfast.core.contexts import VisionContext
 from vlmfast.models.base import Adapter
 
+from .fingerprint import fingerprint
+from .mode import Mode
+
 _WARM_UP = 3  # forward passes before a capture, in which libraries allocate their workspaces
 _SHAPES = 8  # graphs that are kept
 
@@ -66,6 +69,7 @@ class Towers:
         context: VisionContext,
         cls: list[Tensor],
         views: int,
+        state: tuple,
     ) -> Any:
         """The output of ``forward(pixels, **given)``, which also fills ``context`` and ``cls``.
 
@@ -74,9 +78,12 @@ class Towers:
         pixels : Tensor, (V, C, H, W)
         views : int
             Rows whose CLS token is collected.
+        state : tuple
+            What else decides about the output: weights and autocast.
         """
         requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
-        key = (tuple(pixels.shape), pixels.dtype, requests, views, str(sorted(given.items())))
+        key = (tuple(pixels.shape), pixels.dtype, requests, views, state)
+        key += (str(sorted(given.items())),)
         if key not in self._met:  # a shape that occurs once is not worth a graph
             self._met.add(key)
             return forward(pixels, **given)
@@ -116,13 +123,18 @@ def captured(
     if tower is None or not _captures(adapter) or torch.is_grad_enabled():
         yield
         return
+    weights = fingerprint(tower, adapter.projector(), hooks=True, addresses=True)
+    if weights is None:  # training mode
+        yield
+        return
     towers = adapter.kept.setdefault("towers", Towers())
+    state = weights, Mode.current(adapter.device).autocast
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
             if args:
                 return forward(pixel_values, *args, **given)
-            return towers.pass_of(forward, pixel_values, given, context, cls, views)
+            return towers.pass_of(forward, pixel_values, given, context, cls, views, state)
 
         return replayed
 

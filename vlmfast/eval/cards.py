@@ -10,6 +10,8 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import with_values
 from vlmfast.errors import VLMFastError
 
+from .robustness_report import is_robustness
+
 _COLUMNS = ("recipe", "kept %", "images % [95 %]", "videos % [95 %]", "same answers %")
 
 
@@ -37,7 +39,11 @@ def accuracy_tables(report: str | Path, stage: str, note: str = "") -> list[dict
     """
     try:
         tasks = json.loads(Path(report).read_text(encoding="utf-8"))["tasks"]
-        runs = {task: _runs(found["recipes"], stage) for task, found in tasks.items()}
+        runs = {
+            task: _runs(found["recipes"], stage)
+            for task, found in tasks.items()
+            if not is_robustness(task)
+        }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise VLMFastError(f"report={report} cannot be read: {error}") from error
     weights = {recipe[0].weights for found in runs.values() for recipe, _ in found if recipe}

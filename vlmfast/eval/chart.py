@@ -17,6 +17,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import method_of, shrinks_cache
+from .robustness_report import is_robustness
 from .summary import BASELINES, CACHE_BASELINES, depends_on_question
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ class Measured:
         """Cost, accuracy and its 95 % interval in percent; None if not measured."""
         numbers = self.session if view.session else self.numbers
         key = f"{view.key}_{view.modality}"
-        if numbers is None or numbers.get(key) is None:
+        cost = None if numbers is None else numbers.get(f"{self.axis}_{view.modality}")
+        if numbers is None or numbers.get(key) is None or cost is None:  # where all samples failed
             return None
-        cost = numbers[f"{self.axis}_{view.modality}"]
         return tuple(100 * value for value in (cost, numbers[key], *numbers[f"{key}_ci"]))
 
 
@@ -172,11 +173,12 @@ def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[
             data = json.loads(Path(report).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise VLMFastError(f"cannot read the report {report}: {error}") from error
+    tasks: dict[str, Any] = {}
     try:
-        tasks = data["tasks"]
+        tasks = {name: of for name, of in data["tasks"].items() if not is_robustness(name)}
         return tasks[task if task is not None else next(iter(tasks))]["recipes"]
-    except (KeyError, TypeError, StopIteration) as error:
-        known = ", ".join(data.get("tasks", ())) if isinstance(data, dict) else ""
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        known = ", ".join(tasks)
         raise VLMFastError(
             f"no task {task or 'at all'} in the report; it has: {known or 'none'}"
         ) from error

@@ -412,6 +412,8 @@ def _run_robustness(
     for part, recipe, control in plan(vlm, whole, [r for r in recipes if _Run(r) not in refused]):
         run = _evaluate(vlm, part, _Run(recipe, control), args, weights, shard)
         runs.setdefault(part.name, []).append(run)
+        if is_first():
+            note_failures(args.out / part.name, {run.name: None})
     if shard is not None:  # other parts may have fewer samples
         runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
     found = {name: section(own) for name, own in runs.items()}

@@ -68,9 +68,12 @@ class Rows:
         with self._readable():
             if self._ahead is None or number < self._next:
                 self._ahead, self._next = self._stream(), 0
-            for row in self._ahead:
+            # An error ends the stream; the next row starts a new one.
+            stream, self._ahead = self._ahead, None
+            for row in stream:
                 self._next += 1
                 if self._next > number:
+                    self._ahead = stream
                     return row
         raise VLMFastError(f"{self.source} has no row {number}; it has changed")
 

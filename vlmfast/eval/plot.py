@@ -46,8 +46,8 @@ class Panel:
         """Mean and interval in percent."""
         numbers = self.numbers(row)
         mean = None if numbers is None else numbers[f"{self.accuracy}_{self.modality}"]
-        if numbers is None or mean is None:
-            return None
+        if numbers is None or mean is None or numbers[f"kept_{self.modality}"] is None:
+            return None  # not measured, or all samples failed
         low, high = numbers[f"{self.accuracy}_{self.modality}_ci"]
         return 100 * mean, 100 * low, 100 * high
 

@@ -85,12 +85,16 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     """
     parts, files, plots, axes, numbers = [], [], [], [], {}
     for task, runs in load(folder).items():
+        common, notes = on_common_samples(runs)
+        failed = failures_of(runs)
         if is_robustness(task):
-            text, numbers[task] = section(runs)
+            text, numbers[task] = section(common)
             parts.append(f"## {task}\n\n{text}\n")
             axes.append("perturbations")
+            parts.append(listed(notes))
+            if failed:
+                parts.append(f"### No result\n\n{failure_table(failed)}\n")
             continue
-        common, notes = on_common_samples(runs)
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")
         tokens, cache = by_tokens(rows), by_cache(rows)
@@ -107,9 +111,10 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
         if cache:
             image = out / f"{task}-cache.png"
             parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
-            parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
+            if known:
+                parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
+                plots.append((task, cache, image, "held"))
             parts.append(f"{cache_glance(cache)}{folded('All recipes', cache_table(cache))}\n")
-            plots.append((task, cache, image, "held"))
             axes.append("KV cache")
         if any(row.session for row in rows):
             long = folded("All sessions", session_table(rows))
@@ -122,7 +127,6 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
         parts.append(listed(notes))
-        failed = failures_of(runs)
         if failed:
             parts.append(f"### No result\n\n{failure_table(failed)}\n")
         rows += [row.session for row in rows if row.session]

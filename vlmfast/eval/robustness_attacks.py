@@ -200,14 +200,6 @@ class SelectionAttack:
 
         return image_of(descend(pixels_of(image), eps, steps, loss))
 
-    def margin(self, clean: Image.Image, image: Image.Image) -> float:
-        """Mean ``z`` of the tokens kept of the clean image above that of the others."""
-        kept = self.kept(pixels_of(clean))
-        with torch.no_grad():
-            found = self.scored(pixels_of(image))
-        others = found.patches & ~kept
-        return float(found.z[kept].mean() - found.z[others].mean())
-
     def changed(self, clean: Image.Image, image: Image.Image) -> float:
         """Fraction of the tokens kept of the clean image that are not kept of the other."""
         before, after = (self.kept(pixels_of(of)) for of in (clean, image))

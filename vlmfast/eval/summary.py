@@ -156,7 +156,9 @@ def difference(a: Results, b: Results, modality: str, *, captions: bool = False)
 
 def _minus(a: list[float], b: list[float]) -> list[float]:
     most = max(len(a), len(b))
-    return [x - y for x, y in zip(*(s * most if len(s) == 1 else s for s in (a, b)), strict=True)]
+    both = (s * most if len(s) == 1 else s for s in (a, b))
+    # Draws that an interrupted run lacks are left out of both.
+    return [x - y for x, y in zip(*both, strict=False)]
 
 
 def splits(a: Results, b: Results) -> tuple[int, int, float] | None:

@@ -119,17 +119,22 @@ class Answerer:
         if not requests:
             return []
         try:
-            return self.vlm.ask_many(
+            found: list[Any] = self.vlm.ask_many(
                 requests,
                 batch_size=min(self.batch_size, len(requests)),
                 errors="keep",
                 **self.generation,
             )
         except _OUT_OF_MEMORY as error:
-            if len(requests) == 1:
-                return [VLMFastError(f"the memory is too small for this row: {error}")]
-        half = len(requests) // 2
-        return [*self._ask(requests[:half]), *self._ask(requests[half:])]
+            found = [error] * len(requests)
+        short = [i for i, one in enumerate(found) if isinstance(one, _OUT_OF_MEMORY)]
+        if len(requests) == 1 and short:
+            return [VLMFastError(f"the memory is too small for this row: {found[0]}")]
+        half = len(short) // 2 if len(short) == len(requests) else len(short)
+        for part in (short[:half], short[half:]):
+            for i, one in zip(part, self._ask([requests[i] for i in part]), strict=True):
+                found[i] = one
+        return found
 
 
 def _column(values: list[str | None]) -> np.ndarray:

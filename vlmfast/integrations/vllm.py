@@ -104,9 +104,13 @@ def with_bos(template: str) -> str:
 
 
 def _renamed(shard: Path) -> bytes:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save
 
-    tensors = {new_name(key): tensor for key, tensor in load_file(shard).items()}
+    try:
+        tensors = {new_name(key): tensor for key, tensor in load_file(shard).items()}
+    except SafetensorError as error:
+        raise ModelError(f"{shard} is damaged: {error}") from error
     return save(tensors, {"format": "pt"})
 
 

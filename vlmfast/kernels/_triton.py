@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -269,4 +269,3 @@ class Variant:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
-    note: str = field(default="", compare=False)

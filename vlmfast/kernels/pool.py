@@ -324,7 +324,7 @@ def _logits(
 @triton.jit(do_not_specialize=("Q", "N", "F", "DH"))
 @no_type_check
 def _read(
-    query,  # (Q, H, d), times d ** -0.5
+    query,  # (Q, H, d)
     key,  # (N, H, d)
     rows,
     bias,

@@ -199,7 +199,7 @@ class _HTTPConnection(http.client.HTTPConnection):
         if self.address is None:
             super().connect()
         else:
-            self.sock = socket.create_connection((self.address, self.port), self.timeout)
+            self.sock = self._create_connection((self.address, self.port))
 
 
 class _HTTPSConnection(http.client.HTTPSConnection):
@@ -215,7 +215,7 @@ class _HTTPSConnection(http.client.HTTPSConnection):
         if self.address is None:
             super().connect()
         else:
-            sock = socket.create_connection((self.address, self.port), self.timeout)
+            sock = self._create_connection((self.address, self.port))
             self.sock = self._trust.wrap_socket(sock, server_hostname=self.host)
 
 
@@ -243,9 +243,23 @@ def _connection(kind: Any, deadline: float, address: str | None, host: str, **op
     """A connection on which every wait ends at the deadline."""
     connection = kind(host, **options)
     connection.address = address
-    connection.timeout = _left(deadline)
+    connection._create_connection = functools.partial(_connected, deadline)
     connection.response_class = functools.partial(_Response, deadline=deadline)
     return connection
+
+
+def _connected(deadline: float, address: tuple[str, int], *_: Any) -> socket.socket:
+    """A socket to the first address of a host that answers, with the time that is left."""
+    error: OSError = OSError("the host has no address")
+    for *_, target in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        try:
+            found = socket.create_connection(target[:2], _left(deadline))
+        except OSError as own:
+            error = own
+        else:
+            found.settimeout(_left(deadline))
+            return found
+    raise error
 
 
 def _is_timeout(error: Exception) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
 
 _ARRAY_SHAPES = "HxW, HxWx1, HxWx3 or HxWx4"
 _PILLOW_LOCK = threading.Lock()
+_STRICT: list[bool] = []  # for each thread in `_strict_pillow`, the setting before the first
 
 
 def image_name(image: Image.Image) -> str:
@@ -97,15 +98,19 @@ def _strict_pillow() -> Iterator[None]:
     """
     from PIL import ImageFile
 
-    if not ImageFile.LOAD_TRUNCATED_IMAGES:
-        yield
-        return
     with _PILLOW_LOCK:
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-        try:
-            yield
-        finally:
-            ImageFile.LOAD_TRUNCATED_IMAGES = True
+        if not _STRICT:
+            _STRICT.append(ImageFile.LOAD_TRUNCATED_IMAGES)
+            ImageFile.LOAD_TRUNCATED_IMAGES = False
+        else:
+            _STRICT.append(_STRICT[0])
+    try:
+        yield
+    finally:
+        with _PILLOW_LOCK:
+            before = _STRICT.pop()
+            if not _STRICT:
+                ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def _reason(error: Exception) -> str:

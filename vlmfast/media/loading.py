@@ -178,7 +178,7 @@ def load_images(sources: ImageLike | Sequence[ImageLike], **limits: Any) -> list
 def probe_video(source: VideoLike, *, decoder: Decoder = "auto") -> VideoInfo:
     """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
     if isinstance(source, (list, tuple)):
-        return _list_info(_list_frames(source[:1]), len(source))
+        return _list_info(source)
     with _opened_video(source, decoder) as reader:
         return _info(reader)
 
@@ -289,13 +289,13 @@ def open_video(
         name = f"list of {len(source)} frames"
         if fps is not None:
             raise MediaError(f"{name}: fps={fps!r}: has no timestamps; use num_frames")
-        info = _list_info(_list_frames(source[:1]), len(source))
+        info = _list_info(source)
         times = [float(i) for i in range(info.frames)]
         indices = list(range(info.frames))
         if num_frames is not None or select is not None:
-            select = _with_read(select, lambda part: _list_frames(source, part))
+            select = _with_read(select, lambda part: _list_frames(source, part, info))
             indices = choose(name, info, times, num_frames, None, select)
-        yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part))
+        yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part, info))
     else:
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
@@ -367,23 +367,26 @@ def _info(reader: AvReader | DecordReader) -> VideoInfo:
 
 
 def _list_frames(
-    source: Sequence[ImageLike], indices: list[int] | None = None
+    source: Sequence[ImageLike], indices: list[int], info: VideoInfo
 ) -> list[Image.Image]:
-    if not source:
-        raise MediaError("list of frames: is empty")
-    indices = list(range(len(source))) if indices is None else indices
-    frames = [_item("frame", i, len(source), source[i], {}) for i in indices]
-    for index, frame in zip(indices, frames, strict=True):
-        if frame.size != frames[0].size:
+    """Some of the frames of a list, of the size of the first."""
+    frames = []
+    for i in indices:
+        frame = _item("frame", i, len(source), source[i], {})
+        if frame.size != (info.width, info.height):
             raise MediaError(
-                f"frame {index + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
-                f"is {frames[0].width}x{frames[0].height}: frames must be of one size"
+                f"frame {i + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
+                f"is {info.width}x{info.height}: frames must be of one size"
             )
+        frames.append(frame)
     return frames
 
 
-def _list_info(first: list[Image.Image], count: int) -> VideoInfo:
-    return VideoInfo(count, 1.0, float(count), first[0].width, first[0].height)
+def _list_info(source: Sequence[ImageLike]) -> VideoInfo:
+    if not source:
+        raise MediaError("list of frames: is empty")
+    first = _item("frame", 0, len(source), source[0], {})
+    return VideoInfo(len(source), 1.0, float(len(source)), first.width, first.height)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,13 @@ def runs(ids: Tensor, token: int) -> list[tuple[int, int]]:
     return list(zip(first.tolist(), (stop - first).tolist(), strict=True))
 
 
+def without_placeholders(pixels: Tensor | None, first: int) -> list[Media]:
+    """The views (V, C, H, W) from ``first`` on, as an image that no prompt contains."""
+    if pixels is None or first >= len(pixels):
+        return []
+    return [Media(0, {"pixel_values": pixels[first:]}, (pixels.shape[-2], pixels.shape[-1]))]
+
+
 def tiling(views: Tensor) -> tuple[int, int]:
     """Rows and columns of the crops of an image (V, C, H, W), whose last view is the whole image.
 

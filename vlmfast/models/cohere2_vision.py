@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media, runs, tiling
+from ._media import Media, runs, tiling, without_placeholders
 from .internvl import Tiled
 
 
@@ -56,7 +56,7 @@ class Marked(Tiled):
             tokens = count * self.side() ** 2
             found.append(Media(tokens, {"pixel_values": own}, size, 0, (down, across)))
             view += count
-        return found
+        return found + without_placeholders(pixels, view)
 
     def views_of(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]

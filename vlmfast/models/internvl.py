@@ -12,7 +12,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media, runs, tiling
+from ._media import Media, runs, tiling, without_placeholders
 from .base import Adapter, Encoded
 
 
@@ -106,15 +106,16 @@ class FamilyAdapter(Tiled):
         """The tokens of each image or frame are between two markers."""
         found, view, pixels = [], 0, batch.get("pixel_values")
         for _, tokens in [run for row in ids for run in runs(row, self.image_token_id)]:
-            count = tokens // self.side() ** 2
+            count = max(tokens // self.side() ** 2, 1)
             if pixels is None or view + count > len(pixels):
                 break
             own = pixels[view : view + count]
             down, across = tiling(own) if count > 1 else (0, 0)
             size = max(down, 1) * pixels.shape[-2], max(across, 1) * pixels.shape[-1]
-            found.append(Media(tokens, {"pixel_values": own}, size, 0, (down, across)))
+            of_views = count * self.side() ** 2
+            found.append(Media(of_views, {"pixel_values": own}, size, 0, (down, across)))
             view += count
-        return found
+        return found + without_placeholders(pixels, view)
 
     def items(
         self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]

@@ -14,8 +14,6 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "pink": (245, 130, 195),
 }
 COLOR_NAMES = tuple(COLORS)
-SIZES = ("small", "large")
-TEXTURES = ("solid", "striped")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 WORDS = (
     "cat", "dog", "sun", "map", "key", "box", "cup", "hat", "bus", "pen", "net", "jam",

@@ -141,12 +141,7 @@ class Server:
             async with asyncio.timeout(request.state.end - time.monotonic() + 1):
                 result = await unless_gone(request, whole())
         except TimeoutError:
-            error = RequestError("the request reached its deadline", 408, code="timeout")
-            self.count_error(error)
-            raise error from None
-        except Exception as error:
-            self.count_error(error)
-            raise
+            raise _late() from None
         finally:
             if running is not None:
                 running.cancel()
@@ -160,12 +155,7 @@ class Server:
             async with asyncio.timeout(request.state.end - time.monotonic()):
                 return await unless_gone(request, self.open(request, query))
         except TimeoutError:
-            error = RequestError("the request reached its deadline", 408, code="timeout")
-            self.count_error(error)
-            raise error from None
-        except Exception as error:
-            self.count_error(error)
-            raise
+            raise _late() from None
 
     def stream(
         self,
@@ -221,6 +211,10 @@ class Server:
             self.metrics.failed(499 if gone else as_request_error(error).status)
 
 
+def _late() -> RequestError:
+    return RequestError("the request reached its deadline", 408, code="timeout")
+
+
 def create_app(server: Server) -> Gate:
     """The ASGI application of a server.
 
@@ -250,10 +244,13 @@ def create_app(server: Server) -> Gate:
     @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
         found = as_request_error(error)
+        if request.method == "POST":
+            server.count_error(error)
         return JSONResponse(found.body, found.status, found.headers)
 
     @app.exception_handler(ClientGone)
     async def forget(request: Request, error: ClientGone) -> Response:
+        server.count_error(error)
         return Response(status_code=499)
 
     @app.exception_handler(404)

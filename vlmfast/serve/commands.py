@@ -143,6 +143,8 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
     for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
         if getattr(args, name) is not None:
             at_least(name, getattr(args, name), 1)
+    if args.prefix_cache_bytes is not None:
+        at_least("prefix_cache_bytes", args.prefix_cache_bytes, 0)
     for name, value in _KEPT_PRODUCTS.items():  # read at the first product
         os.environ.setdefault(name, value)
 
@@ -211,11 +213,15 @@ def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, An
 
 
 def _keys(args: Namespace) -> tuple[str, ...]:
-    found = [*args.api_key, *filter(None, os.environ.get(_KEY, "").split(","))]
+    given = (*args.api_key, *filter(None, os.environ.get(_KEY, "").split(",")))
+    found = [key.strip() for key in given]
     if args.api_key_file is not None:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise VLMFastError(f"--api-key-file {args.api_key_file}: {error}") from error
-        found += [line.strip() for line in lines if line.strip()]
+        own = [line.strip() for line in lines if line.strip()]
+        if not own:
+            raise VLMFastError(f"--api-key-file {args.api_key_file} has no key")
+        found += own
     return tuple(dict.fromkeys(found))

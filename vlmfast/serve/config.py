@@ -148,9 +148,11 @@ class ServerConfig:
         Checking it keeps web pages from reaching a server on this machine by a name of theirs that
         resolves to it. A server with keys is safe from that.
         """
+        bare = self.host.strip("[]").lower()
+        own = tuple(dict.fromkeys((*_LOCAL, f"[{bare}]" if ":" in bare else bare)))
         if self.allowed_hosts:
-            return (*self.allowed_hosts, *_LOCAL)
-        return _LOCAL if is_loopback(self.host) else None
+            return (*self.allowed_hosts, *own)
+        return own if is_loopback(self.host) else None
 
 
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -165,6 +167,6 @@ def is_loopback(host: str) -> bool:
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Raise `VLMFastError` for a smaller value, and for NaN."""
-    if not value >= least:
-        raise VLMFastError(f"{name}={value!r} must be at least {least}")
+    """Raise `VLMFastError` for a smaller value, for infinity and for NaN."""
+    if not least <= value < float("inf"):
+        raise VLMFastError(f"{name}={value!r} must be a number of at least {least}")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel
 
 from .responses import ResponsesRequest
 from .schema import ChatRequest
@@ -55,14 +55,6 @@ class Error(BaseModel):
     """What is wrong with a request."""
 
     error: ErrorBody
-
-
-class Object(BaseModel):
-    """An object of OpenAI's API."""
-
-    model_config = {"extra": "allow"}
-
-    usage: JsonValue = None
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmfast.errors import DeadlineExceeded, ModelError, VLMFastError
+from vlmfast.engine.prefiller import TooLong
+from vlmfast.errors import DeadlineExceeded, VLMFastError
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
-    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",
@@ -80,6 +80,6 @@ def as_request_error(error: Exception) -> RequestError:
             retry_after=5,
         )
     if isinstance(error, VLMFastError):
-        code = "context_length_exceeded" if isinstance(error, ModelError) else None
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
         return RequestError(str(error), code=code)
     return RequestError("the server failed to answer this request", 500, code="internal_error")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+from vlmfast.api.stored_recipe import AUTO
 from vlmfast.api.vlm import VLM
 from vlmfast.core.protocols import DrafterStage, MediaStage
 from vlmfast.core.recipe import Recipe
@@ -132,6 +133,11 @@ class Recipes:
             )
         if request.recipe is None:
             return self.by_model[request.model]
+        if request.recipe.strip() == AUTO:
+            raise RequestError(
+                "recipe: a request cannot name 'auto'; it is for the server's own recipes",
+                param="recipe",
+            )
         if Recipe.reads_file(request.recipe):
             raise RequestError("recipe: a request cannot name a recipe file", param="recipe")
         try:

@@ -215,11 +215,6 @@ class Runner:
         self._closed = False
         self._preparing = 0
 
-    @property
-    def preparing(self) -> int:
-        """Number of requests whose media are read."""
-        return self._preparing
-
     def metrics(self) -> Metrics:
         """Metrics of this model, not counted yet."""
         recipes = {str(recipe) for recipe in self.recipes.by_model.values()}
@@ -332,6 +327,9 @@ class Runner:
         _check_present(gone)
         text = self._text(query)
         generation = generation_of(query, self._samples)
+        own = self.vlm.model.generation_config.max_new_tokens or 0
+        if "max_new_tokens" not in generation and own > self.config.max_new_tokens:
+            generation["max_new_tokens"] = self.config.max_new_tokens
         if text is not None:
             generation["streamer"] = text
             if query.stops:

@@ -59,7 +59,10 @@ def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: i
     """
     vlm = VLM.from_pretrained("tiny", device="cpu") if vlm is None else vlm
     if isinstance(stage, str):
-        (stage,) = Recipe.parse(stage)
+        stages = list(Recipe.parse(stage))
+        if len(stages) != 1:
+            raise RecipeError(f"stage={stage!r} must be one method, not {len(stages)}")
+        (stage,) = stages
     return _Checks(stage, vlm, max_new_tokens).run()
 
 

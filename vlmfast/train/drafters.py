@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.files import make_folder, replace_text
-from vlmfast.core.help import examples
+from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.training import TrainingContext
 from vlmfast.drafters._training import DrafterTraining, Lesson, Teacher, accepted
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="dtype of the target; auto: the checkpoint's own",
     )
     add("--save-every", type=float, default=120.0, help="seconds per checkpoint")

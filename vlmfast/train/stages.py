@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmfast.core.files import replacing
-from vlmfast.core.help import examples
+from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="dtype of the frozen model; auto: the checkpoint's own",
     )
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds per checkpoint")

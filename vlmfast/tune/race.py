@@ -314,7 +314,11 @@ def _verdict(
     promising = sorted((row for row in safe if bound(row) <= settings.max_loss), key=bound)
     chosen: Row | None = None
     for row in promising:
-        row.verdict = run.measure(row, parts.held_out)
+        try:
+            row.verdict = run.measure(row, parts.held_out)
+        except CannotRun as error:
+            row.status, row.note = "cannot run", str(error)
+            continue
         passed = row.verdict.upper(settings.confidence) <= settings.max_loss
         row.status = "certified" if passed else "not certified"
         say(f"held-out questions: {row.recipe} is {row.status}")
@@ -337,10 +341,14 @@ def _likely(run: _Race, parts: Split, rows: list[Row]) -> str:
     """
     limit, bounds = run.settings.max_loss, {}
     for row in rows:
-        row.loss = row.estimate = run.measure(row, (*parts.race, *parts.held_out))
+        try:
+            row.loss = row.estimate = run.measure(row, (*parts.race, *parts.held_out))
+        except CannotRun as error:
+            row.status, row.note = "cannot run", str(error)
+            continue
         if row.estimate.mean <= limit:
             bounds[row.recipe] = (row.estimate.upper(LIKELY), _cost(row))
-    _mark(rows)
+    _mark([row for row in rows if row.status != "cannot run"])
     likely = [recipe for recipe, (bound, _) in bounds.items() if bound <= limit]
     if likely:
         return min(likely, key=lambda recipe: bounds[recipe][1])

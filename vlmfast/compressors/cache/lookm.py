@@ -163,6 +163,11 @@ class LookM(CacheStage):
         keys, rotate = kv.keys, context.rotate
         if self.rope_aware:
             assert rotate is not None
+            if len(context.layout.position) > 1:
+                raise RecipeError(
+                    f"{self.name}: rope_aware=true needs one rotary id per token; this model gives "
+                    f"each {len(context.layout.position)}"
+                )
             keys = rotate(kv.keys.float(), -kv.position)
         keys, values, weight = merge_into(
             keys,

@@ -78,7 +78,7 @@ class CATP(Stage):
 
     def layer(self, depth: int) -> int:
         """K, counted from 0; at least one layer runs before it."""
-        k = max(round(self.k * depth), 1) if self.k < 1 else int(self.k)
+        k = max(round(self.k * depth), 1) if self.k < 1 else int(min(self.k, depth))
         if (k != self.k and self.k >= 1) or k + 2 >= depth:
             raise RecipeError(
                 f"catp: k={self.k:g} means layer {k:g} of {depth}; it must be a whole number, or a "

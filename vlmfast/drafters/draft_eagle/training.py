@@ -151,7 +151,8 @@ class EagleTraining(DrafterTraining):
         else:
             choice = rng.choice((*BRANCHES, "weighted", "concat"))
             assert module.compressor is not None
-            queries = rng.randint(1, module.compressor.queries) if rng.random() < 0.5 else 2
+            most = module.compressor.queries
+            queries = rng.randint(1, most) if rng.random() < 0.5 else min(2, most)
             views = [Visual(choice, queries=queries, seed=seed)]
         learned = [self.known(module, lesson, features, view) for view in (*views, Visual())]
         # The gate's own view repeats one of the branches.

@@ -14,7 +14,7 @@ from vlmfast.core.display import text_table
 from vlmfast.core.env import environment
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import replace_text
-from vlmfast.core.help import count, examples, names
+from vlmfast.core.help import DTYPES, count, examples, names
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.results import write_json
 
@@ -96,7 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--dtype",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="dtype of the weights; auto: the checkpoint's own",
     )
     add(

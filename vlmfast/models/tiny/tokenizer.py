@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
 PAD_ID, BOS_ID, EOS_ID, UNK_ID, IMAGE_ID = range(5)
 VOCAB_SIZE = 512
-LETTERS = ("A", "B", "C", "D")
 
 
 def image_prefix(tokens: int) -> str:
