@@ -551,7 +551,7 @@ def markdown(model: str, rows: dict[str, Any]) -> str:
         for metric in METRICS:
             scale, unit = (1e-6, "MB") if metric in ("memory", "working") else (1e3, "ms")
             value = {key: number * scale for key, number in row[metric].items()}
-            if unit == "MB" and not value["median"]:
+            if unit == "MB" and not row["memory"]["median"]:
                 cells.append("–")
                 continue
             digits = 0 if value["median"] >= 100 else 1

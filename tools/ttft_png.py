@@ -103,11 +103,13 @@ def draw(out: Path = OUT) -> None:
         axes.errorbar(
             x, y, (low, high), color=color, marker=marker, capsize=2, linewidth=1.2, label=name
         )
+        below = name == "hired"  # beside a curve that lies close
         for p in found:
             axes.annotate(
                 f"{100 * p.kept:.0f} %",
                 (p.faster, p.accuracy),
-                (4, -9),
+                (-4, -10) if below else (4, 4),
+                ha="right" if below else "left",
                 textcoords="offset points",
                 fontsize=7,
                 color=color,
