@@ -557,7 +557,7 @@ def test_what_can_never_fit_is_the_error_of_its_own_request(vlm: VLM, errors: st
     vlm.engine.max_cache_bytes = vlm.adapter.cache_bytes(prompt + 20)
     requests = [request(0, tokens=4), request(1, tokens=30), request(2, tokens=4)]
     if errors == "raise":
-        with pytest.raises(ModelError, match=r"request 2: .* bytes"):
+        with pytest.raises(ModelError, match=r"request 1: .* bytes"):
             vlm.ask_many(requests, batch_size=2)
     else:
         found = vlm.ask_many(requests, batch_size=2, errors="keep")

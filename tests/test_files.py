@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_really_full_disk(tmp_path: Path, write) -> None:
     path = tmp_path / "file"
     write(path, 1)
     old = path.read_bytes()
-    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to("/dev/full")
+    (tmp_path / f".file.{os.getpid()}-{threading.get_ident()}.tmp").symlink_to("/dev/full")
     refused(lambda: write(path, 2), path, "No space left on device")
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 

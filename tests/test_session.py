@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -766,7 +767,7 @@ def test_full_disk(vlm, tmp_path):
     with vlm.session(images=make_image()) as s:
         s.save(path)
         old = path.read_bytes()
-        draft = tmp_path / f".a.session.{os.getpid()}.tmp"
+        draft = tmp_path / f".a.session.{os.getpid()}-{threading.get_ident()}.tmp"
         draft.symlink_to("/dev/full")
         with pytest.raises(VLMFastError, match="No space left on device"):
             s.save(path)

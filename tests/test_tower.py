@@ -86,6 +86,25 @@ def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     assert len(towers._kept) == 4 and towers.replayed == 8
 
 
+def test_graphs_belong_to_weights_and_autocast(pair) -> None:
+    """They read addresses and casts of the pass that was captured."""
+    plain, vlm = pair
+    towers = vlm.adapter.kept["towers"]
+    ask = {"images": make_image(seed=3), "max_new_tokens": 3}
+    for _ in range(3):
+        wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
+        assert got == wanted
+    replayed, kept = towers.replayed, len(towers._kept)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        vlm.ask("what ?", **ask)
+    assert towers.replayed == replayed
+    for model in (plain, vlm):
+        for weight in model.adapter.tower().parameters():
+            weight.data = weight.data * 0.5
+    wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
+    assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
+
+
 def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
     """Two sessions contain the images of two replays."""
     plain, vlm = pair
@@ -113,7 +132,7 @@ def test_kept_graphs_are_bounded() -> None:
     for size in range(1, _SHAPES + 4):
         for _ in range(2):
             pixels = torch.zeros(1, 3, size, size)
-            towers.pass_of(lambda pixels: pixels, pixels, {}, VisionContext(), [], 0)
+            towers.pass_of(lambda pixels: pixels, pixels, {}, VisionContext(), [], 0, ())
     assert len(towers._kept) == _SHAPES
 
 
