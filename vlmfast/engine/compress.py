@@ -52,8 +52,8 @@ class Compression:
         adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without visual tokens."""
-        stages = recipe.acting(CacheStage)
-        if not (stages or recipe.acting(DecodeStage)) or not bool(context.layout.visual.any()):
+        stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
+        if not (stages or decoding) or not bool(context.layout.visual.any()):
             return None
         whole = [s.name for s in stages if type(s).finish is not CacheStage.finish]
         if whole and adapter.state_layers:

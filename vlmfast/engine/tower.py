@@ -82,8 +82,8 @@ class Towers:
             What else decides about the output: weights and autocast.
         """
         requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
-        key = (tuple(pixels.shape), pixels.dtype, requests, views, state)
-        key += (str(sorted(given.items())),)
+        options = str(sorted(given.items()))
+        key = (tuple(pixels.shape), pixels.dtype, requests, views, options, state)
         if key not in self._met:  # a shape that occurs once is not worth a graph
             self._met.add(key)
             return forward(pixels, **given)

@@ -194,6 +194,7 @@ class _HTTPConnection(http.client.HTTPConnection):
     """Connects to `address` instead of looking its host up, unless it is None."""
 
     address: str | None = None
+    _create_connection: Callable[..., socket.socket]
 
     def connect(self) -> None:
         if self.address is None:
@@ -206,6 +207,7 @@ class _HTTPSConnection(http.client.HTTPSConnection):
     """`_HTTPConnection` with TLS; the certificate must be that of the host."""
 
     address: str | None = None
+    _create_connection: Callable[..., socket.socket]
 
     def __init__(self, host: str, *, context: ssl.SSLContext, **options: Any) -> None:
         super().__init__(host, context=context, **options)
@@ -251,9 +253,10 @@ def _connection(kind: Any, deadline: float, address: str | None, host: str, **op
 def _connected(deadline: float, address: tuple[str, int], *_: Any) -> socket.socket:
     """A socket to the first address of a host that answers, with the time that is left."""
     error: OSError = OSError("the host has no address")
-    for *_, target in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    for found_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        host, port = found_address[4][:2]
         try:
-            found = socket.create_connection(target[:2], _left(deadline))
+            found = socket.create_connection((str(host), int(port)), _left(deadline))
         except OSError as own:
             error = own
         else:
