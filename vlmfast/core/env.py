@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": _cores(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _memory(),
         "gpus": [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())],
@@ -107,8 +107,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
+def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

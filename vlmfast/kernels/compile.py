@@ -25,8 +25,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.env import cores
-
 # Shared memory that one program can use, in bytes, by compute capability (CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability").
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -190,12 +188,18 @@ def main(arguments: list[str]) -> int:
         if not options.rotate or i % len(archs) == at
     ]
     failed = 0
-    with ProcessPoolExecutor(cores(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(_cores(), mp_context=get_context("spawn")) as pool:
         for line in pool.map(report, *zip(*work, strict=True)) if work else ():
             failed += "error" in line
             sys.stdout.write(json.dumps(line, default=str) + "\n")
             sys.stdout.flush()
     return 1 if failed else 0
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 if __name__ == "__main__":
