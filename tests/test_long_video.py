@@ -212,9 +212,7 @@ def test_cap_includes_the_answer(vlm, lengths):
 def test_text_is_kept_and_frames_share_the_rest(vlm, monkeypatch):
     kept, put, append = [], KVLayer.put, KVLayer.append
     monkeypatch.setattr(KVLayer, "put", lambda s, kv: (kept.append((s, kv)), put(s, kv))[1])
-    monkeypatch.setattr(
-        KVLayer, "append", lambda s, kv: (kept.append((s, kv)), append(s, kv))[1]
-    )
+    monkeypatch.setattr(KVLayer, "append", lambda s, kv: (kept.append((s, kv)), append(s, kv))[1])
     monkeypatch.setattr(vlm.adapter.config, "vlmfast_frame_label", "frame {i} ", raising=False)
     answer = vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=1100, **QUIET)
     ids = vlm.inputs(QUESTION, video=FRAMES)["input_ids"][0]
