@@ -213,8 +213,8 @@ def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, An
 
 
 def _keys(args: Namespace) -> tuple[str, ...]:
-    given = (*args.api_key, *filter(None, os.environ.get(_KEY, "").split(",")))
-    found = [key.strip() for key in given]
+    given = (key.strip() for key in os.environ.get(_KEY, "").split(","))
+    found = [*(key.strip() for key in args.api_key), *filter(None, given)]
     if args.api_key_file is not None:
         try:
             lines = args.api_key_file.read_text(encoding="utf-8").splitlines()
