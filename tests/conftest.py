@@ -28,6 +28,9 @@ import torch
 hypothesis.settings.register_profile("vlmfast", deadline=None)
 hypothesis.settings.load_profile("vlmfast")
 
+# PyTorch's convolutions on a GPU round float32 to TF32 by default.
+torch.backends.cudnn.allow_tf32 = False
+
 if not torch.cuda.is_available():  # kernels run in Triton's interpreter where a test requests them
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
