@@ -80,6 +80,7 @@ STACKS = (
     "draft-auto+kivi",
     "hired:0.5+pyramiddrop+zipvl",
 )
+WHOLE = (0, 1)
 DRY_RECIPES = ("none", "hired:0.2", "zipvl")
 # Builders of `tests/tiny_families.py`, two layers each.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")
@@ -137,11 +138,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Device and size of the parts."""
+    """Device and size of the parts; ``share``: which recipes of `smoke`, number and step."""
 
     report: Report
     device: torch.device
     dry: bool
+    share: tuple[int, int] = WHOLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,36 +254,24 @@ def probe(bench: Bench) -> None:
 
 
 def smoke(bench: Bench) -> None:
-    report, new = bench.report, 6 if bench.dry else 48
+    report = bench.report
     # PyTorch's convolutions round float32 to TF32 by default, its other products do not.
     torch.backends.cudnn.allow_tf32 = False
-    length = {"max_new_tokens": new, "min_new_tokens": new}
-    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
-    own = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
-    auto = bench.vlm(own.model, own.processor)
-    eager = bench.vlm(own.model, own.processor, decoding="eager")
-    modes = {"auto": (auto, None), "eager": (eager, None), "references": (eager, "torch")}
-    differing, ran, second = [], 0, {}
-    for recipe in DRY_RECIPES if bench.dry else recipes():
-        with report.guarded(f"recipe {recipe}"):
-            try:
-                wanted = cpu.ask(QUESTION, IMAGE, recipe=recipe, **length).token_ids
-            except RecipeError as refusal:  # such as a method without weights for `tiny`
-                report.row(f"recipe {recipe}", f"refused: {refusal}")
-                continue
-            for mode, (vlm, choice) in modes.items():
-                with kernels(choice) if choice else contextlib.nullcontext():
-                    got = vlm.ask(QUESTION, IMAGE, recipe=recipe, **length).token_ids
-                ran += 1
-                if got != wanted:
-                    differing.append(f"{recipe} ({mode})")
-            begin = clock(bench.device)
-            auto.ask(QUESTION, IMAGE, recipe=recipe, **length)
-            second[recipe] = clock(bench.device) - begin
-    right = f"{ran - len(differing)} of {ran}"
-    report.exact("answers that are the CPU's, in float32", right, "all", not differing)
-    for what in differing:
-        report.row("tokens differ", what)
+    if bench.dry or bench.share != WHOLE:
+        right, ran = answers(bench, tiny(bench))
+    else:
+        right, ran = shared(bench)
+    what = "answers that are the CPU's, in float32"
+    report.exact(what, f"{right} of {ran}", "all", right == ran)
+    if bench.share != WHOLE:
+        return
+    cpu, auto, _ = tiny(bench)
+    second = {}
+    for recipe in DRY_RECIPES if bench.dry else STACKS:
+        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
+        begin = clock(bench.device)
+        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
+        second[recipe] = clock(bench.device) - begin
     for recipe in sorted(second, key=second.get, reverse=True)[:5]:
         bench.most(f"a later request, {recipe}, s", second[recipe], limits.SECOND_REQUEST)
     with report.guarded("requests that join and leave"):
@@ -291,6 +281,74 @@ def smoke(bench: Bench) -> None:
         report.row("two questions of a session", " / ".join(texts))
     with report.guarded("captures beside a thread that allocates"):
         beside_a_thread(bench)
+
+
+def tiny(bench: Bench) -> tuple[VLM, VLM, VLM]:
+    """`tiny` in float32: on the CPU, captured, eager."""
+    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
+    own = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
+    auto = bench.vlm(own.model, own.processor)
+    return cpu, auto, bench.vlm(own.model, own.processor, decoding="eager")
+
+
+def fixed(length: int) -> dict[str, int]:
+    return {"max_new_tokens": length, "min_new_tokens": length}
+
+
+def answers(bench: Bench, models: tuple[VLM, VLM, VLM]) -> tuple[int, int]:
+    """Answers of a share of the recipes that are the CPU's, and how many were compared."""
+    report, (cpu, auto, eager) = bench.report, models
+    modes = {"auto": (auto, None), "eager": (eager, None), "references": (eager, "torch")}
+    given, right, ran = fixed(6 if bench.dry else 48), 0, 0
+    number, count = bench.share
+    for recipe in (DRY_RECIPES if bench.dry else recipes())[number::count]:
+        with report.guarded(f"recipe {recipe}"):
+            try:
+                wanted = cpu.ask(QUESTION, IMAGE, recipe=recipe, **given).token_ids
+            except RecipeError as refusal:  # such as a method without weights for `tiny`
+                report.row(f"recipe {recipe}", f"refused: {refusal}")
+                continue
+            for mode, (vlm, choice) in modes.items():
+                with kernels(choice) if choice else contextlib.nullcontext():
+                    got = vlm.ask(QUESTION, IMAGE, recipe=recipe, **given).token_ids
+                ran += 1
+                right += got == wanted
+                if got != wanted:
+                    pairs = zip(got, wanted, strict=True)
+                    at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+                    report.row(f"tokens differ: {recipe} ({mode})", f"from token {at} on")
+    return right, ran
+
+
+def shared(bench: Bench) -> tuple[int, int]:
+    """`answers` in several processes: most of the time one CPU core compiles kernels."""
+    report, right, ran = bench.report, 0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, __file__, "smoke", "--share"]
+        count = max(1, min(6, (os.cpu_count() or 2) // 2))
+        files = [Path(scratch) / f"{number}.json" for number in range(count)]
+        processes = [
+            subprocess.Popen(
+                [*command, f"{number}/{count}", "--out", str(file)],
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "2"},
+            )
+            for number, file in enumerate(files)
+        ]
+        for number, (process, file) in enumerate(zip(processes, files, strict=True)):
+            code = process.wait()
+            rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
+            *others, last = rows or [{"what": "", "value": ""}]
+            if not last["what"].startswith("smoke: whole time"):
+                value = f"exit code {code} after {last['what']}"
+                report.exact(f"process {number} of {count}", value, "0", False)
+            for row in others:
+                if row["what"].startswith("answers that"):
+                    part, of = map(int, row["value"].split(" of "))
+                    right, ran = right + part, ran + of
+                else:
+                    report.add(row["what"], row["value"], row["aim"], row["verdict"])
+    return right, ran
 
 
 def recipes() -> list[str]:
@@ -313,8 +371,7 @@ def joined(report: Report, vlm: VLM, cpu: VLM) -> None:
 
 def asked(image: Any, recipe: str, length: int) -> Request:
     """A request for exactly ``length`` tokens."""
-    generation = {"max_new_tokens": length, "min_new_tokens": length}
-    return Request(QUESTION, image, recipe=recipe, generation=generation)
+    return Request(QUESTION, image, recipe=recipe, generation=fixed(length))
 
 
 def beside_a_thread(bench: Bench) -> None:
@@ -415,14 +472,17 @@ def launches_per_layer(bench: Bench, name: str) -> None:
             batch.join(run.group)
             batch.next(torch.full((1, 1), 7, device=bench.device))
             replay = next(iter(run.group.graphs._replays.values()))
-            found.append(sum(launched(bench, replay).values()))
+            found.append(sum(count for count, _ in launched(bench, replay).values()))
             batch.release()
     what = f"launches per layer, {name}, {'fused' if fusable(vlm.adapter) else 'modules'}"
     bench.most(what, found[0] - found[1], limits.LAUNCHES_PER_LAYER)
 
 
-def launched(bench: Bench, replay: Callable[[], None]) -> dict[str, int]:
-    """How often a replay launches each kernel; in a dry run, each operation of PyTorch."""
+def launched(bench: Bench, replay: Callable[[], None]) -> dict[str, tuple[int, float]]:
+    """How often a replay launches each kernel, and their time in microseconds.
+
+    In a dry run, each operation of PyTorch.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -432,11 +492,12 @@ def launched(bench: Bench, replay: Callable[[], None]) -> dict[str, int]:
         replay()
         if not bench.dry:
             torch.cuda.synchronize()
-    counts: dict[str, int] = {}
+    found: dict[str, tuple[int, float]] = {}
     for event in seen.events():
         if event.device_type == kind:
-            counts[event.name] = counts.get(event.name, 0) + 1
-    return counts
+            count, took = found.get(event.name, (0, 0.0))
+            found[event.name] = count + 1, took + event.time_range.elapsed_us()
+    return found
 
 
 def qwen(bench: Bench) -> tuple[Any, Any]:
@@ -518,10 +579,11 @@ def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> N
     replay = next(iter(group.graphs._replays.values()))
     bench.report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
     counts = launched(bench, replay)
-    per_layer = sum(counts.values()) / group.adapter.depth
+    per_layer = sum(count for count, _ in counts.values()) / group.adapter.depth
     bench.report.row(f"{what}: launches of the step over its layers", per_layer)
-    for kernel in sorted(counts, key=counts.__getitem__, reverse=True)[:8]:
-        print(f"{'':6}{counts[kernel]:5} x {kernel[:80]}", flush=True)
+    for kernel in sorted(counts, key=lambda name: counts[name][1], reverse=True)[:12]:
+        count, took = counts[kernel]
+        print(f"{'':6}{count:5} x {took / count:8.2f} us = {took / 1e3:7.3f} ms  {kernel[:80]}")
     begin = clock(bench.device)
     again = StepGraphs(group.kind, None, group.cache, bench.record)
     again.run(partial(forward, group.adapter), (), tokens)
@@ -600,6 +662,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
     add("--dry", action="store_true", help="use small sizes on a CPU to check the script")
     add("--out", type=Path, help="default: benchmarks/results/gpu_hour-DEVICE.json")
+    add("--share", default="0/1", help=argparse.SUPPRESS)  # of the recipes of `smoke`
     args = parser.parse_args(argv)
     for part in args.parts:
         if part not in PARTS:
@@ -635,7 +698,9 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "benchmarks/gpu_hour.py", *arguments])
     report = Report(out, {"command": command, "dry": args.dry, **about})
     report.rows += kept_rows(out, about["device"], args)
-    bench = Bench(report, torch.device("cpu" if args.dry else "cuda"), args.dry)
+    number, count = map(int, args.share.split("/"))
+    device = torch.device("cpu" if args.dry else "cuda")
+    bench = Bench(report, device, args.dry, (number, count))
     for part in args.parts:
         report.part, begin = part, time.perf_counter()
         print(f"\n{part}", flush=True)

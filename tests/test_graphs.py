@@ -61,6 +61,16 @@ def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) 
         assert len(wanted) == 40
 
 
+def test_a_step_belongs_to_the_choice_of_kernels(vlm: VLM, monkeypatch) -> None:
+    given = {"images": make_image(), "max_new_tokens": 3, "eos_token_id": None}
+    graphs, captured = vlm.adapter.kept["graphs"], []
+    for choice in ("torch", "torch", "-swiglu"):
+        monkeypatch.setenv("VLMFAST_KERNELS", choice)
+        vlm.ask("what is here ?", **given)
+        captured.append(graphs.captured)
+    assert captured == [1, 1, 2]
+
+
 def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
     graphs = vlm.adapter.kept["graphs"]
     for number in range(3):

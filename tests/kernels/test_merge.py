@@ -144,8 +144,6 @@ def test_is_deterministic(device: torch.device) -> None:
     ids=lambda p: p.stem,
 )
 def test_golden_merges(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type == "cuda":
-        pytest.skip("the cases use tensors on the CPU")
     calls = []
     monkeypatch.setattr(
         module,
@@ -155,7 +153,9 @@ def test_golden_merges(path: Path, device: torch.device, monkeypatch: pytest.Mon
     with safe_open(path, "pt") as file:
         meta = file.metadata()
     mode = path.stem.split("-")[1]
-    (gqa_case if mode == "gqa" else merge_case(mode))(Reader(load_file(path)), parameters(meta))
+    data = {name: of.to(device) for name, of in load_file(path).items()}
+    with device:  # the case creates tensors
+        (gqa_case if mode == "gqa" else merge_case(mode))(Reader(data), parameters(meta))
     assert bool(calls) == (meta.get("merge") != "False")
 
 

@@ -57,7 +57,9 @@ class Maps(TorchDispatchMode):
 def vlm(request: pytest.FixtureRequest, device: torch.device) -> VLM:
     """Of two layers, or of as many as the test names."""
     model, processor = build_llava(layers=getattr(request, "param", 2))
-    return VLM(model.to(device), processor, decoding="eager")
+    # On a GPU PyTorch's own attention materializes maps in float32 with grouped heads.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return VLM(model.to(device, dtype), processor, decoding="eager")
 
 
 def maps(vlm: VLM, recipe: str) -> list:

@@ -206,15 +206,16 @@ def test_empty_slots_and_heads(shape, group, device):
         ("kivi-2bit", kivi, "k_code"),
     ],
 )
-def test_golden(prefix, runner, changed):
+def test_golden(prefix, runner, changed, device):
     paths = sorted(GOLDEN.glob(f"{prefix}-*"))
     assert paths
     for path in paths:
         with safe_open(path, "pt") as file:
             meta = file.metadata() or {}
-        data = load_file(path)
-        runner(Reader(data), parameters(meta))
-        with pytest.raises(AssertionError):  # control
+        data = {name: of.to(device) for name, of in load_file(path).items()}
+        with device:  # the case creates tensors
+            runner(Reader(data), parameters(meta))
+        with device, pytest.raises(AssertionError):  # control
             runner(Reader(data | {changed: data[changed].roll(1, -1)}), parameters(meta))
 
 

@@ -205,10 +205,11 @@ def test_non_contiguous_inputs(device):
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_golden(path):
-    data = load_file(path)
-    tree_case(data, {})
-    with pytest.raises(AssertionError):  # control
+def test_golden(path, device):
+    data = {name: of.to(device) for name, of in load_file(path).items()}
+    with device:  # the case creates tensors
+        tree_case(data, {})
+    with device, pytest.raises(AssertionError):  # control
         tree_case(data | {"v_tree": data["v_tree"].roll(1, -1)}, {})
 
 

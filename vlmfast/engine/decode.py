@@ -15,6 +15,7 @@ from vlmfast.core.contexts import Context, DecodeContext
 from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.tree import Tree
+from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
@@ -341,7 +342,7 @@ class RowGroup:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
         weights = fingerprint(decoder, head, hooks=True, addresses=True)
-        kind = (*self.kind, Mode.current(self.adapter.device).autocast)
+        kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)
             self.release()

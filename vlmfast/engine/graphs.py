@@ -17,7 +17,8 @@ from torch import Tensor
 from .cache import KVCache
 from .output import Output
 
-_WARM_UP = 3  # steps before a capture, in which libraries allocate their workspaces
+# Steps before a capture, in which kernels are compiled and libraries allocate their workspaces.
+_WARM_UP = 1
 
 State = dict[tuple, Tensor]
 Record = Callable[[Callable[[], None], Callable[[], State]], Callable[[], None]]

@@ -24,7 +24,7 @@ from vlmfast.models.base import Adapter
 from .fingerprint import fingerprint
 from .mode import Mode
 
-_WARM_UP = 3  # forward passes before a capture, in which libraries allocate their workspaces
+_WARM_UP = 1  # forward passes before a capture, in which libraries allocate their workspaces
 _SHAPES = 8  # graphs that are kept
 
 Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], list[Tensor]]

@@ -126,6 +126,11 @@ def names_of(kernels: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def requested() -> str:
+    """The value of ``VLMFAST_KERNELS``, empty by default."""
+    return os.environ.get("VLMFAST_KERNELS", "")
+
+
 def limitation(device: torch.device) -> str | None:
     """Why the kernels cannot run on ``device``; None if they can."""
     if device.type not in ("cuda", "cpu"):
@@ -160,7 +165,7 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
         raise VLMFastError(
             f"{name}: tensors on {', '.join(sorted(map(str, devices)))}; it takes one device"
         )
-    text = os.environ.get("VLMFAST_KERNELS", "")
+    text = requested()
     wanted = parse_choice(text) if text else _DEFAULT
     if wanted.forced == "torch" or name in wanted.off:
         return False
@@ -262,6 +267,8 @@ class Variant:
     constants : dict of str to object
         Its compile-time parameters, and None for absent pointers.
     warps, stages : int
+    fp_fusion : bool
+        Whether a product and a sum may become one operation, which rounds once.
     """
 
     kernel: Any
@@ -269,3 +276,4 @@ class Variant:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
+    fp_fusion: bool = True

@@ -64,7 +64,7 @@ def compiled(variant: Any, arch: int) -> dict[str, Any]:
         options={
             "num_warps": variant.warps,
             "num_stages": variant.stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": variant.fp_fusion,
         },
     )
     loop = _longest_loop(binary.asm["ptx"])

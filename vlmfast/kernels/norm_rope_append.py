@@ -481,6 +481,8 @@ def _launch_rotate(
             UNIT_OFFSET=norm is not None and norm.unit_offset,
             BLOCK_H=padded(d // 2),
             num_warps=1,
+            # A fused multiply-add would not round the product.
+            enable_fp_fusion=False,
         )
     return rotated.transpose(1, 2)
 
@@ -515,7 +517,7 @@ def _rotation_variant(
     given["UNIT_OFFSET"] = bool(unit_offset)
     if unit_offset is None:
         given |= dict.fromkeys(("query_weight", "key_weight"))
-    return Variant(_rotate, types, given, warps=1)
+    return Variant(_rotate, types, given, warps=1, fp_fusion=False)
 
 
 VARIANTS = [

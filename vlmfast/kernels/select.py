@@ -28,7 +28,12 @@ LONGEST = 8192  # row that fits into the registers of one program
 
 
 def ranked(scores: Tensor) -> Tensor:
-    """Indices by descending score along the last axis; the lower index first among equals."""
+    """Indices by descending score along the last axis; the lower index first among equals.
+
+    Both zeros are equal, and NaN of either sign precedes all numbers.
+    """
+    if scores.is_floating_point():  # on CUDA PyTorch sorts by bits, and the sign of NaN counts
+        scores = (scores + 0.0).masked_fill(scores.isnan(), torch.nan)
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
