@@ -564,6 +564,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
     add("--batches", help="comma-separated (1,8,32; tiny-shape 1,2)")
     add("--no-hf", action="store_true", help="do not time Hugging Face (it is still compared)")
+    add("--no-static", action="store_true", help="leave out Hugging Face's static cache")
     add("--new-tokens", type=int, help="at least 3 (64; tiny-shape 8)")
     add("--repeats", type=int, help="measured runs (3; tiny-shape 1)")
     add("--layers", type=int, default=0, help="language model layers, for a quick test")
@@ -626,7 +627,8 @@ def main(argv: list[str] | None = None) -> int:
             return 2
     command = shlex.join(["python", "benchmarks/end_to_end.py", *arguments])
     report |= {"command": command, **about}
-    names = args.recipes if args.no_hf else [HF, *args.recipes, STATIC]
+    names = args.recipes if args.no_hf else [HF, *args.recipes]
+    names += [] if args.no_hf or args.no_static else [STATIC]
     wanted = [(name, batch) for batch in args.batches for name in names]
     missing = wanted if args.again else left_over(wanted, report["parts"])
     if missing:

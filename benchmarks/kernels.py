@@ -400,6 +400,41 @@ def swiglu(s: Shape, tokens: int | None) -> Work:
     return Work(lambda: kernel(gate, up), 3 * gate.nbytes)
 
 
+def linears(s: Shape, tokens: int, part: str) -> Work:
+    """Linear layers of a decode step: ``qkv``, ``out``, or ``gated``, the first half of the MLP."""
+    from vlmfast.kernels import few_rows
+
+    x = randn(tokens, s.width)
+    sizes = {
+        "qkv": (s.hq * s.d, s.hk * s.d, s.hk * s.d),
+        "out": (s.width,),
+        "gated": (s.ffn, s.ffn),
+    }[part]
+    weights = [randn(size, s.width) / s.width**0.5 for size in sizes]
+    moved = sum(weight.nbytes for weight in weights)
+    flop = 2 * tokens * s.width * sum(sizes)
+
+    def products() -> tuple[Tensor, ...]:
+        return tuple(functional.linear(x, weight) for weight in weights)
+
+    if part == "gated":
+
+        def gated() -> Tensor:
+            gate, up = products()
+            return functional.silu(gate) * up
+
+        return Work(
+            lambda: few_rows.gated_linear(x, (weights[0], weights[1])),
+            moved,
+            flop,
+            {"modules": Other(gated)},
+        )
+    biases = [None] * len(weights)
+    return Work(
+        lambda: few_rows.linears(x, weights, biases), moved, flop, {"modules": Other(products)}
+    )
+
+
 def attention(s: Shape, biased: bool) -> Work:
     """Causal, over the whole prompt."""
     from vlmfast.kernels.biased_attention import biased_attention as kernel
@@ -573,6 +608,11 @@ CASES = [
     Case("swiglu", "swiglu, 1 token", "AD", partial(swiglu, tokens=1)),
     Case("swiglu", "swiglu, 32 tokens", "AD", partial(swiglu, tokens=32)),
     Case("swiglu", "swiglu, prompt", "ABCD", partial(swiglu, tokens=None)),
+    *(
+        Case("few_rows", f"{part}, {n} tokens", "AD", partial(linears, tokens=n, part=part))
+        for part in ("qkv", "out", "gated")
+        for n in (1, 4, 16)
+    ),
     Case("biased_attention", "attention, causal", "ABCD", partial(attention, biased=False)),
     Case("biased_attention", "attention, with bias", "ABCD", partial(attention, biased=True)),
     Case("pool", "cell_average, 4 to 1", "BD", cell_average),

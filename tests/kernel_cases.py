@@ -21,6 +21,7 @@ from vlmfast.kernels import (
     decode_mixed,
     decode_slots,
     diversity,
+    few_rows,
     gather_rows,
     merge,
     norm_rope_append,
@@ -191,6 +192,22 @@ def _norm(rows: int, width: int, view: Callable = sliced) -> Call:
     }
 
 
+def _linears(rows: int, width: int, *sizes: int) -> Call:
+    weights = [sliced(noise(size, width, seed=size)) for size in sizes]
+    biases = [noise(size, seed=2 * size) if size % 2 else None for size in sizes]
+    return few_rows.linears, {
+        "x": sliced(noise(rows, width)),
+        "weights": weights,
+        "biases": biases,
+    }
+
+
+def _gated(rows: int, width: int, size: int) -> Call:
+    gate, up = sliced(noise(size, width, seed=1)), noise(size, width, seed=2)
+    given = {"x": sliced(noise(rows, width)), "weights": (gate, up)}
+    return few_rows.gated_linear, given | {"biases": (None, noise(size, seed=3))}
+
+
 def _swiglu(rows: int, width: int) -> Call:
     return swiglu.swiglu, {"gate": sliced(noise(rows, width)), "up": noise(rows, width, seed=1)}
 
@@ -295,6 +312,8 @@ _THREE: dict[str, Callable[[], Call]] = {
     "decode_mixed rows": partial(_mixed, 3, 3, 2, {3: TWO}, b=3, h=3),
     "decode_slots": partial(_slots, 2, 1, 1, b=3, h=3, total=3),
     "tree_verify": partial(_tree, 3, 4, 1, {3: FOUR}, b=3, h=3),
+    "few_rows": partial(_linears, 3, 8, 3, 4, 5),
+    "few_rows gated": partial(_gated, 3, 8, 3),
     "norm_rope_append": partial(_rotate, 3, 5, b=3, h=3),
     "norm_rope_append norm": partial(_norm, 3, 24),
     "swiglu": partial(_swiglu, 3, 5),
@@ -338,6 +357,10 @@ _CASES: dict[str, Callable[[], Call]] = {
     "tree_verify empty context": partial(_tree, 3, 0, 2, {5: TWO}),
     "tree_verify two words": partial(_tree, 65, 17, 1, {}),
     "tree_verify block + 1": partial(_tree, 17, 33, 1, {33: TWO}, 24),
+    "few_rows one row": partial(_linears, 1, 24, 9, 4),
+    "few_rows block + 1": partial(_linears, 16, 260, 17, 16, 33),
+    "few_rows gated one row": partial(_gated, 1, 516, 9),
+    "few_rows gated block + 1": partial(_gated, 5, 24, 33),
     "norm_rope_append small": partial(_rotate, 2, 6),
     "norm_rope_append one token": partial(_rotate, 1, 2, 24),
     "norm_rope_append block + 1": partial(_rotate, 17, 40),

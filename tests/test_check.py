@@ -93,7 +93,7 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = [case for kernel in CASES for case in cases_of(kernel, [large])]
     assert {case.kernel for case in timed if case.bytes} == {
         "decode_mixed", "decode_slots", "tree_verify", "gather_rows", "quantize_kv",
-        "norm_rope_append", "swiglu",
+        "norm_rope_append", "swiglu", "few_rows",
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from vlmfast.kernels import (
     col_stats,
     decode_mixed,
     decode_slots,
+    few_rows,
     gather_rows,
     norm_rope_append,
     quantize_kv,
@@ -52,6 +53,7 @@ for module in (
     col_stats,
     decode_mixed,
     decode_slots,
+    few_rows,
     gather_rows,
     norm_rope_append,
     quantize_kv,
@@ -106,3 +108,8 @@ head = norm_rope_append.HeadNorm(table[0, 0], table[1, 0], 1e-6)
 norm_rope_append.rotate_append(*heads, table, table, keys, values, lengths, head)
 swiglu.swiglu(x, x)
 swiglu.geglu_tanh(x, x)
+
+few_rows.linears(x, (x[0].repeat(40, 1), x[0]), (None, x[0, 0, :1]))
+few_rows.linears(x.repeat(1, 4, 1), (x[0].repeat(40, 1), x[0], x[0]), (None, x[0, 0, :1], None))
+few_rows.gated_linear(x[:1], (x[0], x[1]))
+few_rows.gated_linear(x, (x[0].repeat(40, 1), x[1].repeat(40, 1)), gelu_tanh=True)

@@ -31,7 +31,7 @@ from vlmfast.engine.forward import shifted
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.fused_kinds import kind_of
 from vlmfast.engine.prefill import Inputs
-from vlmfast.kernels import norm_rope_append, swiglu
+from vlmfast.kernels import few_rows, norm_rope_append
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
@@ -361,11 +361,13 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
 
     count(norm_rope_append, "_launch_norm")
     count(norm_rope_append, "_launch_rotate")
-    count(swiglu, "_launch")
+    count(few_rows, "_launch_linears")
+    count(few_rows, "_launch_gated")
     with switched(vlm.model):
         ForwardPass(vlm, decoder).fused(decoder.caches)
     depth = vlm.adapter.depth
-    assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, "_launch": depth}
+    linear = {"_launch_linears": 3 * depth, "_launch_gated": depth}
+    assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, **linear}
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from vlmfast.kernels import (
     biased_attention,
     col_stats,
     decode_mixed,
+    few_rows,
     gather_rows,
     merge,
     norm_rope_append,
     quantize_kv,
     select,
-    swiglu,
     tree_verify,
 )
 
-STEP = (decode_mixed, norm_rope_append, swiglu)  # what every decode step launches
+STEP = (decode_mixed, norm_rope_append, few_rows)  # what every decode step launches
 MODULES = (*STEP, biased_attention, col_stats, gather_rows, merge, quantize_kv, select)
 # What a recipe must launch in addition to the kernels of the decode step.
 RECIPES = {

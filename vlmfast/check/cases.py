@@ -20,6 +20,7 @@ from vlmfast.kernels import (
     decode_mixed,
     decode_slots,
     diversity,
+    few_rows,
     gather_rows,
     merge,
     norm_rope_append,
@@ -393,6 +394,22 @@ def _swiglu(s: Shape, draw: Draws) -> Iterator[Case]:
         yield _case(s, swiglu, name, (gate, up), 1, f"{tokens} tokens", 3 * gate.nbytes)
 
 
+def _few_rows(s: Shape, draw: Draws) -> Iterator[Case]:
+    width = s.width // 8 * 8  # rows of 16 bytes
+    sizes = (3 * s.width, s.width, s.width) if s.large else (s.width, 17, 9)
+    weights = [draw.normal(size, width) for size in sizes]
+    biases = [None, draw.normal(sizes[1]), None]
+    for rows in (1, 5):
+        args = draw.normal(rows, width), weights, biases
+        yield _case(s, few_rows, "linears", args, width, f"{rows} rows", _nbytes(*weights))
+        pair = weights[0], draw.normal(sizes[0], width)
+        for gelu_tanh in (False, True):
+            about = f"{rows} rows{', GELU' if gelu_tanh else ''}"
+            given = args[0] / width**0.5, pair
+            case = _case(s, few_rows, "gated_linear", given, width, about, gelu_tanh=gelu_tanh)
+            yield case
+
+
 # --- pooling -------------------------------------------------------------------------------------
 
 
@@ -419,6 +436,7 @@ CASES: dict[str, tuple[bool, Build]] = {
     "decode_mixed": (True, _decode_mixed),
     "decode_slots": (True, _decode_slots),
     "diversity": (False, _diversity),
+    "few_rows": (True, _few_rows),
     "gather_rows": (True, _gather_rows),
     "merge": (True, _merge),
     "norm_rope_append": (True, _norm_rope_append),

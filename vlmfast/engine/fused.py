@@ -3,9 +3,10 @@
 Hugging Face's decoder launches 36 (Llama) to 80 (Gemma 3) small operations per layer in addition to
 its matrix products and attention: norms with their sums, the rotation of queries and keys, the
 cache writes, the gated activation. Here four kernels replace them, on the unchanged modules of the
-model: `residual_norm` twice, `rotate_append`, `swiglu` or `geglu_tanh`. What differs between
-families stands in `fused_kinds`. Every rounding is that of the modules' own forward; only the sums
-of a norm are computed in another order.
+model: `residual_norm` twice, `rotate_append`, `swiglu` or `geglu_tanh`. Up to 16 rows are also
+multiplied by kernels, `linears` and `gated_linear`, where the linear layers are PyTorch's own. What
+differs between families stands in `fused_kinds`. Every rounding is that of the modules' own
+forward; only sums are computed in another order.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.kernels._triton import use_triton
+from vlmfast.kernels.few_rows import MOST, gated_linear, linears
 from vlmfast.kernels.norm_rope_append import HeadNorm, residual_norm, rotate_append
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
 from .cache import JointCache, JointLayer, KVCache
-from .fused_kinds import LayerKind, kind_of
+from .fused_kinds import LayerKind, is_own, kind_of
 from .kv_layer import KVLayer
 
 
@@ -99,8 +101,7 @@ def fused_step(
         added = _attend(kind, layer.self_attn, x, tables[key], cached, context)
         branch = _named(layer, kind.attention_branch_norm)
         x, stream = _norm(kind, getattr(layer, kind.mlp_norm), added, stream, branch)
-        mlp = layer.mlp
-        added = mlp.down_proj(kind.gated(mlp.gate_proj(x), mlp.up_proj(x)))
+        added = _mlp(kind, layer.mlp, x)
         branch = _named(layer, kind.mlp_branch_norm)
     return _norm(kind, decoder.norm, added, stream, branch)[0], seen
 
@@ -116,8 +117,8 @@ def _attend(
     """An attention module on the normalized input (B, T, D) of a layer."""
     norm = kind.head_norm(attention)
     query, key, value = (
-        project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        projected.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for projected in _linears(x, attention.q_proj, attention.k_proj, attention.v_proj)
     )
     if isinstance(cached, JointLayer):
         parts = (cached.split(x) for x in (query, key, value, *tables))
@@ -134,7 +135,36 @@ def _attend(
         attention.scaling,
         vlmfast_context=context,
     )
-    return attention.o_proj(output.flatten(2))
+    return _linears(output.flatten(2), attention.o_proj)[0]
+
+
+def _mlp(kind: LayerKind, mlp: Any, x: Tensor) -> Tensor:
+    """An MLP module on its normalized input (B, T, D)."""
+    gate, up = mlp.gate_proj, mlp.up_proj
+    if _own(x, gate, up):
+        weights, biases = (gate.weight, up.weight), (gate.bias, up.bias)
+        activated = gated_linear(x, weights, biases, gelu_tanh=kind.gelu_tanh)
+    else:
+        activated = kind.gated(gate(x), up(x))
+    return _linears(activated, mlp.down_proj)[0]
+
+
+def _linears(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
+    """Linear layers on the same rows (B, T, D)."""
+    if _own(x, *layers):
+        return linears(x, [of.weight for of in layers], [of.bias for of in layers])
+    return tuple(layer(x) for layer in layers)
+
+
+def _own(x: Tensor, *layers: Any) -> bool:
+    """Whether layers only multiply the few rows of ``x`` by a plain weight."""
+    return (
+        x[..., 0].numel() <= MOST
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(is_own(layer, "torch.nn.modules.linear", "Linear") for layer in layers)
+        and all(type(layer.weight) is nn.Parameter for layer in layers)
+        and all(layer.weight.dtype == x.dtype for layer in layers)
+    )
 
 
 def _append(

@@ -64,6 +64,11 @@ class LayerKind:
         """The kernel of the MLP's gated activation."""
         return _GATED[self.activation][0]
 
+    @property
+    def gelu_tanh(self) -> bool:
+        """Whether that activation is the tanh approximation of GELU, not SiLU."""
+        return self.activation == "gelu_pytorch_tanh"
+
     def eps_of(self, norm: nn.Module) -> float:
         return getattr(norm, self.eps)
 
@@ -125,7 +130,7 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     layers: list[Any] = list(decoder.layers)
 
     def own(name: str, *parts: nn.Module) -> bool:
-        return all(_is(part, module, name) for part in parts)
+        return all(is_own(part, module, name) for part in parts)
 
     if not (
         own(kind.decoder or f"{kind.prefix}Model", decoder)
@@ -138,7 +143,9 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     activation, head = _GATED[kind.activation][1], layers[0].self_attn.head_dim
     return (
         own(f"{kind.prefix}RMSNorm", *norms)
-        and all(_is(layer.mlp.act_fn, "transformers.activations", activation) for layer in layers)
+        and all(
+            is_own(layer.mlp.act_fn, "transformers.activations", activation) for layer in layers
+        )
         and len({norm.weight.dtype for norm in norms}) == 1
         and len({kind.eps_of(norm) for norm in norms}) == 1
         and norms[0].weight.shape[0] <= WIDEST
@@ -147,7 +154,7 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     )
 
 
-def _is(part: nn.Module, module: str, name: str) -> bool:
+def is_own(part: nn.Module, module: str, name: str) -> bool:
     """Whether a part is of exactly that class, without hooks and with an unchanged ``forward``."""
     own = type(part)
     changed = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks

@@ -146,8 +146,8 @@ class Graphs:
     Parameters
     ----------
     limit : int
-        Maximum bytes of idle buffers, on CUDA also half of the memory that is free without them;
-        the oldest are freed first.
+        Maximum bytes of idle buffers; on CUDA half of the memory that is free without them instead.
+        The oldest are freed first.
     record : callable, optional
         As in `StepGraphs`; `cuda_graph` by default.
     """
@@ -199,7 +199,7 @@ class Graphs:
         idle = sum(each.nbytes for each in self._idle)
         limit = self.limit
         if graphs.cache.seen.is_cuda:
-            limit = min(limit, (torch.cuda.mem_get_info(graphs.cache.seen.device)[0] + idle) // 2)
+            limit = (torch.cuda.mem_get_info(graphs.cache.seen.device)[0] + idle) // 2
         while idle > limit:
             idle -= self._idle.pop(0).nbytes
 

@@ -96,6 +96,11 @@ TABLE = {
         "wide": Blocks({"BLOCK_M": 16, "BLOCK_N": 64}),
         "narrow": Blocks({"BLOCK_M": 16, "BLOCK_N": 32}),
     },
+    "few_rows": {
+        "one row": Blocks({"BLOCK_M": 1, "BLOCK_N": 8, "BLOCK_K": 512}),
+        "narrow": Blocks({"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256}, stages=4),
+        "wide": Blocks({"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256}, stages=3),
+    },
     "gather_rows": {  # at most; 4,096 entries of 2 bytes are eight 16-byte loads in 128 threads
         "tile": Blocks({"rows": 256, "columns": 256, "entries": 4096}),
     },

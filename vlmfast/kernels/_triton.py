@@ -33,6 +33,7 @@ KERNELS = {
     "decode_mixed": ("decode_mixed",),
     "decode_slots": ("decode_slots",),
     "diversity": ("density_peaks", "dpp", "max_min"),
+    "few_rows": ("few_rows",),
     "fused": ("fused_step",),  # of the engine: fused decode steps
     "gather_rows": ("gather_rows",),
     "merge": ("merge",),
