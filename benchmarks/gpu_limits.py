@@ -22,7 +22,7 @@ COPY_SHARE = 0.9
 
 # Floor over the time of a decode step at batch 1 with 2,944 tokens, at least.
 STEP_OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
-LAUNCHES_PER_LAYER = 24  # at most, of a fused decode step
+LAUNCHES_PER_LAYER = 16  # at most, of a fused decode step
 SHORT_CACHE = 1.8  # times that a step of 16 rows is faster with a fifth of the keys and values
 RAGGED = 0.7  # tokens per second with different answer lengths, over those with equal ones
 TTFT = 2.5  # times that the first token of hired:0.2 is earlier

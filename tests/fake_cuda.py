@@ -64,7 +64,8 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
     """Triton kernels run as on a GPU, except that a launch only adds a name to ``names``."""
     from triton.runtime.jit import KernelInterface
 
-    from vlmfast.kernels import _triton, decode_mixed
+    from vlmfast.engine import fused
+    from vlmfast.kernels import _triton, decode_mixed, few_rows
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: names.append(kernel.fn.__name__)
@@ -74,6 +75,8 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
         mock.patch.dict(os.environ, kept, clear=True),
         mock.patch.object(KernelInterface, "__getitem__", launch),
         mock.patch.object(decode_mixed, "INTERPRETED", False),
+        mock.patch.object(few_rows, "INTERPRETED", False),
+        mock.patch.object(fused, "_PLAIN", (nn.Parameter, FakeTensor)),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(_triton, "turned_off", return_value=frozenset()),

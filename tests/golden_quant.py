@@ -76,7 +76,7 @@ def agree(
     assert ours.shape == stored.shape
     ours, stored = unpack(ours, bits).int(), unpack(stored, bits).int()
     for rounded, exact in ((ours, codes), (stored, codes if theirs is None else theirs)):
-        reach = 0.5 + tolerance(dtype, STEP, exact.abs())
+        reach = 0.5 + tolerance(dtype, STEP, exact.abs()).to(exact.device)
         assert bool(((rounded - exact).abs() <= reach).all())
     return ours == stored
 

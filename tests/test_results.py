@@ -181,6 +181,17 @@ def test_only_some(run, repository: Path, capsys) -> None:
     assert "unknown result 'figure'; results: figures, others" in capsys.readouterr().err
 
 
+def test_entry_for_a_gpu_is_left_out_without_one(
+    tool: ModuleType, repository: Path, capsys, monkeypatch
+) -> None:
+    entry = tool.Entry("gpu", ("1.json",), ("python step.py 1",), gpu=True)
+    for gpu in (False, True):
+        monkeypatch.setattr(tool, "has_gpu", lambda gpu=gpu: gpu)
+        assert tool.main([], [entry], repository) == ExitCode.FINISHED
+        assert calls(repository) == "1" * gpu
+    assert "gpu: left out, it needs a GPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

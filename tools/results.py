@@ -38,12 +38,22 @@ class Entry:
     name: str
     writes: tuple[str, ...]
     commands: tuple[str, ...]
+    gpu: bool = False
 
 
 def read(path: Path = DATA) -> list[Entry]:
     """The entries of the list."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["results"]
-    return [Entry(e["name"], tuple(e["writes"]), tuple(e["commands"])) for e in found]
+    return [
+        Entry(e["name"], tuple(e["writes"]), tuple(e["commands"]), e.get("gpu", False))
+        for e in found
+    ]
+
+
+def has_gpu() -> bool:
+    import torch  # takes a second
+
+    return torch.cuda.is_available()
 
 
 class Runner:
@@ -170,6 +180,9 @@ def main(
     failed = []
     try:
         for entry in entries:
+            if entry.gpu and not args.only and not has_gpu():
+                print(f"{entry.name}: left out, it needs a GPU", file=sys.stderr)
+                continue
             try:
                 runner.run(entry)
             except VLMFastError as error:

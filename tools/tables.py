@@ -315,6 +315,84 @@ def static_frames() -> str:
     return _table(rows)
 
 
+def gpu_answers() -> str:
+    """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
+    report = _gpu_file("end_to_end-llava-next-7b")
+    head = ["recipe", "visual tokens", "first token", "prefill", "tokens/s", "KV cache", "memory"]
+    rows = [[f"{report['settings']['model']}, {report['device']}", *head[1:]]]
+    base = report["parts"]["hf sdpa | 1"]
+    for key, row in report["parts"].items():
+        name, batch = key.rsplit(" | ", 1)
+        if batch != "1" or not row["check"]["passed"]:
+            continue
+        first, rate = f"{1e3 * row['first']:.0f} ms", f"{row['rate']:.0f}"
+        parts = row["parts"]
+        if row is not base:
+            first += f" ({base['first'] / row['first']:.2f}x)"
+            rate += f" ({row['rate'] / base['rate']:.2f}x)"
+        rows.append(
+            [
+                "Hugging Face `generate`" if row is base else f"`{name}`",
+                f"{parts.get('visual_tokens', 2928):,.0f}",
+                first,
+                f"{1e3 * parts['prefill']:.0f} ms" if parts else "",
+                rate,
+                f"{parts['kv_bytes'] / 1e6:,.0f} MB" if parts else "",
+                f"{row['memory'] / 1e9:.1f} GB",
+            ]
+        )
+    return _table(rows)
+
+
+def gpu_steps() -> str:
+    """Decode steps on a GPU, and the least time in which their bytes can be read."""
+    found: dict[str, dict[str, float]] = {}
+    for row in _gpu_file("gpu_hour")["rows"]:
+        what, _, name = row["what"].partition(": ")
+        if row["part"] == "step" and what.count(" | ") == 2:
+            found.setdefault(what, {})[name] = row["value"]
+    rows = [["model", "recipe", "rows", "step", "floor", "floor over step", "launches per layer"]]
+    for what, values in found.items():
+        model, recipe, batch = what.split(" | ")
+        rows.append(
+            [
+                model,
+                f"`{recipe}`",
+                batch.removeprefix("batch "),
+                f"{values['step, ms']:.2f} ms",
+                f"{values['floor, ms']:.2f} ms",
+                f"{100 * values['floor over step']:.0f} %",
+                f"{values['launches of the step over its layers']:.1f}",
+            ]
+        )
+    return _table(rows)
+
+
+def gpu_kernels() -> str:
+    """Kernels on a GPU at LLaVA-NeXT 7B's shape."""
+    rows = [["kernel", "time", "floor", "reference", "PyTorch's own"]]
+    for key, row in _gpu_file("kernels")["rows"].items():
+        name, shape = key.rsplit(" | ", 1)
+        if shape != "B" or not row["check"]["passed"] or not row["floor"]:
+            continue
+        other = next(((k, v) for k, v in row["others"].items() if "time" in v), None)
+        rows.append(
+            [
+                name,
+                f"{1e6 * row['time']:.0f} us",
+                f"{1e6 * row['floor']:.1f} us",
+                f"{1e6 * row['reference']['time']:,.0f} us",
+                "" if other is None else f"{1e6 * other[1]['time']:.0f} us, {other[0]}",
+            ]
+        )
+    return _table(rows)
+
+
+def _gpu_file(name: str, device: str = "nvidia-h200") -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / f"{name}-{device}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _attacked() -> dict[str, Any]:
     path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
     return json.loads(path.read_text(encoding="utf-8"))
@@ -337,6 +415,9 @@ def _asked() -> dict[str, Any]:
 # (page, mark) -> function that returns the table.
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
+    ("docs/gpu.md", "answers"): gpu_answers,
+    ("docs/gpu.md", "steps"): gpu_steps,
+    ("docs/gpu.md", "kernels"): gpu_kernels,
     ("docs/accuracy.md", "positions"): positions,
     ("docs/accuracy.md", "fresh"): fresh,
     ("docs/robustness.md", "attacked"): robustness,

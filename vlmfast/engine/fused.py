@@ -28,6 +28,8 @@ from .cache import JointCache, JointLayer, KVCache
 from .fused_kinds import LayerKind, is_own, kind_of
 from .kv_layer import KVLayer
 
+_PLAIN = (nn.Parameter,)  # weights, not those of quantized or sharded layers
+
 
 def fusable(adapter: Adapter) -> bool:
     """Whether new tokens go through `fused_step`: supported layers, and kernels.
@@ -162,7 +164,7 @@ def _own(x: Tensor, *layers: Any) -> bool:
         x[..., 0].numel() <= MOST
         and not torch.is_autocast_enabled(x.device.type)
         and all(is_own(layer, "torch.nn.modules.linear", "Linear") for layer in layers)
-        and all(type(layer.weight) is nn.Parameter for layer in layers)
+        and all(type(layer.weight) in _PLAIN for layer in layers)
         and all(layer.weight.dtype == x.dtype for layer in layers)
     )
 

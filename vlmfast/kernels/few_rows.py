@@ -299,10 +299,12 @@ def _gated(
     _stored(out, b_g * b_u, n, m_n, M, N, BLOCK_M)
 
 
-def _configured(rows: int, columns: int, arch: int) -> Blocks:
+def _configured(rows: int, columns: int, dtype: torch.dtype, arch: int) -> Blocks:
     """The blocks for ``rows`` and a product of ``columns``."""
     if rows == 1:
         return blocks("few_rows", "one row", arch)
+    if dtype == torch.float32:
+        return blocks("few_rows", "float32", arch)
     # Few columns need small tiles to occupy the GPU.
     return blocks("few_rows", "narrow" if columns <= 8192 else "wide", arch)
 
@@ -314,7 +316,7 @@ def _launch_linears(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     sizes = [len(weight) for weight in weights]
     out = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
-    table = _configured(len(rows), sum(sizes), architecture(x.device))
+    table = _configured(len(rows), sum(sizes), x.dtype, architecture(x.device))
     missing = WEIGHTS - len(weights)
     own = [None if bias is None else bias.contiguous() for bias in biases]
     if sum(sizes):
@@ -349,7 +351,7 @@ def _launch_gated(
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(*x.shape[:-1], len(gate), dtype=x.dtype, device=x.device)
-    table = _configured(len(rows), 2 * len(gate), architecture(x.device))
+    table = _configured(len(rows), 2 * len(gate), x.dtype, architecture(x.device))
     if len(gate):
         _gated[(triton.cdiv(len(gate), table.sizes["BLOCK_N"]),)](
             rows,
@@ -386,7 +388,7 @@ def variants(arch: int) -> list[Variant]:
         alone = dict.fromkeys(("weight_1", "weight_2")) | plain
         alone |= dict.fromkeys(("stride_1", "stride_2", "N_1", "N_2"), 0)
         for rows, columns in ((1, 4096), (MOST, 4096), (MOST, 22016)):
-            table = _configured(rows, columns, arch)
+            table = _configured(rows, columns, dtype, arch)
             for constants in (plain, {}, alone) if dtype == torch.bfloat16 else (plain,):
                 given = {"UPCAST": False, **constants}
                 found.append(table.variant(_linears, types, given))
