@@ -315,6 +315,25 @@ def static_frames() -> str:
     return _table(rows)
 
 
+def served_vllm(setting: str) -> str:
+    """Answers per second of this server and of vLLM's, with and without a recipe."""
+    path = ROOT / "benchmarks" / "results" / f"serve-vllm-{setting}-cpu-float32.json"
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for load in json.loads(path.read_text(encoding="utf-8"))["loads"]:
+        found.setdefault(load["server"], {})[load["clients"]] = load
+    clients = list(next(iter(found.values())))
+    heads = [f"{n} client{'s' * (n > 1)}" for n in clients]
+    rows = [["answers/s (median TTFT)", *heads]]
+    for server, loads in found.items():
+        name = server if server.startswith("vllm") else f"vlmfast serve {server}"
+        cells = []
+        for n in clients:
+            rate, first = loads[n]["answers_per_s"]["median"], loads[n]["ttft_ms"]["p50"]
+            cells.append(f"{rate:.2f} ({first / 1e3:.2f} s)")
+        rows.append([f"`{name}`", *cells])
+    return _table(rows)
+
+
 def gpu_answers() -> str:
     """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
     report = _gpu_file("end_to_end-llava-next-7b")
