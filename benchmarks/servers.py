@@ -359,6 +359,7 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | variables | spec.variables,
+                start_new_session=True,  # with the processes that it starts
             )
         try:
             self.url = self._address()
@@ -403,11 +404,18 @@ class Server:
         return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
     def pause(self) -> None:
-        """Stop the process; it takes no CPU time until `resume`."""
-        self._process.send_signal(signal.SIGSTOP)
+        """Stop the server; it takes no CPU time until `resume`.
+
+        All of its processes: those of vLLM's engine poll while they wait.
+        """
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # all of its processes have ended
+            os.killpg(self._process.pid, number)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -426,3 +434,4 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._signal(signal.SIGKILL)

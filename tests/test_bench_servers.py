@@ -1,0 +1,73 @@
+"""`benchmarks/servers.py`: a paused server takes no CPU time, with the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+servers = pytest.importorskip("servers")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def server():
+    """A server whose process has started a busy one, and the number of that."""
+    made = object.__new__(servers.Server)
+    made._process = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    made.child = int(made._process.stdout.readline())
+    yield made
+    with suppress(ProcessLookupError):
+        os.killpg(made._process.pid, signal.SIGKILL)
+    made._process.stdout.close()
+    made._process.wait()
+
+
+def state(process: int) -> str:
+    """T: stopped, Z or empty: ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def reaches(process: int, states: str) -> bool:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if (found := state(process)) in states or (not found and "Z" in states):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_pause_stops_all_processes_of_a_server(server) -> None:
+    assert state(server.child) in "RS"
+    server.pause()
+    assert reaches(server.child, "T") and reaches(server._process.pid, "T")
+    with server.awake():
+        assert reaches(server.child, "RS")
+    assert reaches(server.child, "T")
+
+
+def test_close_ends_all_processes_of_a_server(server) -> None:
+    server.pause()
+    server.close()
+    assert reaches(server.child, "Z")
