@@ -133,7 +133,7 @@ def vllm_specs(args: argparse.Namespace, exported: Path, folder: str) -> list[Sp
         shown = shlex.join(["vllm", "serve", args.model, *options])
         variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
         found.append(
-            Spec(vllm_name(recipe), tuple(command), shown, False, str(args.vllm), variables)
+            Spec(vllm_name(recipe), tuple(command), shown, False, str(args.vllm), variables, True)
         )
     return found
 
@@ -481,7 +481,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=2, help="of each server; 0: PyTorch's default (%(default)s)")
+    add(
+        "--threads",
+        type=int,
+        default=2,
+        help="of each server but vLLM's, which binds its own; 0: PyTorch's default (%(default)s)",
+    )
     add("--out", type=Path, help="default: benchmarks/results/serve-....json")
     args = parser.parse_args(argv)
     few, many = args.memory_requests

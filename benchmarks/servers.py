@@ -319,6 +319,9 @@ class Spec:
         The interpreter of its environment.
     variables : dict of str to str
         Further environment variables.
+    binds_threads : bool
+        Whether it binds its threads to cores itself. A number of threads from outside would let
+        several of them wait for each other on one core.
     """
 
     name: str
@@ -327,6 +330,7 @@ class Spec:
     is_own: bool = True
     python: str = sys.executable
     variables: dict[str, str] = field(default_factory=dict)
+    binds_threads: bool = False
 
 
 class Server:
@@ -350,7 +354,7 @@ class Server:
         paths = [str(ask.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         variables["HF_HUB_OFFLINE"] = "1"  # which also keeps transformers from looking for updates
-        if threads:
+        if threads and not spec.binds_threads:
             variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         self.spec, self._log = spec, log
         with log.open("w") as out:
