@@ -434,6 +434,8 @@ def _asked() -> dict[str, Any]:
 # (page, mark) -> function that returns the table.
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
+    ("docs/scaling.md", "vllm-no-caches"): partial(served_vllm, "no-caches"),
+    ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): gpu_kernels,
