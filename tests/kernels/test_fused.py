@@ -370,6 +370,41 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, **linear}
 
 
+@pytest.mark.parametrize("change", ["hook", "class", "weight"])
+@torch.no_grad()
+def test_changed_linear_layers_are_called(change: str, triton, device, monkeypatch) -> None:
+    """By `few_rows` only layers are multiplied that do nothing else."""
+    vlm = build("llama", monkeypatch, device)
+    decoder, called = decoder_of(vlm, RECIPES["full"]), []
+
+    class Linear(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(x)
+            return super().forward(x)
+
+    class Weight(torch.nn.Parameter):
+        pass
+
+    launch, launches = few_rows._launch_linears, []
+    monkeypatch.setattr(
+        few_rows, "_launch_linears", lambda *a: launches.append(len(a[1])) or launch(*a)
+    )
+    for layer in vlm.adapter.decoder.layers:
+        out = layer.self_attn.o_proj
+        if change == "hook":
+            out.register_forward_hook(lambda module, args, result: called.append(args[0]))
+        elif change == "class":
+            out.__class__ = Linear
+        elif change == "weight":
+            out.weight = Weight(out.weight.data)
+    depth = vlm.adapter.depth
+    with switched(vlm.model):
+        ForwardPass(vlm, decoder).fused(decoder.caches)
+    # Queries, keys and values together, and the second half of the MLP.
+    assert launches == [3, 1] * depth
+    assert len(called) == (0 if change == "weight" else depth)
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
