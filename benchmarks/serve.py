@@ -499,8 +499,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--memory-requests must be two increasing numbers")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
     args.only = args.only or NAMES
-    if args.vllm is not None and not args.vllm.is_file():
-        parser.error(f"--vllm {args.vllm} is no Python interpreter")
     if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
         parser.error("gap needs the folder of a model: choose others with --only")
     return args
@@ -509,6 +507,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
+    if args.vllm is not None and not args.vllm.is_file():
+        print(f"serve.py: --vllm {args.vllm} is no Python interpreter", file=sys.stderr)
+        return 2
     about = facts()
     report: dict[str, Any] = about | {
         "command": shlex.join(["python", "benchmarks/serve.py", *arguments]),
