@@ -372,13 +372,17 @@ def _launch_gated(
     return out
 
 
+_TENSORS = (
+    *("x", "weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2"),
+    *("gate", "up", "gate_bias", "up_bias", "out"),
+)
+
+
 def variants(arch: int) -> list[Variant]:
     """What `linears` and `gated_linear` compile."""
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        tensors = ("x", "weight_0", "weight_1", "weight_2", "bias_0", "bias_1", "bias_2")
-        tensors += ("gate", "up", "gate_bias", "up_bias", "out")
-        types = dict.fromkeys(tensors, pointer(dtype)) | {"M": "i32"}
+        types = dict.fromkeys(_TENSORS, pointer(dtype)) | {"M": "i32"}
         types |= dict.fromkeys(("K", "N", "N_0", "N_1", "N_2", "width"), "i32:16")
         types |= {f"stride_{name}": "i32:16" for name in "x012gu"}
         plain, gated = (
