@@ -106,7 +106,7 @@ TABLE = {
         "tile": Blocks({"rows": 256, "columns": 256, "entries": 4096}),
     },
     "pool": {  # BLOCK_M: at most
-        "average": Blocks({"BLOCK_M": 16, "BLOCK_D": 256}),
+        "average": Blocks({"BLOCK_M": 16, "BLOCK_D": 256}, by_arch={80: {"BLOCK_D": 128}}),
         "mix": Blocks({"BLOCK_M": 16, "BLOCK_D": 256}),
         "read": Blocks({"BLOCK_Q": 16, "BLOCK_N": 32, "BLOCK_F": 128}),
         "share": Blocks({"BLOCK_Q": 16, "BLOCK_N": 64}),
@@ -115,7 +115,7 @@ TABLE = {
         "extent": Blocks({"BLOCK_N": 64, "BLOCK_D": 128}),
         "finish": Blocks({"BLOCK_N": 16, "BLOCK_D": 128}),
         "values": Blocks({"BLOCK_N": 32, "BLOCK_D": 256}),
-        "pack": Blocks({"BLOCK_N": 32, "BLOCK_D": 64}),
+        "pack": Blocks({"BLOCK_N": 32, "BLOCK_D": 64}, by_arch={80: {"BLOCK_N": 16}}),
     },
 }
 
