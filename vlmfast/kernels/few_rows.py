@@ -24,7 +24,7 @@ from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
 from ._triton import INTERPRETED, Variant, pointer, tl, triton, use_triton
-from .swiglu import geglu_tanh_ref, swiglu_ref
+from .swiglu import activated, geglu_tanh_ref, swiglu_ref
 
 MOST = 16  # rows
 WEIGHTS = 3
@@ -294,9 +294,7 @@ def _gated(
     # Rounded where `swiglu` gets and rounds them.
     b_g = _biased(b_g, gate_bias, n, m_n, BLOCK_M).to(dtype).to(tl.float32)
     b_u = _biased(b_u, up_bias, n, m_n, BLOCK_M).to(dtype).to(tl.float32)
-    b_s = 1.5957691216057308 * (b_g + 0.044715 * b_g * b_g * b_g) if GELU else b_g
-    b_g = (b_g / (1.0 + tl.exp(-b_s))).to(dtype).to(tl.float32)
-    _stored(out, b_g * b_u, n, m_n, M, N, BLOCK_M)
+    _stored(out, activated(b_g, b_u, dtype, GELU), n, m_n, M, N, BLOCK_M)
 
 
 def _configured(rows: int, columns: int, dtype: torch.dtype, arch: int) -> Blocks:

@@ -63,6 +63,15 @@ def _check(name: str, gate: Tensor, up: Tensor) -> None:
 # --- Triton --------------------------------------------------------------------------------------
 
 
+@triton.jit
+@no_type_check
+def activated(b_g, b_u, dtype: tl.constexpr, GELU: tl.constexpr):
+    """The activation of float32 ``b_g``, rounded to ``dtype``, times ``b_u``."""
+    # SiLU is x sigmoid(x), the approximated GELU x sigmoid(2 u).
+    b_s = 1.5957691216057308 * (b_g + 0.044715 * b_g * b_g * b_g) if GELU else b_g
+    return (b_g / (1.0 + tl.exp(-b_s))).to(dtype).to(tl.float32) * b_u
+
+
 @triton.jit(do_not_specialize=("columns",))
 @no_type_check
 def _swiglu(gate, up, out, stride_g, stride_u, columns, GELU: tl.constexpr, BLOCK: tl.constexpr):
@@ -71,10 +80,7 @@ def _swiglu(gate, up, out, stride_g, stride_u, columns, GELU: tl.constexpr, BLOC
     dtype: tl.constexpr = out.dtype.element_ty
     b_g = tl.load(gate + row * stride_g + c, mask=c < columns, other=0.0).to(tl.float32)
     b_u = tl.load(up + row * stride_u + c, mask=c < columns, other=0.0).to(tl.float32)
-    # SiLU is x sigmoid(x), the approximated GELU x sigmoid(2 u).
-    b_s = 1.5957691216057308 * (b_g + 0.044715 * b_g * b_g * b_g) if GELU else b_g
-    b_g = (b_g / (1.0 + tl.exp(-b_s))).to(dtype).to(tl.float32)
-    tl.store(out + row * columns + c, (b_g * b_u).to(dtype), mask=c < columns)
+    tl.store(out + row * columns + c, activated(b_g, b_u, dtype, GELU).to(dtype), mask=c < columns)
 
 
 def _launch(gate: Tensor, up: Tensor, gelu_tanh: bool) -> Tensor:
