@@ -117,6 +117,19 @@ def test_sample_is_seeded_and_stratified(mutations: Any) -> None:
     assert drawn != mutations.sample(ROOT, strata, 30, seed=1)
 
 
+def test_an_edit_replaces_the_mutants_of_its_lines_alone(mutations: Any, tmp_path: Path) -> None:
+    folder = tmp_path / mutations.STRATA["scorers"]
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text(SOURCE)
+    count = len(list(mutations.mutants_of(SOURCE, "a.py", "scorers")))
+    before = mutations.sample(tmp_path, ["scorers"], count, seed=0)
+    (folder / "a.py").write_text(SOURCE.replace("b -= 1", "b = -b\n    b += 2"))
+    after = [m.key for m in mutations.sample(tmp_path, ["scorers"], count + 9, seed=0)]
+    kept = [m.key for m in before if m.text != "b -= 1"]
+    assert len(kept) < len(before)
+    assert [key for key in after if key in set(kept)] == kept
+
+
 def test_known_mutants_are_in_the_code(mutations: Any) -> None:
     known = tomllib.loads((ROOT / "tools" / "mutants.toml").read_text(encoding="utf-8"))
     for mutant in mutations.named(ROOT, known["named"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,7 +215,15 @@ def is_valid(source: bytes) -> bool:
 
 
 def sample(root: Path, strata: Iterable[str], count: int, seed: int) -> list[Mutant]:
-    """``count`` mutants, as many of each stratum, in an order that a smaller count begins."""
+    """``count`` mutants, as many of each stratum, in an order that a smaller count begins.
+
+    The order is that of a hash of the seed and each key, so that an edit replaces the mutants of
+    the lines that it changes and no others.
+    """
+
+    def rank(mutant: Mutant) -> bytes:
+        return hashlib.blake2b(f"{seed} {mutant.key}".encode()).digest()
+
     pools = []
     for name in strata:
         sources = {
@@ -224,8 +231,7 @@ def sample(root: Path, strata: Iterable[str], count: int, seed: int) -> list[Mut
             for path in sorted((root / STRATA[name]).rglob("*.py"))
         }
         every = [m for file, source in sources.items() for m in mutants_of(source, file, name)]
-        random.Random(f"{seed} {name}").shuffle(every)
-        pools.append(_valid(every, sources))
+        pools.append(_valid(sorted(every, key=rank), sources))
     turns = (mutant for turn in zip_longest(*pools) for mutant in turn if mutant is not None)
     return list(islice(turns, count))
 
