@@ -93,7 +93,8 @@ def _beyond(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """
     tests: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("cases") is not None:
+        marked = item.get_closest_marker
+        if marked("cases") is not None and marked("slow") is None:
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
         (most,) = cases[0].get_closest_marker("cases").args

@@ -73,6 +73,7 @@ def test_audit_of_correct_answers(tiny: VLM) -> None:
         assert 0 < row.accepted < row.drafted and row.rounds > 4
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> None:
     (row,) = bench.audit(tiny, drafters=["draft-recycle"], **AUDITED, strict=strict)
@@ -326,7 +327,13 @@ def test_no_ratio_with_a_wrong_answer(
     assert row["bugs"] > 0 and row["wall"] is None and row["decode"] is None
 
 
-@pytest.mark.parametrize("workload", speculation.WORKLOADS)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(workload, marks=[pytest.mark.slow] if number else [])
+        for number, workload in enumerate(speculation.WORKLOADS)
+    ],
+)
 def test_drafters_of_the_shipped_model(workload: str) -> None:
     args = speculation.parse(["--device", "cpu", "--pairs", "1", "--new-tokens", "16"])
     job = speculation.prepared(args)

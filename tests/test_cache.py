@@ -795,6 +795,7 @@ COSTS = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", COSTS)
 def test_bytes_equal_those_of_the_contents(grouped, case):
     run = started(grouped, COSTS[case])
@@ -931,6 +932,7 @@ def test_free_slots_of_a_batch_are_finite(grouped, pool):
         assert pool.new == new
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["h2o:0.6", "streamingllm:0.6", "kivi:residual=8,group=4"])
 def test_freed_slots_stay_finite(grouped, pool, recipe):
     """Evicting, paging, cropping and growing leave finite values, which masks can hide."""
@@ -1013,6 +1015,7 @@ def test_pool_frees_shapes_that_were_not_used_for_long():
     assert take(1) is not others[0]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "recipe", [None, "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )

@@ -46,6 +46,7 @@ def test_covering_on_a_worked_example() -> None:
     assert sorted(cover(worth, 9).tolist()) == list(range(9))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 @pytest.mark.parametrize("positions", ["compact", "keep"])
 @pytest.mark.parametrize("count", [1, 3])

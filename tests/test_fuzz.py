@@ -22,6 +22,7 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
     return Fuzz(*BUILD[request.param]())
 
 
+@pytest.mark.cases(1)
 def test_calls_are_answered_or_refused_in_one_line(fuzz: Fuzz) -> None:
     assert fuzz.run(0, 100) == []
     assert fuzz.answered > 10 and fuzz.refused > 30

@@ -52,6 +52,7 @@ def vlm(monkeypatch) -> VLM:
     return captured_by_stand_in(VLM(*build_llava()), monkeypatch)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) -> None:
     for seed in (0, 1):
@@ -83,6 +84,7 @@ def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
         assert graphs.captured == captured
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "kivi:bits=4,group=4,residual=8"])
 def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) -> None:
     """Single tokens and trees of several widths alternate in the same buffers."""
@@ -162,6 +164,7 @@ KINDS = ["none", "h2o:0.7", "streamingllm:0.7"]
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", [15, pytest.param(48, marks=SLOW)])
 @pytest.mark.parametrize(
     ("recipes", "kinds"),

@@ -221,6 +221,7 @@ def noise() -> Tensor:
     return noise_of(2024)
 
 
+@pytest.mark.cases(3)
 @ways
 def test_drafted_answers_have_the_distribution_and_equal_plain_ones(
     way: Way, noise: Tensor

@@ -161,6 +161,7 @@ def test_no_synchronization_with_rows_of_all_kinds():
     assert watch.complaints == [] and changes(watch) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rows", "case"), alternating(PAGED, 1))
 def test_pages_change_shapes_without_synchronization(case, rows):
     """In between, steps are alike."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -284,17 +285,23 @@ def test_seed_changes_the_selection(tiny) -> None:
     assert not torch.equal(*depths)
 
 
+@pytest.fixture(scope="module")
+def full_answers(tiny) -> dict[str, Any]:
+    more = {"max_new_tokens": 12, "eos_token_id": None}
+    cases = {"text alone": {}, **MEDIA}
+    return {case: tiny.ask("what ?", **media, **more) for case, media in cases.items()}
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters_do_not_change_answers(tiny, name) -> None:
+def test_drafters_do_not_change_answers(tiny, full_answers, name) -> None:
     stage = stage_class(name)()
     if stage.trained and not tiny.adapter.ships(stage):
         with pytest.raises(RecipeError, match="there are no weights for this llava_next model"):
             tiny.ask("what ?", recipe=stage)
         return
-    for case, media in {"text alone": {}, **MEDIA}.items():
-        full = tiny.ask("what ?", **media, max_new_tokens=12, eos_token_id=None)
-        more = {"max_new_tokens": 12, "eos_token_id": None, "strict": True}
-        same = tiny.ask("what ?", **media, recipe=stage, **more)
+    more = {"max_new_tokens": 12, "eos_token_id": None, "strict": True}
+    for case, full in full_answers.items():
+        same = tiny.ask("what ?", **MEDIA.get(case, {}), recipe=stage, **more)
         assert same.token_ids == full.token_ids, case
         assert same.stats.kv_bytes == full.stats.kv_bytes
         assert 0 < same.stats.rounds <= 11

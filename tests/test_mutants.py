@@ -374,6 +374,7 @@ def first_mutant(mutations: Any) -> Any:
     return mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")[0]
 
 
+@pytest.mark.slow
 def test_a_mutant_that_hangs_is_killed(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:
@@ -388,6 +389,7 @@ def test_a_mutant_that_hangs_is_killed(
     assert "SIZE = 4" in rule.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_anyway_kills_nothing(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:

@@ -98,6 +98,7 @@ def test_compare(kernel) -> None:
     assert "application/vnd.plotly.v1+json" in kinds_of(shown)
 
 
+@pytest.mark.slow
 def test_failing_cell_is_found(kernel) -> None:
     """Control: an error in a cell ends the run."""
     notebook = read("quickstart")

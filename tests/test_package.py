@@ -46,11 +46,18 @@ def test_help_is_light() -> None:
 
 
 def test_import_adds_little_to_torch() -> None:
+    # The minimum of several processes that have imported torch alone: a busy machine must not fail.
     code = (
-        "import torch, time; t = time.perf_counter(); import vlmfast; print(time.perf_counter()-t)"
+        "import os, time, torch\n"
+        "for _ in range(3):\n"
+        "    if not os.fork():\n"
+        "        start = time.perf_counter()\n"
+        "        import vlmfast\n"
+        "        print(time.perf_counter() - start, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
     )
-    # The minimum of several runs: a busy machine must not fail the test.
-    assert min(float(python(code)) for _ in range(2)) < 0.3
+    assert min(map(float, python(code).split())) < 0.3
 
 
 def test_public_names() -> None:

@@ -188,6 +188,7 @@ def test_ten_questions_about_each_image_prefill_it_once(vlm: VLM) -> None:
     assert len(entries(vlm)) == len(images)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5+draft-ngram", "draft-layerskip"])
 def test_rows_do_not_write_what_is_stored(vlm: VLM, recipe: str) -> None:
     asked(vlm, QUESTIONS[0], recipe)

@@ -592,6 +592,7 @@ def test_training_draws_from_its_config(next_vlm: VLM) -> None:
 # --- the shipped weights -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_shipped_weights_beat_random_on_videos(tiny: VLM) -> None:
     """5.9 % of the tokens, on scenes that are neither training nor evaluation data."""
     from vlmfast.scenes.examples import EVAL_SEED_STOP, video_example

@@ -278,7 +278,9 @@ def test_incomplete_result_is_measured_again(fake: Fake) -> None:
     assert len(fake.calls) == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_killed_run_is_resumed(fake: Fake, capsys, number: signal.Signals) -> None:
     """At the fifth of six rows: four are kept, and no other process stays."""
     fake.set(ZIP[0], "mme", wait=True)

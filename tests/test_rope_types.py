@@ -97,6 +97,7 @@ def test_drafted_tokens_have_the_tables_of_single_ones(vlm: VLM, wanted) -> None
         assert got.token_ids == wanted[question] and got.stats.accepted > 10
 
 
+@pytest.mark.cases(1)
 def test_kernels_give_the_same_tokens(kind: str, wanted, monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     count, question = 4, SHORT + " " * 13

@@ -116,6 +116,7 @@ def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
 
 
 # Every two of family, recipe and medium meet; the other half is slow.
+@pytest.mark.cases(70)
 @pytest.mark.parametrize(
     ("vlm", "recipe", "case"),
     [

@@ -483,6 +483,7 @@ def test_least_recently_used_session_is_evicted():
     assert len(vlm._sessions.open) == 0
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("recipe", [None, *SMALL.values()], ids=["none", *SMALL])
 def test_eviction_does_not_change_answers(vlm, recipe):
     image = make_image()
@@ -502,7 +503,7 @@ def test_eviction_does_not_change_answers(vlm, recipe):
 SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMALL}
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
 def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):

@@ -104,6 +104,7 @@ def check(family: str, recipes: tuple[str, ...]) -> None:
             assert asked(two, recipe) == asked(one, recipe), recipe
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "recipes"), [("llava", RECIPES[1:5:2]), ("qwen2_5_vl", RECIPES[2:3])]
 )

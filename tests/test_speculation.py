@@ -122,6 +122,7 @@ def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> Non
         assert rejected >= ({1, 2, 3} if recipe in PAGED else {1, 2, 3, 4})  # pages shorten rounds
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_do_not_change_the_answer_in_float32(way: str) -> None:
     vlm = VLM(*build_llava())
@@ -212,6 +213,7 @@ def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Ro
     return sequence.group
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
 def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
@@ -403,6 +405,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("vlm", "size", "way"), halves([2, 5]), indirect=["vlm"])
 def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     """Each row has its own tree or none, and its own end."""
@@ -597,6 +600,7 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
 # --- half precision ------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
 def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     """Near ties are decoded with the cache of plain decoding, even if tree keys have drifted."""

@@ -66,6 +66,7 @@ def test_rows_of_a_batch_have_their_own_states(vlm: VLM) -> None:
         assert [answer.token_ids for answer in answers] == wanted
 
 
+@pytest.mark.cases(1)
 def test_captured_steps_change_the_states_once(vlm: VLM, monkeypatch) -> None:
     asked = requests()
     wanted = [alone(vlm, request) for request in asked]
@@ -76,6 +77,7 @@ def test_captured_steps_change_the_states_once(vlm: VLM, monkeypatch) -> None:
     assert vlm.adapter.kept["graphs"].reused > 1
 
 
+@pytest.mark.cases(1)
 def test_a_wrong_state_is_detected(vlm: VLM, monkeypatch) -> None:
     """A control: rows that leave take the state of the last row with them."""
     asked = requests()

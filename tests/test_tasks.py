@@ -554,7 +554,7 @@ def test_hidden_answers_have_no_score(college, tmp_path):
     assert [file.name for file in files] == ["report.md", "report.json"]  # nothing to plot
 
 
-@pytest.mark.parametrize("subtitles", [False, True])
+@pytest.mark.parametrize("subtitles", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
     flags = ["--subtitles"] if subtitles else []
     run("video-mme", "--data", films, "--out", tmp_path, "--num-frames", 4, *flags)

@@ -82,6 +82,7 @@ def test_packed_mask_separates_questions():
     assert mask.any(1).all()  # no row without a key
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["image", "small", "video"])
 def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
     """The logits of a slot equal those of the whole prompt in the stock model."""

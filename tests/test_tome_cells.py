@@ -101,6 +101,7 @@ def test_keep_1_is_identity(vlm, media):
     assert len(merged) < len(tokens)
 
 
+@pytest.mark.cases(20)
 def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
@@ -153,6 +154,7 @@ def test_images_are_independent(vlm):
         close(rest, video.features, terms=4000)
 
 
+@pytest.mark.cases(120)
 @pytest.mark.parametrize(
     "recipe",
     [

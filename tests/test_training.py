@@ -107,6 +107,7 @@ def test_resumed_run_equals_uninterrupted_run(known, tmp_path) -> None:
     assert torch.equal(rest.module.gain, whole.module.gain)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
 def test_resuming_with_other_settings_raises(known, tmp_path, flags) -> None:
     loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()

@@ -662,6 +662,7 @@ def test_zipvl_ranks_within_the_window(vlm):
 # --- drafts, batches, sessions -------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:keep=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
 )
@@ -917,6 +918,7 @@ def test_entropy_of_weights_below_its_offset() -> None:
 # --- captured steps and kernels ------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
 )
@@ -940,7 +942,12 @@ def test_captured_steps(vlm, recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=16"]
+    "recipe",
+    [
+        "snapkv:keep=0.5,window=4",
+        pytest.param("none", marks=pytest.mark.slow),
+        pytest.param("kivi:bits=8,group=4,residual=16", marks=pytest.mark.slow),
+    ],
 )
 def test_cuda_kernels(vlm, recipe, monkeypatch):
     """Decode steps and trees with the CUDA kernels."""
@@ -959,6 +966,7 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
     equal(vlm, results[1], results[0], run.inputs.tensors["input_ids"].shape[1])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize(
     "recipe", ["none", *(CACHE[method] for method in ("snapkv", "h2o", "zipcache"))]

@@ -59,6 +59,18 @@ def patterns(kind: str) -> list[tuple[re.Pattern[str], str, str]]:
     ]
 
 
+@functools.cache
+def listed(name: str) -> list[tuple[str, str]]:
+    """Replacement and folder of each entry that a name is."""
+    return [(new, folder) for pattern, new, folder in patterns("name") if pattern.fullmatch(name)]
+
+
+@functools.cache
+def any_text() -> re.Pattern[str]:
+    """What a text contains in which any entry is found: most texts are searched once."""
+    return re.compile("|".join(f"(?:{p.pattern})" for p, _, _ in patterns("text")), re.IGNORECASE)
+
+
 def sources() -> Iterator[Path]:
     for folder in ("vlmfast", "tests", "docs", "benchmarks", "tools", "examples"):
         for suffix in ("*.py", "*.md"):
@@ -77,8 +89,8 @@ def findings(path: str, text: str) -> list[str]:
             if token.type == tokenize.NAME:
                 found += [
                     f"{path}:{line}: {token.string}: write {new}"
-                    for pattern, new, folder in patterns("name")
-                    if pattern.fullmatch(token.string) and path.startswith(folder)
+                    for new, folder in listed(token.string)
+                    if path.startswith(folder)
                     if not any(own in token.line for own in OWN_NAMES)
                 ]
             # From Python 3.12 on, the texts of an f-string are tokens of their own.
@@ -86,6 +98,8 @@ def findings(path: str, text: str) -> list[str]:
                 texts.append((line, token.string))
     for line, part in texts:
         part = KEPT.sub("", part)
+        if any_text().search(part) is None:
+            continue
         found += [
             f"{path}:{line + part.count(chr(10), 0, m.start())}: {m.group()!r}: write {new}"
             for pattern, new, folder in patterns("text")

@@ -7,6 +7,7 @@ package and matplotlib; MkDocs is not imported here.
 
 from __future__ import annotations
 
+import functools
 import html
 import importlib
 import json
@@ -66,6 +67,12 @@ NEEDS = {
 # --- measured reports ----------------------------------------------------------------------------
 
 
+@functools.cache
+def parsed(recipe: str) -> Recipe:
+    """A recipe of the reports, which name few recipes many times."""
+    return Recipe.parse(recipe)
+
+
 @dataclass(frozen=True)
 class Report:
     """One task of a ``report.json``.
@@ -91,7 +98,7 @@ class Report:
         for name, numbers in self.recipes.items():
             if "@" in name or numbers["control"]:
                 continue
-            stages = Recipe.parse(numbers["recipe"])
+            stages = parsed(numbers["recipe"])
             if len(stages) == 1 and stages[0].name == word:
                 found[name] = numbers
         return found
@@ -122,12 +129,12 @@ def measured(word: str, found: list[Report]) -> list[Report]:
 def axis_of(word: str, report: Report) -> str:
     """``held`` (cache size) for methods that shrink the cache, else ``kept`` (visual tokens)."""
     run = next(iter(report.runs(word).values()))
-    return "held" if shrinks_cache(Recipe.parse(run["recipe"])) else "kept"
+    return "held" if shrinks_cache(parsed(run["recipe"])) else "kept"
 
 
 def line_of(recipe: str) -> str:
     """The recipe without its budget, which the points of one curve have in common."""
-    stage = Recipe.parse(recipe)[0]
+    stage = parsed(recipe)[0]
     axes = {"budget", "keep"} | ({stage.lead} if _number(stage) else set())
     plain = {f.name: f.default for f in fields(stage) if f.name in axes}
     return str(replace(stage, **plain))

@@ -109,6 +109,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_answers_counters_and_drawings_equal_those_of_a_model_in_the_process(
     far: RemoteVLM, tiny, image: Media, recipe: str

@@ -56,6 +56,7 @@ def sums(args: list[Tensor | None]) -> int:
     return args[1].shape[-1] + args[1].shape[-2]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_matches_reference(name: str, device: torch.device) -> None:
     args, how = inputs(name, device)

@@ -114,12 +114,14 @@ def test_matches_reference(kinds, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, torch.float32, device, kinds), mass=True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_half_precision_matches_reference(dtype, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, dtype, device, BOTH), mass=True)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["odd groups", "groups across parts", "small groups"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_odd_group_sizes_match_reference(kind, groups, device) -> None:
@@ -132,6 +134,7 @@ def test_head_dimensions_match_reference(dim: int, device) -> None:
     check(case(1, 2, 2, 1, dim, 33, torch.float32, device, ("4 bit, whole",)))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("rows", [1, 2, 7, 20])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_multiple_rows_with_bias_match_reference(rows: int, groups: int, device) -> None:
@@ -144,6 +147,7 @@ def test_long_tail_matches_reference(device) -> None:
     check(case(1, 1, 2, 1, 16, 700, torch.float32, device, ("8 bit",)), mass=True)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kinds", [("4 bit, whole", "groups"), ("odd groups",), ()])
 def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) -> None:
@@ -156,6 +160,7 @@ def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) 
         close(ours, other, terms=sums(arguments))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -214,6 +219,7 @@ def test_codes_are_exact(bits: int, part: int, device) -> None:
     assert not torch.equal(out, (packed & (mask >> 1)).float())  # control
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_row_is_independent_of_batch(groups, device) -> None:
     """Bit for bit: the order of summation does not depend on the batch."""
@@ -231,6 +237,7 @@ def test_row_is_independent_of_batch(groups, device) -> None:
             assert torch.equal(ours[at], other)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_padding_is_not_read(groups, device) -> None:
     """Codes, parameters and biases after the lengths; the tail has NaN in all tests."""

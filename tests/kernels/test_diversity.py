@@ -166,6 +166,7 @@ def test_density_peaks_matches_reference(sizes: tuple[int, int, int], device: to
 # --- all of them ---------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 def test_batched_matrices_are_independent(several: bool, device: torch.device) -> None:
     similarity = cosine(features(2, 2, 12, 8, device=device))
     kernel, distance = similarity + 2 * torch.eye(12, device=device), 1 - similarity

@@ -269,6 +269,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("family", "tokens"),
     [
@@ -319,6 +320,7 @@ def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> N
     assert all(map(torch.equal, written(ours, tokens), written(theirs, tokens)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_5_vl", "qwen3_vl"))],
@@ -370,6 +372,7 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, **linear}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("change", ["hook", "class", "weight"])
 @torch.no_grad()
 def test_changed_linear_layers_are_called(change: str, triton, device, monkeypatch) -> None:

@@ -65,7 +65,7 @@ def test_matches_reference(name: str, mode: str, device: torch.device) -> None:
         apart(ours, theirs, terms=sum(args[0].shape[1:]))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_match_reference_in_all_dtypes(
@@ -79,6 +79,7 @@ def test_rules_match_reference_in_all_dtypes(
         apart(got[2], merge_into_ref(*args, "weighted", weight=weight)[2], terms=70 + 64)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_ragged_heads_match_reference(rule: str, device: torch.device) -> None:
     """Padding is NaN, and one head keeps all of its slots."""

@@ -100,6 +100,7 @@ def check(given: dict) -> None:
     close(seen(lse), seen(expected[1]), *inner)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("nodes", [1, 2, 7, 20])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_matches_reference(nodes, groups, device):
@@ -138,6 +139,7 @@ def test_one_tree_per_batch_row(device):
     assert torch.equal(one_word, tree_verify(**given | {"ancestors": words[0]})[0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_quantized_segments_and_bias_match_reference(groups, device, monkeypatch):
     given = case(2, 2, groups, 5, 32, 40, device=device)

@@ -104,7 +104,13 @@ def answers(part: Command) -> str:
     return next((of for route, of in routes.items() if route in part.text), '"finish_reason"')
 
 
-@pytest.mark.parametrize(("command", "parts"), SERVERS, ids=[str(c) for c, _ in SERVERS])
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        pytest.param(*server, id=str(server[0]), marks=[pytest.mark.slow] if number else [])
+        for number, server in enumerate(SERVERS)
+    ],
+)
 def test_page(
     command: Command, parts: list[Command | Block], tmp_path: Path, monkeypatch, tiny
 ) -> None:

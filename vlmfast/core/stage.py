@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -42,6 +43,12 @@ _FORMER = {
 def _fields(cls: type) -> tuple[Field[Any], ...]:
     """`fields` of a class that only its metaclass knows to be a dataclass."""
     return fields(cls)
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, Any]:
+    """Types of the fields of a stage, once per class: reading a recipe takes them each time."""
+    return get_type_hints(cls)
 
 
 def _former_parameters(cls: type) -> dict[str, str]:
@@ -182,7 +189,7 @@ class Stage(metaclass=_StageType):
         RecipeError
             For an unknown parameter, one that is given twice or a value that cannot be read.
         """
-        hints, values = get_type_hints(cls), {}
+        hints, values = _types(cls), {}
         names = {recipe_name(f): f.name for f in fields(cls)}
         former = _former_parameters(cls)
         choices = {f.name: f.metadata.get("former_choices", {}) for f in fields(cls)}
