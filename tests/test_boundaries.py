@@ -24,7 +24,7 @@ from vlmfast.core.tree import Tree
 from vlmfast.engine.kv_layer import KVLayer, bucket
 from vlmfast.engine.rounds import Rounds
 from vlmfast.errors import RecipeError
-from vlmfast.eval.scorers import mmmu
+from vlmfast.eval.scorers import mmmu, video_mme
 
 # Allowed values of every parameter with a range: those of the papers, and where code would fail.
 RANGES = {
@@ -155,6 +155,12 @@ def test_mmmu_reads_an_options_text_from_six_words_on(words: int, found: bool) -
     parsed = mmmu.parse_choice(answer, ["a blue bus", "red car"], guess=random.Random(0))
     assert parsed.found is found
     assert not found or parsed.answer == "B"
+
+
+def test_lmms_eval_knows_four_letters() -> None:
+    for letter in "ABCD":
+        assert video_mme.parse_choice(f"({letter})", mode="lmms-eval").answer == letter
+    assert video_mme.parse_choice("(E)", mode="lmms-eval") == ("", False)
 
 
 @pytest.mark.parametrize(("target", "nearest"), [(12, 10), (14.9, 10), (15.1, 20), (18, 20)])

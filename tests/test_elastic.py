@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from helpers_layout import DIM, REQUEST, image_arguments, prompt
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
 from vlmfast.compressors.tokens.elastic import Elastic
-from vlmfast.compressors.tokens.elastic.module import BRANCHES, anchors, separate
+from vlmfast.compressors.tokens.elastic.module import BRANCHES, Gate, anchors, separate
 from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
@@ -236,6 +237,16 @@ def test_gate_depends_only_on_question_image_and_cost() -> None:
     assert torch.equal(logits(VisualTokens(newlines, tokens.layout)), first)
     assert torch.equal(logits(stage=replace(stage, seed=5)), first)
     assert first[4] == -torch.inf
+
+
+def test_costs_of_branches_are_logarithms_of_their_fractions() -> None:
+    """The more a branch drops, the larger; 0.001 at the least, and 0 where it is closed."""
+    gate, seen = Gate(8, 4, 4), []
+    gate.inner.register_forward_pre_hook(lambda module, given: seen.append(given[0][-5:]))
+    shares = [1.0, 0.5, 0.1, 1e-6, None]
+    gate(torch.ones(3, 8), torch.ones(2, 8), shares)
+    wanted = torch.tensor([0.0, math.log(2), math.log(10), math.log(1000), 0.0])
+    torch.testing.assert_close(seen[0], wanted)
 
 
 def test_cost_moves_the_gate_to_the_cheap_branch() -> None:

@@ -23,7 +23,7 @@ from vlmfast.core import buffers
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine import kv_layer
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.graphs import Graphs
+from vlmfast.engine.graphs import Graphs, StepGraphs, rounded
 from vlmfast.engine.kv_layer import KVLayer
 
 pytestmark = pytest.mark.cold
@@ -70,6 +70,22 @@ def test_a_step_belongs_to_the_choice_of_kernels(vlm: VLM, monkeypatch) -> None:
         vlm.ask("what is here ?", **given)
         captured.append(graphs.captured)
     assert captured == [1, 1, 2]
+
+
+def test_outputs_have_as_many_rows_as_the_batch(vlm: VLM, monkeypatch) -> None:
+    """A step is captured for a rounded number of rows."""
+    run, rows = StepGraphs.run, []
+
+    def counted(graphs: StepGraphs, forward: Any, aux_layers: tuple, *given: torch.Tensor) -> Any:
+        output = run(graphs, forward, aux_layers, *given)
+        rows.append((len(given[0]), len(output.logits), len(output.hidden)))
+        return output
+
+    monkeypatch.setattr(StepGraphs, "run", counted)
+    requests = [Request("what is here ?", make_image(seed=seed)) for seed in range(3)]
+    vlm.ask_many(requests, batch_size=3, max_new_tokens=4, eos_token_id=None)
+    assert rounded(3) > 3
+    assert (3, 3, 3) in rows and all(len(set(sizes)) == 1 for sizes in rows)
 
 
 def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
