@@ -161,6 +161,7 @@ def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: lis
 
 def _dropzone(kind: str) -> Any:
     """Takes a file and becomes empty again, since the tab shows the input."""
+    media: Any  # an instance whose method is replaced
     if kind == "image":
         media = gr.Image(
             label="Your image",
@@ -172,11 +173,12 @@ def _dropzone(kind: str) -> Any:
     else:
         media = gr.Video(label="Your video", sources=["upload"], height=150, elem_id="video-media")
     # `talk` opens the files and raises errors with clear messages.
-    media.preprocess = _path
+    media.preprocess = path_of
     return media
 
 
-def _path(payload: Any) -> str | None:
+def path_of(payload: Any) -> str | None:
+    """The path of an uploaded file."""
     return None if payload is None else payload.path
 
 

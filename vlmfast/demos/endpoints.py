@@ -11,7 +11,7 @@ from vlmfast.errors import MediaError
 from vlmfast.media import kind_of
 
 from . import panels
-from .comparison import CONCURRENT, FRAMES, message_of
+from .comparison import CONCURRENT, FRAMES, message_of, path_of
 from .talk import FULL, RECIPE, Desk, Media, Turn
 
 _TOKENS = 96
@@ -19,8 +19,8 @@ _TOKENS = 96
 
 def endpoints(desk: Desk) -> None:
     """Add ``/ask`` and ``/compare`` to the page."""
-    file = gr.File(label="Image or video", visible=False)
-    file.preprocess = lambda payload: None if payload is None else payload.path
+    file: Any = gr.File(label="Image or video", visible=False)
+    file.preprocess = path_of
     question = gr.Textbox(label="Question", visible=False)
     recipe = gr.Textbox("balanced", label="Recipe", visible=False)
     tokens = gr.Number(_TOKENS, label="Maximum answer length", precision=0, visible=False)

@@ -46,7 +46,11 @@ def measured(desk: Desk, controls: RecipeControls, tab: gr.Tab) -> None:
         return drawn(axis, recipe, request) if opened else gr.skip()
 
     inputs = [axis, controls.text]
-    options = {"queue": False, "api_visibility": "private", "trigger_mode": "always_last"}
+    options: dict[str, Any] = {
+        "queue": False,
+        "api_visibility": "private",
+        "trigger_mode": "always_last",
+    }
     tab.select(drawn, inputs, plot, **options).then(lambda: True, None, opened, **options)
     axis.input(drawn, inputs, plot, **options)
     controls.text.change(changed, [opened, *inputs], plot, **options)
