@@ -28,17 +28,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import shlex
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vlmfast.core.progress import Progress
+from vlmfast.eval.bench import forget_peak, peak, provenance, spread, turns
+from vlmfast.eval.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -283,46 +284,6 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
 # --- one variant in one process ------------------------------------------------------------------
 
 
-class Memory:
-    """Peak memory between `reset` and `read`."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device.startswith("cuda")
-
-    def reset(self) -> int:
-        """Reset the peak; returns the current memory."""
-        if self.cuda:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        with contextlib.suppress(OSError):
-            # Linux: the peak becomes the current size. Elsewhere the peak is that of the process.
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        return self._linux("VmRSS") or self._process()
-
-    def read(self) -> int:
-        if self.cuda:
-            import torch
-
-            return torch.cuda.max_memory_allocated()
-        return self._linux("VmHWM") or self._process()
-
-    @staticmethod
-    def _linux(field: str) -> int:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-                if line.startswith(field + ":"):
-                    return int(line.split()[1]) * 1024
-        return 0
-
-    @staticmethod
-    def _process() -> int:
-        from vlmfast.engine.stats import peak_memory
-
-        return peak_memory()
-
-
 class FirstToken:
     """A streamer that notes when the first token reached the host."""
 
@@ -426,22 +387,26 @@ def worker(args: argparse.Namespace) -> None:
     """Run the variant that each line on stdin names; each result is one line of JSON."""
     import torch
 
+    from vlmfast.engine.stats import peak_memory
+
     if args.threads:
         torch.set_num_threads(args.threads)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the libraries must not mix with the replies
     vlm, media = load(args)
-    memory = Memory(args.device)
+    device = vlm.adapter.device
     print(json.dumps({"ready": True}), file=replies, flush=True)
     for line in sys.stdin:
         name = line.strip()
-        before = memory.reset()
+        forget_peak(device)
+        before = peak(device) or peak_memory(device)  # now the current size
         if name == HF:
             result = run_huggingface(vlm, media, QUESTION, args.new_tokens)
         else:
             result = run_vlmfast(vlm, media, QUESTION, args.new_tokens, name)
-        result["memory"] = 0 if args.one_process else memory.read()
-        result["working"] = 0 if args.one_process else result["memory"] - before
+        after = peak(device) or peak_memory(device)
+        result["memory"] = 0 if args.one_process else after
+        result["working"] = 0 if args.one_process else after - before
         print(json.dumps(result), file=replies, flush=True)
 
 
@@ -482,21 +447,13 @@ class Variant:
     def __init__(self, name: str, worker: Worker) -> None:
         self.name, self.worker, self.samples = name, worker, []
 
-    def run(self, *, keep: bool = True) -> None:
+    def run(self, *, keep: bool) -> None:
         sample = self.worker.run(self.name)
         if keep:
             self.samples.append(sample)
 
 
 # --- the benchmark -------------------------------------------------------------------------------
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    if len(values) == 1:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "q1": q1, "q3": q3}
 
 
 def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -509,13 +466,10 @@ def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
             if not workers or not args.one_process:
                 workers.append(Worker(model, args))
             variants.append(Variant(name, workers[-1]))
-        for variant in variants:
-            for _ in range(args.warmup):
-                variant.run(keep=False)
-        for turn in range(args.repeats):
-            for i in range(len(variants)):
-                variants[(turn + i) % len(variants)].run()
-            print(f"{model}: {turn + 1} of {args.repeats}", file=sys.stderr)
+        with Progress(model, (args.warmup + args.repeats) * len(variants), "answers") as bar:
+            for variant, counts in turns(variants, args.repeats, warmup=args.warmup):
+                variant.run(keep=counts)
+                bar.update()
     finally:
         for own in workers:
             own.close()
@@ -541,11 +495,11 @@ def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def markdown(model: str, rows: dict[str, Any]) -> str:
     """One table per model: median, quartiles in brackets, ratio to Hugging Face."""
-    lines = [
-        f"| {model} | visual tokens | TTFT | prefill | per token | peak memory | working memory "
-        "| same tokens |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    from vlmfast.eval.report import markdown_table  # takes seconds to import
+
+    head = [model, "visual tokens", "TTFT", "prefill", "per token", "peak memory"]
+    head += ["working memory", "same tokens"]
+    lines = []
     for name, row in rows.items():
         cells = [name, str(row["visual_tokens"])]
         for metric in METRICS:
@@ -561,15 +515,15 @@ def markdown(model: str, rows: dict[str, Any]) -> str:
             if name != HF and metric in row["ratio"]:
                 cell += f" ({row['ratio'][metric]:.2f}x)"
             cells.append(cell)
-        cells.append(f"{row['agreement']:.0%}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{row['agreement']:.0%}"])
+    return markdown_table(head, lines)
 
 
 def parts_table(model: str, rows: dict[str, Any]) -> str:
     """The time to the first token by its parts, medians, and the time per further token."""
-    heads = ("TTFT", "media", "tower", "stages", "prefill", "decode, per token")
-    lines = [f"| {model} | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
+    from vlmfast.eval.report import markdown_table
+
+    lines = []
     for name, row in rows.items():
         cells = [name]
         for metric in ("ttft", *PARTS, "prefill", "tpot"):
@@ -577,8 +531,9 @@ def parts_table(model: str, rows: dict[str, Any]) -> str:
             cells.append(f"{value:,.{0 if value >= 100 else 1}f} ms")
         if name != HF:
             cells[1] += f" ({row['ratio']['ttft']:.2f}x)"
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = [model, "TTFT", "media", "tower", "stages", "prefill", "decode, per token"]
+    return markdown_table(head, lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -622,14 +577,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Provenance of a result."""
-    from vlmfast.core.env import environment
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
-        "environment": environment(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "device": args.device,
+    return provenance(script, arguments, args.device) | {
         "dtype": args.dtype,
         "repeats": args.repeats,
         "tower": TOWERS[args.tower]._asdict(),
@@ -665,8 +613,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick and args.out is None:
         return int(failed)
     out = args.out or RESULTS / f"ask-{args.device.partition(':')[0]}-{args.dtype}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(out, report)
     print(f"written: {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
     return int(failed)
 

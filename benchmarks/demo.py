@@ -19,13 +19,10 @@ page. Every answer must equal the known answer of the model.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import json
-import os
 import re
 import secrets
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -35,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from ask import RESULTS, ROOT, spread
+from ask import RESULTS, ROOT
 from gradio_client.utils import apply_diff
 
-from vlmfast.core.env import environment
+from vlmfast.eval.bench import provenance, spread
+from vlmfast.eval.results import write_json
 
 IMAGE = ROOT / "examples" / "picture.png"
 QUESTIONS = {
@@ -241,17 +239,12 @@ def main(argv: list[str] | None = None) -> int:
         "two_ratio": result["two_ratio"],
         "grown": result["grown"],
     }
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/demo.py", *arguments]),
-        "environment": environment(),
+    report = provenance("demo.py", arguments, "cpu") | {
         "gradio": importlib.metadata.version("gradio"),
-        "load_average": list(os.getloadavg()),
-        "device": "cpu",
         **result,
         "aims": AIMS,
     }
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(args.out, report)
     for name, value in found.items():
         print(f"{name:<10} {value:6.3f}  (at most {AIMS[name]:g})")
     print(f"first, of the server  {result['cold_first_s']:.3f} s")

@@ -52,9 +52,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -79,7 +77,9 @@ from vlmfast.engine.batches import Batches
 from vlmfast.engine.decode import Batch
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import facts
+from vlmfast.eval.bench import provenance, spread, turns
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 # The functions whose time is that of a part, with the module or class in which callers find them.
@@ -178,30 +178,27 @@ class Row:
 
     def report(self) -> dict[str, Any]:
         """JSON values."""
-        spread = dict.fromkeys(("median", "q1", "q3")) if self.wrong else ask.spread(self.ratios)
-        return asdict(self) | spread | {"verdict": self.verdict}
+        shown = dict.fromkeys(("median", "q1", "q3")) if self.wrong else spread(self.ratios)
+        return asdict(self) | shown | {"verdict": self.verdict}
 
 
 def interleaved(
     job: Job, variants: dict[Key, Callable[[], Result]], warmup: int | None = None
 ) -> dict[Key, list[Result]]:
-    """The results of all variants, which are called in turn; each repeat begins with another one.
+    """The results of all variants, which are called in `turns`.
 
     Parameters
     ----------
     warmup : int, optional
         Calls of each variant before the first repeat; the job's by default.
     """
-    names = list(variants)
-    for _ in range(job.warmup if warmup is None else warmup):
-        for name in names:
-            variants[name]()
-    found: dict[Key, list[Result]] = {name: [] for name in names}
-    for turn in range(job.repeat):
-        for at in range(len(names)):
-            name = names[(turn + at) % len(names)]
-            gc.collect()
-            found[name].append(variants[name]())
+    found: dict[Key, list[Result]] = {name: [] for name in variants}
+    before = job.warmup if warmup is None else warmup
+    for name, counts in turns(list(variants), job.repeat, warmup=before):
+        gc.collect()
+        result = variants[name]()
+        if counts:
+            found[name].append(result)
     return found
 
 
@@ -617,14 +614,23 @@ def prepared(args: argparse.Namespace) -> Job:
 
 
 def markdown(table: Many[Row]) -> str:
-    lines = ["| | what | measured | bound | |", "|---|---|---:|---:|---|"]
+    lines = []
     for row in table:
         measured = ""
         if not row.wrong:
-            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**ask.spread(row.ratios))
+            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**spread(row.ratios))
         bound = "" if row.bound is None else f"{'≥' if row.least else '≤'} {row.bound:g}"
-        lines.append(f"| `{row.name}` | {row.what} | {measured} | {bound} | {row.verdict} |")
-    return "\n".join(lines)
+        lines.append([f"`{row.name}`", row.what, measured, bound, row.verdict])
+    return markdown_table(["", "what", "measured", "bound", ""], lines)
+
+
+def conditions(report: dict[str, Any]) -> str:
+    """Device, threads, versions and date of a result."""
+    versions = report["environment"]["packages"]
+    return (
+        f"{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, {report['date']}"
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -659,15 +665,11 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = facts()
-    report: dict[str, Any] = about | {
-        "command": shlex.join(["python", "benchmarks/engine.py", *arguments]),
-        "device": about["device"] if args.device.startswith("cuda") else args.device,
+    report = provenance("engine.py", arguments, args.device) | {
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "repeat": args.repeat,
         "captions": args.captions,
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
     }
     job, table = prepared(args), []
     for names, measure in MEASURED.items():
@@ -676,18 +678,12 @@ def main(argv: list[str] | None = None) -> int:
         table += [row for row in measure(job) if row.name in args.only]
         print(f"{', '.join(names)}: done", file=sys.stderr)
     report["rows"] = [row.report() for row in table]
-    versions = about["environment"]["packages"]
-    print(
-        f"\ntiny, {args.dtype}, {report['device']}, threads: {report['threads']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}, {about['date']}\n"
-    )
-    print(markdown(table))
+    print(f"\ntiny, {args.dtype}, {conditions(report)}\n\n{markdown(table)}")
     wrong = any(row.wrong for row in table)
     if args.quick and args.out is None:
         return int(wrong)
     out = args.out or ask.RESULTS / f"engine-{args.device.partition(':')[0]}-{args.dtype}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(out, report)
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(wrong)
 

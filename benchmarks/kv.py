@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import copy
 import gc
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +47,9 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import clock
+from vlmfast.eval.bench import spread, turns
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 
 RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
 # Target for the size of a cache, as a fraction of the full one in bfloat16.
@@ -206,7 +208,7 @@ class Row:
 
 
 @torch.no_grad()
-def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row | None) -> None:
+def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row) -> None:
     """Decode ``count`` tokens for every request from fresh copies of the cache."""
     device = vlm.adapter.device
     with switched(vlm.model) if variant.own else contextlib.nullcontext():
@@ -217,10 +219,9 @@ def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row | None)
             ids = step(ids).argmax(-1)[:, None]
             times.append(clock(device) - begin)
             tokens.append(ids[:, 0].tolist())
-    if row is not None:
-        row.held, row.taken, row.prefill = held, taken, variant.prefill
-        row.steps += times[WARM:]
-        row.tokens = tokens
+    row.held, row.taken, row.prefill = held, taken, variant.prefill
+    row.steps += times[WARM:]
+    row.tokens = tokens
 
 
 @torch.no_grad()
@@ -237,18 +238,16 @@ def bench(
     found: dict[int, dict[str, Row]] = {}
     for requests in batches:
         rows = found[requests] = {name: Row() for name, _ in running}
-        for again in range(args.repeats):
-            for at in range(len(running)):
-                name, variant = running[(again + at) % len(running)]
-                turn(vlm, variant, requests, args.new_tokens, rows[name])
-                gc.collect()
+        for (name, variant), _ in turns(running, args.repeats):
+            turn(vlm, variant, requests, args.new_tokens, rows[name])
+            gc.collect()
         print(f"{tokens} tokens: batch of {requests} done", file=sys.stderr)
     return found, missing
 
 
 def numbers(rows: dict[str, Row], full: int) -> dict[str, dict[str, Any]]:
     """JSON values; ``full`` are the bytes of the full cache."""
-    reference, base = rows[HF].tokens, ask.spread(rows[HF].steps)["median"]
+    reference, base = rows[HF].tokens, spread(rows[HF].steps)["median"]
     found = {}
     for name, row in rows.items():
         pairs = [
@@ -256,7 +255,7 @@ def numbers(rows: dict[str, Row], full: int) -> dict[str, dict[str, Any]]:
             for left, right in zip(row.tokens, reference, strict=True)
             for a, b in zip(left, right, strict=True)
         ]
-        step = ask.spread(row.steps)
+        step = spread(row.steps)
         found[name] = {
             "held": row.held,
             "share": row.held / full,
@@ -271,10 +270,7 @@ def numbers(rows: dict[str, Row], full: int) -> dict[str, dict[str, Any]]:
 
 def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
     """One table per batch: medians with quartiles, and the ratio to Hugging Face's own cache."""
-    lines = [
-        f"| {title} | held | of the full cache | taken | step | same | prefill of one |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for name, row in rows.items():
         step = {key: 1e3 * value for key, value in row["step"].items()}
         cells = [f"`{name}`" if name != HF and not name.startswith("hf") else name]
@@ -282,9 +278,9 @@ def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
         cells += [f"{1e-6 * row['taken']:,.1f} MB"]
         cells += [f"{step['median']:,.1f} ms [{step['q1']:,.1f}, {step['q3']:,.1f}]"]
         cells[-1] += "" if name == HF else f" ({row['ratio']:.2f}x)"
-        cells += [f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"])
+    head = [title, "held", "of the full cache", "taken", "step", "same", "prefill of one"]
+    return markdown_table(head, lines)
 
 
 def verdicts(rows: dict[str, dict[str, Any]], dtype: str) -> list[str]:
@@ -366,8 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick and args.out is None:
         return 0
     out = args.out or ask.RESULTS / f"kv-{args.device.partition(':')[0]}-{args.dtype}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(out, report)
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(failed)
 

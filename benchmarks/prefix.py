@@ -19,9 +19,7 @@ exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -32,13 +30,15 @@ from typing import Any
 
 import ask
 import torch
+from engine import conditions
 
 from vlmfast import VLM, RecipeError, Request
-from vlmfast.core.files import replace_text
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
-from vlmfast.eval.bench import facts
+from vlmfast.eval.bench import provenance
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("sessions", "second", "batch", "memory")
@@ -211,11 +211,11 @@ MEASURED = {"sessions": sessions, "second": second, "batch": batch, "memory": me
 
 
 def markdown(table: list[Row]) -> str:
-    lines = ["| | what | measured |", "|---|---|---:|"]
+    lines = []
     for row in table:
         value = "WRONG" if row.wrong else f"{statistics.median(row.values):.3g}"
-        lines.append(f"| `{row.name}` | {row.what} | {value} |")
-    return "\n".join(lines)
+        lines.append([f"`{row.name}`", row.what, value])
+    return markdown_table(["", "what", "measured"], lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,14 +239,9 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = facts()
-    report: dict[str, Any] = about | {
-        "command": shlex.join(["python", "benchmarks/prefix.py", *arguments]),
-        "device": about["device"] if args.device.startswith("cuda") else args.device,
-        "threads": torch.get_num_threads(),
-    }
+    report = provenance("prefix.py", arguments, args.device)
+    report["threads"] = torch.get_num_threads()
     out = args.out or ask.RESULTS / f"prefix-{args.device.partition(':')[0]}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     table: list[Row] = []
     for name, measure in MEASURED.items():
         if name in (args.only or NAMES):
@@ -254,13 +249,8 @@ def main(argv: list[str] | None = None) -> int:
                 table.append(row)
                 print(f"{row.name}: {row.what}: {row.values}", file=sys.stderr)
                 report["rows"] = [row.report() for row in table]
-                replace_text(out, json.dumps(report, indent=1) + "\n")
-    versions = about["environment"]["packages"]
-    print(
-        f"\n{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, {about['date']}\n"
-    )
-    print(markdown(table))
+                write_json(out, report)
+    print(f"\n{conditions(report)}\n\n{markdown(table)}")
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(any(row.wrong for row in table))
 

@@ -12,7 +12,6 @@ token. Trained methods run with untrained weights, so only their times are meani
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import replace
@@ -23,9 +22,13 @@ import ask
 import torch
 
 from vlmfast import VLM
+from vlmfast.core.progress import Progress
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.eval.axes import shrinks_cache
+from vlmfast.eval.bench import turns
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.train.stages import add_arguments, training_class
 
 TIMES = ("time_vision_s", "time_reduce_s", "time_prefill_s", "ttft_s")
@@ -60,14 +63,13 @@ def measure(vlm: VLM, image: Any, recipe: Recipe) -> dict[str, float]:
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown; times in milliseconds."""
     head = ["recipe", "visual tokens", "vision", "reduce", "prefill", "TTFT", "saved"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     for name, row in rows.items():
         cells = [f"`{name}`", f"{row['equivalent_tokens']:.0f}"]
         cells += [f"{1e3 * row[key]:,.0f}" for key in TIMES]
         saved = 1e3 * (rows["none"]["ttft_s"] - row["ttft_s"])
-        cells.append("–" if name == "none" else f"{saved:+,.0f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, "–" if name == "none" else f"{saved:+,.0f}"])
+    return markdown_table(head, lines)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -91,12 +93,12 @@ def main(argv: list[str] | None = None) -> int:
     image = media["images"]
     plans = recipes(vlm)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
-    for turn in range(args.repeats + 1):
-        for name, recipe in plans.items():
-            sample = measure(vlm, image, recipe)
-            if turn:  # the first round warms up
+    with Progress("reduce", (args.repeats + 1) * len(plans), "answers") as bar:
+        for name, counts in turns(list(plans), args.repeats, warmup=1):
+            sample = measure(vlm, image, plans[name])
+            if counts:
                 samples[name].append(sample)
-        print(f"{turn} of {args.repeats}", file=sys.stderr)
+            bar.update()
     rows = {
         name: {key: statistics.median(s[key] for s in taken) for key in taken[0]}
         for name, taken in samples.items()
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(rows))
     report = ask.heading("reduce.py", arguments, args) | {"rows": rows, "samples": samples}
     out = args.out or ask.RESULTS / f"reduce-{args.device.partition(':')[0]}-{args.dtype}.json"
-    out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(out, report)
     print(f"\nwritten: {out}", file=sys.stderr)
     return 0
 

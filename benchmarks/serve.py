@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import socket
@@ -56,12 +55,13 @@ import ask
 import httpx2
 import numpy as np
 import torch
-from engine import Row, markdown
+from engine import Row, conditions, markdown
 from PIL import Image
 from servers import Answer, Load, Requests, Server, ServerFailed, Spec, load, stalled
 
-from vlmfast.core.files import replace_text
-from vlmfast.eval.bench import facts
+from vlmfast.eval.bench import provenance, rotated, spread
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
@@ -232,8 +232,7 @@ def measured(job: Job) -> Loads:
         for number in range(args.rounds):
             for clients in args.clients:
                 bodies = requests.bodies(args.requests, args.max_tokens)
-                for at in range(len(servers)):
-                    server = servers[(number + at) % len(servers)]
+                for server in rotated(servers, number):
                     with server.awake():
                         sample = load(server.url, bodies, clients)
                     found.setdefault((server.spec.name, clients), []).append(sample)
@@ -330,8 +329,8 @@ def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
         "rounds": [
             {"seconds": of.seconds, "answers": len(of.answers), "tokens": of.tokens} for of in loads
         ],
-        "answers_per_s": ask.spread([of.per_second for of in loads]),
-        "tokens_per_s": ask.spread([of.tokens / of.seconds for of in loads]),
+        "answers_per_s": spread([of.per_second for of in loads]),
+        "tokens_per_s": spread([of.tokens / of.seconds for of in loads]),
         **{
             key: percentiles([1e3 * value for answer in answers for value in values(answer)])
             for key, values in times.items()
@@ -395,8 +394,7 @@ def gap(job: Job) -> list[Row]:
         for number in range(args.rounds):
             (stream,) = requests.bodies(1, STREAM)
             (other,) = requests.bodies(1, 1, args.images)
-            for at in range(len(servers)):
-                server = servers[(number + at) % len(servers)]
+            for server in rotated(servers, number):
                 with server.awake():
                     found[server.spec.name].append(stalled(server.url, stream, other))
     return [
@@ -430,18 +428,16 @@ MEASURED: dict[str, Callable[[Job], list[Row]]] = {
 
 def loads_markdown(loads: list[dict[str, Any]]) -> str:
     """Throughput and times of every server, p50 / p95 / p99."""
-    lines = [
-        "| server | clients | answers/s | tokens/s | TTFT, ms | gap, ms | whole, ms |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for of in loads:
         times = [
             "" if (t := of[key]) is None else f"{t['p50']:.1f} / {t['p95']:.1f} / {t['p99']:.1f}"
             for key in ("ttft_ms", "gap_ms", "total_ms")
         ]
         rates = [f"{of[key]['median']:.2f}" for key in ("answers_per_s", "tokens_per_s")]
-        lines.append("| " + " | ".join([of["server"], str(of["clients"]), *rates, *times]) + " |")
-    return "\n".join(lines)
+        lines.append([of["server"], str(of["clients"]), *rates, *times])
+    head = ["server", "clients", "answers/s", "tokens/s", "TTFT, ms", "gap, ms", "whole, ms"]
+    return markdown_table(head, lines)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -510,18 +506,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.vllm is not None and not args.vllm.is_file():
         print(f"serve.py: --vllm {args.vllm} is no Python interpreter", file=sys.stderr)
         return 2
-    about = facts()
-    report: dict[str, Any] = about | {
-        "command": shlex.join(["python", "benchmarks/serve.py", *arguments]),
-        "device": about["device"] if args.device.startswith("cuda") else args.device,
+    report = provenance("serve.py", arguments, args.device) | {
         "dtype": args.dtype,
         "threads": args.threads,
         "rounds": args.rounds,
         "requests": args.requests,
-        "load_average": list(os.getloadavg()),
     }
     out = args.out or ask.RESULTS / f"serve-{args.device.partition(':')[0]}-{args.dtype}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     scenes = [image_example(EVAL_SEED_START + number).image for number in range(args.requests)]
     table: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -535,12 +526,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise SystemExit(f"{name}: {type(error).__name__}: {error}") from error
             print(f"{name}: done", file=sys.stderr)
             report |= job.details | {"rows": [row.report() for row in table]}
-            replace_text(out, json.dumps(report, indent=1) + "\n")
-    versions = about["environment"]["packages"]
-    print(
-        f"\n{args.model}, {args.dtype}, {report['device']}, threads: {args.threads}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}, {about['date']}\n"
-    )
+            write_json(out, report)
+    print(f"\n{args.model}, {args.dtype}, {conditions(report)}\n")
     if "loads" in job.details:
         print(loads_markdown(job.details["loads"]) + "\n")
     print(markdown(table))

@@ -532,6 +532,19 @@ def test_answers_have_one_length(random_vlm: vlmfast.VLM, monkeypatch: pytest.Mo
     assert [row.recipe for row in rows] == ["none", "grid:0.5"]
 
 
+def test_spread_of_samples() -> None:
+    assert bench.spread([5.0, 1.0, 4.0, 2.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
+    assert bench.spread([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0}
+
+
+def test_provenance_names_command_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "facts", lambda: {"date": "today", "device": "a GPU"})
+    about = bench.provenance("ask.py", ["--recipe", "a b"], "cpu")
+    assert about["command"] == "python benchmarks/ask.py --recipe 'a b'"
+    assert (about["date"], about["device"]) == ("today", "cpu")
+    assert bench.provenance("ask.py", [], "cuda:0")["device"] == "a GPU"
+
+
 def test_drawn_image_is_deterministic() -> None:
     image = bench.drawn(96)
     assert image.size == (96, 96)

@@ -15,12 +15,14 @@ import contextlib
 import copy
 import datetime
 import math
+import os
+import shlex
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 QUESTION = "How many yellow objects are there?"
 RECIPES = ("balanced", "hired:0.5+pyramiddrop")
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -107,13 +111,12 @@ def bench(
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
     bar = Progress("bench", (repeats + 1) * len(plans), "answers", show=progress)
     with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed(), bar:
-        for turn in range(repeats + 1):
-            for plan, taken in zip(plans, found, strict=True):
-                forget_peak(vlm.model.device)
-                answer = vlm.ask(QUESTION, images=image, recipe=plan, **generation)
-                if turn:
-                    taken.append((answer, peak(vlm.model.device)))
-                bar.update()
+        for (plan, taken), counts in turns(list(zip(plans, found, strict=True)), repeats, warmup=1):
+            forget_peak(vlm.model.device)
+            answer = vlm.ask(QUESTION, images=image, recipe=plan, **generation)
+            if counts:
+                taken.append((answer, peak(vlm.model.device)))
+            bar.update()
     full = found[0][0][0].token_ids
     return [_row(taken, full) for taken in found]
 
@@ -474,6 +477,40 @@ def numerics(vlm: VLM) -> dict[str, str]:
     }
 
 
+# --- rounds --------------------------------------------------------------------------------------
+
+
+def turns(
+    variants: Sequence[Item], repeats: int, *, warmup: int = 0
+) -> Iterator[tuple[Item, bool]]:
+    """Interleave variants, so that other load affects all of them.
+
+    Each measured round begins with another variant.
+
+    Yields
+    ------
+    variant, bool
+        The bool is whether the round is measured; the first ``warmup`` rounds are not.
+    """
+    for number in range(-warmup, repeats):
+        for variant in rotated(variants, max(number, 0)):
+            yield variant, number >= 0
+
+
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """``items``, beginning with the one at ``number`` modulo their count."""
+    at = number % len(items)
+    return [*items[at:], *items[:at]]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return dict.fromkeys(("median", "q1", "q3"), values[0])
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 
@@ -511,6 +548,29 @@ def facts() -> dict[str, Any]:
         "driver": driver() if cuda else None,
         "environment": environment(),
     }
+
+
+def provenance(script: str, arguments: Sequence[str], device: str) -> dict[str, Any]:
+    """`facts` with the command of a script in ``benchmarks`` and the load of the machine.
+
+    Parameters
+    ----------
+    script : str
+        Its file name.
+    device : str
+        Where it runs, as PyTorch names it. The result has the name of a GPU.
+    """
+    about = facts()
+    return about | {
+        "command": shlex.join(["python", f"benchmarks/{script}", *arguments]),
+        "device": about["device"] if device.startswith("cuda") else device,
+        "load_average": load_average(),
+    }
+
+
+def load_average() -> list[float] | None:
+    """Of the last 1, 5 and 15 minutes, where the system has one."""
+    return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
 
 
 def driver() -> str | None:
