@@ -27,9 +27,7 @@ import argparse
 import copy
 import gc
 import json
-import os
 import random
-import shlex
 import sys
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -40,6 +38,7 @@ import end_to_end
 import kv
 import numpy as np
 import torch
+from ask import RESULTS
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
@@ -58,9 +57,10 @@ from vlmfast.engine.sampling import Sampler
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.speculation import Speculation
 from vlmfast.engine.stats import Stats, clock
-from vlmfast.eval.bench import facts
+from vlmfast.eval.bench import provenance, rotated
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"
 AIMS = {32: 1.1, 1: 1.3}  # wall clock over plain, by number of requests
 RECORDED = "recorded"
@@ -204,7 +204,7 @@ def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -
     rounds = drafted_tokens = emitted = 0
     for number in range(args.pairs):
         pair: dict[bool, Decoded] = {}
-        for drafted in (False, True) if number % 2 == 0 else (True, False):
+        for drafted in rotated((False, True), number):
             script = Rehearsed.script
             script.rates, script.number = rates, 1000 * number
             pair[drafted] = decoded(prompted, requests, args.new_tokens, drafted)
@@ -289,16 +289,15 @@ def markdown(found: dict[str, Any]) -> str:
         f"{found['requests']} x {found['tokens']:,} tokens, {found['layers']} layers, "
         f"`{found['view']}`, keep {found['keep']:g}, {found['steps']} drafts"
     )
-    lines = [f"| {title} | tokens per round | bytes | wall | same answers |", "|---|" + "---:|" * 4]
+    lines = []
     for name, row in found["rows"].items():
         wall = row["ratio"]
         shown = (
             "-" if wall is None else f"{wall['value']:.2f}x [{wall['low']:.2f}, {wall['high']:.2f}]"
         )
         cells = [f"{row['emitted_per_round']:.2f}", f"{row['predicted']:.2f}x", shown]
-        cells.append(f"{row['identical']} of {row['pairs']}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([name, *cells, f"{row['identical']} of {row['pairs']}"])
+    return markdown_table([title, "tokens per round", "bytes", "wall", "same answers"], lines)
 
 
 def verdicts(found: dict[str, Any]) -> list[str]:
@@ -360,13 +359,7 @@ class Model:
 
 def on_paper(rates: list[float], keep: float) -> str:
     """Speed-ups of a 7B model on an H200, computed from bytes and operations."""
-    lines = [
-        f"Computed, not measured: {H200.name}; view of {keep:.0%}, acceptance by depth "
-        + " ".join(f"{rate:.2f}" for rate in rates),
-        "",
-        "| model | tokens | requests | weights | caches | plain token | drafts | drafted token | |",
-        "|---|" + "---:|" * 8,
-    ]
+    lines = []
     for name in PAPER:
         model = Model(end_to_end.MODELS[name])
         for tokens in (2_900, 32_768):
@@ -380,8 +373,11 @@ def on_paper(rates: list[float], keep: float) -> str:
                     steps, each = best(model, rows, tokens, keep, rates)
                     cells += [f"{1e3 * plain:.2f} ms", f"{steps}", f"{1e3 * each:.2f} ms"]
                     cells.append(f"{plain / each:.2f}x")
-                lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                lines.append(cells)
+    shown = " ".join(f"{rate:.2f}" for rate in rates)
+    about = f"Computed, not measured: {H200.name}; view of {keep:.0%}, acceptance by depth {shown}"
+    head = ["model", "tokens", "requests", "weights", "caches", "plain token", "drafts"]
+    return f"{about}\n\n{markdown_table([*head, 'drafted token', ''], lines)}"
 
 
 def best(
@@ -439,14 +435,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    about = facts()
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/speculation.py", "views", *argv]),
-        **about,
-        "threads": torch.get_num_threads(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "cases": [],
-    }
+    report = provenance("speculation.py", ["views", *argv], args.device)
+    report |= {"threads": torch.get_num_threads(), "cases": []}
     known = [] if args.quick else [recorded(args.view, args.keep)]
     report["computed"] = "\n\n".join(on_paper(rates, args.keep) for rates in (*known, [0.8]))
     out = args.out or RESULTS / f"speculation-views-{args.device.partition(':')[0]}.json"
@@ -460,8 +450,7 @@ def main(argv: list[str]) -> int:
         print("\n".join(["", markdown(found), "", *verdicts(found)]))
         wrong |= any(row["ratio"] is None for row in found["rows"].values())
         if written:  # after each case, since one may take long
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_json(out, report)
             print(f"written: {out}", file=sys.stderr)
         gc.collect()
     print(f"\n{report['computed']}\n")

@@ -42,7 +42,6 @@ import copy
 import gc
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -54,14 +53,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import kernels, machine
+from kernels import RESULTS, kernels, machine
 from vlmfast import VLM
 from vlmfast.api.vlm import Request
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import drawn, facts, forget_peak, peak
+from vlmfast.eval.bench import drawn, forget_peak, peak, provenance
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 HF, STATIC = "hf sdpa", "hf static"
 RECIPES = ("none", "hired:0.2", "pyramiddrop", "hired:0.2+pyramiddrop+zipvl")
 QUESTION = "How many yellow objects are there?"
@@ -483,13 +483,13 @@ def markdown(report: dict[str, Any]) -> str:
     """One table; ratios are to Hugging Face's ``sdpa`` and to ``none`` at the same batch size."""
     head = ["variant", "batch", "visual tokens", "first", "prefill", "tokens/s", "of the floor"]
     head += ["KV", "memory", "off by (allowed)"]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    lines = []
     parts, rates = report["parts"], report.get("machine")
     for key, row in parts.items():
         name, batch = key.rsplit(" | ", 1)
         shown = name if name in (HF, STATIC) else f"`{name}`"
         if "failed" in row:
-            lines.append("| " + " | ".join([shown, batch, row["failed"], *[""] * 7]) + " |")
+            lines.append([shown, batch, row["failed"], *[""] * 7])
             continue
         hf, none = (parts.get(f"{of} | {batch}") for of in (HF, "none"))
         first, rate = f"{1e3 * row['first']:,.1f} ms", f"{row['rate']:,.1f}"
@@ -510,8 +510,8 @@ def markdown(report: dict[str, Any]) -> str:
         cells.append(f"{took['kv_bytes'] / 1e6:,.1f} MB" if took else "")
         cells.append(f"{row['memory'] / 1e9:,.2f} GB" if row["memory"] else "-")
         cells.append(f"{row['check']['error']:.1e} ({row['check']['allowed']:.1e})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
 def aims(report: dict[str, Any]) -> list[str]:
@@ -522,9 +522,9 @@ def aims(report: dict[str, Any]) -> list[str]:
         row = parts.get(f"{name} | {batch}")
         return row if good(row) else None
 
-    def aim(what: str, value: float, least: float, show: str = "{:.2f}") -> None:
+    def aim(what: str, value: float, least: float) -> None:
         word = "PASS" if value >= least else "MISS"
-        lines.append(f"{word}: {what}: {show.format(value)}, aim {show.format(least)}")
+        lines.append(f"{word}: {what}: {value:.2f}, aim {least:.2f}")
 
     hf, none, hired = at(HF, 1), at("none", 1), at("hired:0.2", 1)
     if report["settings"]["model"] == "llava-1.5-7b" and none:
@@ -587,23 +587,72 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def left_over(
-    wanted: list[tuple[str, int]], parts: dict[str, dict[str, Any]]
-) -> list[tuple[str, int]]:
+def left_over(wanted: list[str], parts: dict[str, dict[str, Any]]) -> list[str]:
     """Missing parts; failed ones come last, so that they do not block others."""
-    found: list[list[tuple[str, int]]] = [[], []]
-    for name, batch in wanted:
-        row = parts.get(f"{name} | {batch}")
-        if row is None or row.get("failed", FULL) != FULL:
-            found[row is not None].append((name, batch))
-    return found[0] + found[1]
+    missing = [key for key in wanted if key not in parts]
+    return missing + [key for key in wanted if parts.get(key, {}).get("failed", FULL) != FULL]
 
 
-def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    """Settings that all parts of one file must have in common."""
+def opened(out: Path, about: dict[str, Any], args: argparse.Namespace, *keys: str) -> Any:
+    """The report in a result file, or a new one; ``None`` if the file has other settings.
+
+    Parameters
+    ----------
+    about : dict
+        As `provenance` returns it.
+    keys : str
+        Arguments that all parts of one file must have in common.
+    """
     versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
-    keys = ("model", "dtype", "new_tokens", "layers", "decoding")
-    return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
+    settings = {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
+    if args.fresh or not out.is_file():
+        return {"settings": settings, "parts": {}}
+    report = json.loads(out.read_text(encoding="utf-8"))
+    if report["settings"] == settings:
+        return report
+    print(
+        f"{out} was measured with {report['settings']}, not with {settings}; "
+        "use --fresh or another --out",
+        file=sys.stderr,
+    )
+    return None
+
+
+def measured(
+    missing: list[str],
+    measure: Callable[[str], dict[str, Any]],
+    report: dict[str, Any],
+    out: Path,
+    end: float,
+) -> int:
+    """Measure parts, each of which is written to the file, and return how many are left.
+
+    Parameters
+    ----------
+    end : float
+        Start no part that may exceed this time.
+    """
+    longest = 0.0
+    for number, key in enumerate(missing):
+        begin = time.perf_counter()
+        if begin + 1.5 * longest > end:
+            return len(missing) - number
+        row = measure(key)
+        took = time.perf_counter() - begin
+        longest = max(longest, took)
+        report["parts"][key] = row | {"date": report["date"], "took": took}
+        write_json(out, report)
+        print(f"{key}: {row.get('failed', 'done')}, took {took:.0f} s", file=sys.stderr)
+    return 0
+
+
+def ended(out: Path, left: int, wrong: int) -> int:
+    """The exit code."""
+    print(f"\nwritten: {out}", file=sys.stderr)
+    if left:
+        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
+        return UNFINISHED
+    return int(bool(wrong))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -612,24 +661,16 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     device = torch.device(args.device)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    about = facts()
-    kind = device.type if device.type == "cpu" else about["device"].replace(" ", "-").lower()
+    about = provenance("end_to_end.py", arguments, args.device)
+    kind = about["device"].replace(" ", "-").lower()
     out = args.out or RESULTS / f"end_to_end-{args.model}-{kind}.json"
-    report: dict[str, Any] = {"settings": settings(args, about), "parts": {}}
-    if out.is_file() and not args.fresh:
-        report |= json.loads(out.read_text(encoding="utf-8"))
-        if report["settings"] != settings(args, about):
-            print(
-                f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
-                "use --fresh or another --out",
-                file=sys.stderr,
-            )
-            return 2
-    command = shlex.join(["python", "benchmarks/end_to_end.py", *arguments])
-    report |= {"command": command, **about}
+    report = opened(out, about, args, "model", "dtype", "new_tokens", "layers", "decoding")
+    if report is None:
+        return 2
+    report |= about
     names = args.recipes if args.no_hf else [HF, *args.recipes]
     names += [] if args.no_hf or args.no_static else [STATIC]
-    wanted = [(name, batch) for batch in args.batches for name in names]
+    wanted = [f"{name} | {batch}" for batch in args.batches for name in names]
     missing = wanted if args.again else left_over(wanted, report["parts"])
     if missing:
         if device.type == "cuda":
@@ -638,26 +679,20 @@ def main(argv: list[str] | None = None) -> int:
         report["weights"] = weights(job.model)
         judge = Judge.of(job)
         print(f"{args.model}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    longest, left = 0.0, len(missing)
-    for name, batch in missing:
-        begin = time.perf_counter()
-        if begin - start + 1.5 * longest > 60 * args.minutes:
-            break
+
+    def measure(key: str) -> dict[str, Any]:
+        name, batch = key.rsplit(" | ", 1)
         try:
-            row = part(job, judge, name, batch, args)
+            return part(job, judge, name, int(batch), args)
         except torch.OutOfMemoryError:
-            row = {"failed": FULL}
+            return {"failed": FULL}
         except Exception as error:  # other variants may work
-            row = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        with contextlib.suppress(Exception):  # also fails on a broken device
-            cleaned(job)
-        took = time.perf_counter() - begin
-        longest, left = max(longest, took), left - 1
-        report["parts"][f"{name} | {batch}"] = row | {"date": about["date"], "took": took}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        result = row.get("failed") or f"{row['rate']:,.1f} tokens/s"
-        print(f"{name} | {batch}: {result}, took {took:.0f} s", file=sys.stderr)
+            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        finally:
+            with contextlib.suppress(Exception):  # also fails on a broken device
+                cleaned(job)
+
+    left = measured(missing, measure, report, out, start + 60 * args.minutes)
     print(f"\n{args.model}, {args.dtype}, {about['device']}\n\n{markdown(report)}\n")
     print("\n".join(aims(report)))
     wrong = 0
@@ -665,11 +700,7 @@ def main(argv: list[str] | None = None) -> int:
         if not good(row) and row.get("failed") != FULL:
             wrong += 1
             print(f"WRONG: {key}: {row.get('failed') or row['check']}")
-    print(f"\nwritten: {out}", file=sys.stderr)
-    if left:
-        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
-        return UNFINISHED
-    return int(bool(wrong))
+    return ended(out, left, wrong)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ import gc
 import json
 import os
 import random
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -62,7 +61,8 @@ from typing import Any, ClassVar
 import draft_views
 import end_to_end
 import torch
-from draft_views import RECORDED_VIEW, RESULTS, accepted_file, ratio
+from draft_views import RECORDED_VIEW, accepted_file, ratio
+from end_to_end import RESULTS, ended, measured, opened
 from torch import Tensor, nn
 
 from vlmfast import VLM, Request
@@ -77,7 +77,9 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_layerskip import kept
 from vlmfast.engine.stats import Stats, clock
 from vlmfast.errors import RecipeError
-from vlmfast.eval.bench import NEAR, Referee, drawn, facts, numerics
+from vlmfast.eval.bench import NEAR, Referee, drawn, load_average, numerics, provenance, rotated
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
@@ -117,10 +119,10 @@ VIEWS = (
 KEEPS = (0.1, 0.2, 0.5)
 CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
 HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
+UNFINISHED = end_to_end.UNFINISHED  # exit code
 LAYER, AUTO = " + layer", "draft-auto over "
 # Number of pairs, and maximum length of an answer.
 USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2-0.5b": (5, 64)}
-UNFINISHED = 3  # exit code
 
 
 # --- questions -----------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
         drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
     for number, dialogue in enumerate([*warm, *asked], start=-len(warm)):
         pair: dict[str, Said] = {}
-        for which in ("plain", "drafted")[:: 1 if number % 2 else -1]:
+        for which in rotated(("drafted", "plain"), number):
             try:
                 pair[which] = (plain if which == "plain" else drafted)(dialogue, number)
             except Exception as error:
@@ -540,7 +542,7 @@ def _sums(lists: Any) -> list[int]:
 # --- accepted tokens -----------------------------------------------------------------------------
 
 
-def accepted(args: argparse.Namespace, command: str) -> int:
+def accepted(args: argparse.Namespace, arguments: list[str]) -> int:
     """Count the accepted tokens of all drafters on captions by `tiny`, in batches; no times."""
     vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
     views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
@@ -583,9 +585,8 @@ def accepted(args: argparse.Namespace, command: str) -> int:
             "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
             "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
         }
-        report |= {"command": command, **facts()}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report |= provenance("speculation.py", arguments, args.device)
+        write_json(out, report)
         print(f"{name}: {took / rounds:.2f}", file=sys.stderr)
     print(accepted_table(report["parts"]))
     for key, row in report["parts"].items():
@@ -602,17 +603,14 @@ def accepted_table(parts: dict[str, dict[str, Any]]) -> str:
         row = parts.get(f"captions | none | {name}")
         return "–" if row is None else f"{row['mean_accepted']:.2f}"
 
-    lines = [
-        "| drafter | its tree | chain of four | " + " | ".join(f"keep {k:g}" for k in KEEPS) + " |",
-        "|---|" + "---:|" * (2 + len(KEEPS)),
-    ]
-    for tree, chain in TRAINED.items():
-        lines.append(f"| `{tree}` | {cell(tree)} | {cell(chain)} |" + " – |" * len(KEEPS))
-    lines.append(f"| `draft-layerskip` | – | {cell('draft-layerskip')} |" + " – |" * len(KEEPS))
+    none = ["–"] * len(KEEPS)
+    lines = [[f"`{tree}`", cell(tree), cell(chain), *none] for tree, chain in TRAINED.items()]
+    lines.append(["`draft-layerskip`", "–", cell("draft-layerskip"), *none])
     for view in VIEWS:
         cells = [cell(CHAIN.format(view=view, keep=keep)) for keep in KEEPS]
-        lines.append(f"| `draft-self:view={view}` | – | – | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([f"`draft-self:view={view}`", "–", "–", *cells])
+    head = ["drafter", "its tree", "chain of four", *(f"keep {k:g}" for k in KEEPS)]
+    return markdown_table(head, lines)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -621,23 +619,18 @@ def accepted_table(parts: dict[str, dict[str, Any]]) -> str:
 def markdown(parts: dict[str, dict[str, Any]]) -> str:
     """One table for each workload and recipe."""
     head = ["accepted", "emitted", "by depth", "calls", "draft", "verify", "host", "decode", "wall"]
-    tables: dict[str, list[str]] = {}
+    tables: dict[str, list[list[str]]] = {}
     for key, row in parts.items():
         workload, recipe, name = key.split(" | ")
-        title = f"{workload}, `{recipe}`"
-        if title not in tables:
-            columns = [title, *head, "same answers"]
-            tables[title] = [
-                "| " + " | ".join(columns) + " |",
-                "|---|" + "---:|" * len(head) + "---:|",
-            ]
         shown = f"`{name}`" if name.startswith("draft-") and "over" not in name else name
         if "failed" in row:
             cells = [shown, _short(row["failed"]), *[""] * len(head)]
         else:
             cells = [shown, *_cells(row)]
-        tables[title].append("| " + " | ".join(cells) + " |")
-    return "\n\n".join("\n".join(lines) for lines in tables.values())
+        tables.setdefault(f"{workload}, `{recipe}`", []).append(cells)
+    return "\n\n".join(
+        markdown_table([title, *head, "same answers"], lines) for title, lines in tables.items()
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -760,13 +753,6 @@ def _is_hf(key: str) -> bool:
     return key.split(" | ")[2].startswith(HF)
 
 
-def settings(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Any]:
-    """Settings that all parts of one file must have in common."""
-    versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
-    keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
-    return {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["views"]:
@@ -774,46 +760,32 @@ def main(argv: list[str] | None = None) -> int:
     args, start = parse(arguments), time.perf_counter()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.accepted:
-        return accepted(args, shlex.join(["python", "benchmarks/speculation.py", *arguments]))
-    about = facts()
-    kind = args.device if args.device == "cpu" else about["device"].replace(" ", "-").lower()
+        return accepted(args, arguments)
+    about = provenance("speculation.py", arguments, args.device)
+    kind = about["device"].replace(" ", "-").lower()
     out = args.out or RESULTS / f"speculation-{args.shape}-{kind}.json"
-    report: dict[str, Any] = {"settings": settings(args, about), "parts": {}}
-    if out.is_file() and not args.fresh:
-        report |= json.loads(out.read_text(encoding="utf-8"))
-        if report["settings"] != settings(args, about):
-            print(
-                f"{out} was measured with {report['settings']}, not with {settings(args, about)}; "
-                "use --fresh or another --out",
-                file=sys.stderr,
-            )
-            return 2
+    keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
+    report = opened(out, about, args, *keys)
+    if report is None:
+        return 2
     parts = report["parts"]
     wanted = [" | ".join(of) for of in named(args)]
     tried = {key for key, row in parts.items() if "failed" not in row or _is_hf(key)}
     missing = wanted if args.again else [key for key in wanted if key not in tried]
     if missing:
         job = prepared(args)
-        command = shlex.join(["python", "benchmarks/speculation.py", *arguments])
-        report |= {"command": command, **about, "near": NEAR, "numerics": numerics(job.vlm())}
+        report |= {**about, "near": NEAR, "numerics": numerics(job.vlm())}
         report["threads"] = torch.get_num_threads()
-    longest, left = 0.0, len(missing)
-    for key in missing:
-        begin = time.perf_counter()
-        if begin - start + 1.5 * longest > 60 * args.minutes:
-            break
+
+    def measure(key: str) -> dict[str, Any]:
         try:
             row = part(job, *key.split(" | "), args)
         except Exception as error:  # other drafters may work
             row = {"failed": f"{type(error).__name__}: {_line(error)}"}
         gc.collect()
-        took = time.perf_counter() - begin
-        longest, left = max(longest, took), left - 1
-        load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
-        parts[key] = row | {"date": about["date"], "took": took, "load_average": load}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(f"{key}: {row.get('failed') or row['wall']}, took {took:.0f} s", file=sys.stderr)
+        return row | {"load_average": load_average()}
+
+    left = measured(missing, measure, report, out, start + 60 * args.minutes)
     print(f"\n{args.shape}, {args.dtype}, {about['device']}\n\n{markdown(parts)}\n")
     if args.shape != "tiny-shape":  # too small for the aims
         print("\n".join(aims(parts)))
@@ -825,11 +797,7 @@ def main(argv: list[str] | None = None) -> int:
         if "failed" in row and not _is_hf(key):
             wrong += 1
             print(f"FAILED: {key}: {row['failed']}")
-    print(f"\nwritten: {out}", file=sys.stderr)
-    if left:
-        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
-        return UNFINISHED
-    return int(bool(wrong))
+    return ended(out, left, wrong)
 
 
 if __name__ == "__main__":
