@@ -30,7 +30,6 @@ import contextlib
 import gc
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -48,6 +47,7 @@ import end_to_end
 import gpu_limits as limits
 import kv
 import torch
+from ask import RESULTS
 
 import vlmfast
 from kernels import kernels
@@ -63,10 +63,10 @@ from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import drawn, facts
+from vlmfast.eval.bench import drawn, provenance
+from vlmfast.eval.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
 PARTS = ("probe", "smoke", "kernels", "step", "serve")
 QUESTION = "What is in the bottom left?"
 IMAGE = str(ROOT / "examples" / "picture.png")
@@ -132,9 +132,7 @@ class Report:
         self.rows.append(row)
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         print(f"{verdict:5} {what:64} {shown:>24}  {aim}", flush=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**self.about, "rows": self.rows}, indent=1)
-        self.path.write_text(text + "\n", encoding="utf-8")
+        write_json(self.path, {**self.about, "rows": self.rows})
 
 
 @dataclass(frozen=True)
@@ -722,17 +720,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    about = facts()
+    device = torch.device("cpu" if args.dry else "cuda")
+    about = provenance("gpu_hour.py", arguments, device.type)
     if args.dry:
-        about["device"] = "cpu"
         torch.set_num_threads(1)  # more threads are slower at these sizes
     kind = about["device"].replace(" ", "-").lower()
     out = args.out or RESULTS / f"gpu_hour-{kind}.json"
-    command = shlex.join(["python", "benchmarks/gpu_hour.py", *arguments])
-    report = Report(out, {"command": command, "dry": args.dry, **about})
+    report = Report(out, {"dry": args.dry, **about})
     report.rows += kept_rows(out, about["device"], args)
     number, count = map(int, args.share.split("/"))
-    device = torch.device("cpu" if args.dry else "cuda")
     bench = Bench(report, device, args.dry, (number, count), args.minutes)
     for part in args.parts:
         report.part, begin = part, time.perf_counter()

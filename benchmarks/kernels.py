@@ -32,7 +32,6 @@ import gc
 import json
 import math
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -935,10 +934,9 @@ def micro(seconds: float) -> str:
 
 def markdown(rows: dict[str, dict[str, Any]]) -> str:
     """Table of all timed rows; a ratio above 1 means that the kernel is faster."""
-    lines = [
-        "| kernel | shape | time | call | bandwidth | rate | of the floor | reference | others |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    from vlmfast.eval.report import markdown_table
+
+    lines = []
     for name, row in rows.items():
         if "time" not in row or not row["check"]["passed"]:
             continue
@@ -959,8 +957,9 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
             f"{micro(reference)} ({reference / now:.2f}x)",
             ", ".join(others),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = ["kernel", "shape", "time", "call", "bandwidth", "rate", "of the floor", "reference"]
+    return markdown_table([*head, "others"], lines)
 
 
 def aims(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -1040,15 +1039,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         child(args.check)
         return 0
-    from vlmfast.eval.bench import facts
+    from vlmfast.eval.bench import provenance
+    from vlmfast.eval.results import write_json
 
     name = torch.cuda.get_device_name().replace(" ", "-").lower() if cuda else "cpu"
     out = args.out or (None if args.check else RESULTS / f"kernels-{name}.json")
-    command = shlex.join(["python", "benchmarks/kernels.py", *arguments])
     report: dict[str, Any] = {"rows": {}}
     if out is not None and out.is_file():
         report = json.loads(out.read_text(encoding="utf-8"))
-    report |= {"command": command, **facts()}
+    report |= provenance("kernels.py", arguments, "cuda" if cuda else "cpu")
     have = report["rows"] if args.missing else {}
     todo = {
         file: [pair for pair in pairs if "time" not in have.get(" | ".join(pair), {})]
@@ -1067,8 +1066,7 @@ def main(argv: list[str] | None = None) -> int:
             fresh[key] = report["rows"][key] = row | {"date": report["date"]}
             print(f"{key:42} {verdict(row)}", file=sys.stderr)
             if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                write_json(out, report)
             if time.perf_counter() > end:
                 rows.close()
                 break
