@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import platform
 import sys
 import time
@@ -41,6 +40,7 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.eval.results import write_json
 
 RECIPES = (
     "none",
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             "first token": sink,
             "lines": lines,
         }
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report)
     return 0
 
 

@@ -10,6 +10,8 @@ import statistics
 import subprocess
 import sys
 
+from vlmfast.eval.bench import turns
+
 LIMIT_S = 0.3
 _TIMED = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 
@@ -22,11 +24,10 @@ def seconds(statement: str) -> float:
 
 def measure(runs: int = 5) -> dict[str, float]:
     """Median seconds of both imports and their difference."""
-    torch_only, both = [], []
-    for _ in range(runs):
-        torch_only.append(seconds("import torch"))
-        both.append(seconds("import torch; import vlmfast"))
-    base, total = statistics.median(torch_only), statistics.median(both)
+    found: dict[str, list[float]] = {"import torch": [], "import torch; import vlmfast": []}
+    for statement, _ in turns(list(found), runs):
+        found[statement].append(seconds(statement))
+    base, total = map(statistics.median, found.values())
     return {"torch_s": base, "torch_and_vlmfast_s": total, "added_s": total - base}
 
 

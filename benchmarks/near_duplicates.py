@@ -17,17 +17,16 @@ compared with as many training scenes:
 from __future__ import annotations
 
 import argparse
-import json
 import random
+import sys
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vlmfast.core.env import environment
-from vlmfast.core.files import replace_text
+from vlmfast.eval.bench import provenance
+from vlmfast.eval.results import write_json
 from vlmfast.eval.shapes import Shapes
 from vlmfast.scenes.drawing import Scene, make_image_scene, paint, quadrant
 from vlmfast.scenes.examples import image_example
@@ -77,8 +76,6 @@ def count(scenes: int, limit: int, seed: int) -> dict[str, Any]:
     alike = [known[contents(example.scene)] > 0 for example in examples]
     sizes = [len(e.scene.things) + len(e.scene.bars) + bool(e.scene.sign) for e in examples]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python benchmarks/near_duplicates.py --seed {seed} --limit {limit}",
         "training_scenes": scenes,
         "images": len(examples),
         "contents": sum(alike),
@@ -88,20 +85,20 @@ def count(scenes: int, limit: int, seed: int) -> dict[str, Any]:
         "pixels": int((distance < NEAR).sum()),
         "both": int((np.array(alike) & (distance < NEAR)).sum()),
         "nearest_rms": [round(float(q), 1) for q in np.quantile(distance, [0, 0.05, 0.5])],
-        "environment": environment(),
     }
 
 
 def main(argv: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scenes", type=int, default=SCENES, metavar="N", help="of the training")
     parser.add_argument("--limit", type=int, default=LIMIT, metavar="N", help="questions of a type")
     parser.add_argument("--seed", type=int, default=SEED, help="of the evaluation")
     parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     found = count(args.scenes, args.limit, args.seed)
-    replace_text(args.json, json.dumps(found, indent=1) + "\n")
-    print({key: value for key, value in found.items() if key != "environment"})
+    write_json(args.json, provenance("near_duplicates.py", arguments, "cpu") | found)
+    print(found)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from typing import Any
 from vlmfast import VLM, Recipe
 from vlmfast.api.encoding import check_encodable, encode_image
 from vlmfast.errors import RecipeError
+from vlmfast.eval.report import markdown_table
+from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 RESULTS = Path(__file__).parent / "results" / "serve-cpu-bfloat16.json"
@@ -142,24 +144,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--rate and --images must be above 0")
     report = json.loads(args.results.read_text(encoding="utf-8"))
     vlm = VLM.from_pretrained(args.model, device="cpu", dtype=report["dtype"])
-    about, found = report["environment"], {}
+    about, found, rows = report["environment"], {}, []
     print(
         f"measured: {report['date']}, {report['dtype']}, {about['cpu']}, {about['cores']} cores, "
         f"torch {about['packages']['torch']}, {report['command']}\n"
     )
     print(f"{args.rate:,.0f} requests per second, {args.clients} clients on each server\n")
-    columns = (
-        "recipe",
-        "answers/s of one",
-        "p50 of an answer",
-        "servers",
-        "in flight",
-        "KV caches",
-        "requests, per s",
-        "or features, per s",
-    )
-    print("| " + " | ".join(columns) + " |")
-    print("|---" + "|---:" * (len(columns) - 1) + "|")
     for recipe in args.recipes:
         of = load_of(report, recipe, args.clients)
         answers = of["answers_per_s"]["median"]
@@ -168,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         own = bytes_of(vlm, recipe, args.images, round(tokens))
         needed = plan(args.rate, answers, seconds, own)
         found[recipe] = {"one": asdict(own), "plan": asdict(needed)}
-        cells = (
+        cells = [
             f"`{recipe}`",
             f"{answers:.2f}",
             f"{seconds:.2f} s",
@@ -177,10 +167,12 @@ def main(argv: list[str] | None = None) -> int:
             mib(needed.cache_bytes),
             mib(needed.request_bytes_s),
             mib(needed.feature_bytes_s),
-        )
-        print("| " + " | ".join(cells) + " |")
+        ]
+        rows.append(cells)
+    head = ["recipe", "answers/s of one", "p50 of an answer", "servers", "in flight", "KV caches"]
+    print(markdown_table([*head, "requests, per s", "or features, per s"], rows))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, found)
     return 0
 
 

@@ -16,10 +16,7 @@ recipe and with each threshold. ``python benchmarks/static_frames.py`` takes som
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,8 @@ import numpy as np
 from PIL import Image
 
 import vlmfast
-from vlmfast.core.env import environment
-from vlmfast.core.files import replace_text
+from vlmfast.eval.bench import provenance
+from vlmfast.eval.results import write_json
 from vlmfast.eval.scores import normalise
 from vlmfast.scenes.examples import EVAL_SEED_START, EVAL_SEED_STOP, video_example
 
@@ -96,14 +93,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu", prefix_cache_bytes=0)
     start = EVAL_SEED_START + args.seed * ((EVAL_SEED_STOP - EVAL_SEED_START) // 16)
-    result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/static_frames.py", *arguments]),
-        "environment": environment(),
+    result = provenance("static_frames.py", arguments, "cpu") | {
         "noise": NOISE,
         "rows": measure(vlm, args.videos, start),
     }
-    replace_text(args.out, json.dumps(result, indent=1) + "\n")
+    write_json(args.out, result)
     for row in result["rows"]:
         print(row)
 
