@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmfast.core.registry import stage_names
-from vlmfast.eval import robustness_report
+from vlmfast.eval.robustness_report import guard_table, length_table, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -57,7 +57,7 @@ def saliency() -> str:
     for name, recipe in {**_SOURCES, **_COMPARED}.items():
         label = f"`hired` by {name}" if name in _SOURCES else name
         rows.append([label, *(_pair(found[recipe.format(budget)]) for budget in BUDGETS)])
-    return _table(rows)
+    return table(rows)
 
 
 def positions() -> str:
@@ -73,7 +73,7 @@ def positions() -> str:
             cells.append(_pair(_of(kept, method, "keep", budget)))
             cells.append(_pair(_of(compact, method, "compact", budget)))
         rows.append([f"`{method}`", *cells])
-    return _table(rows)
+    return table(rows)
 
 
 def fresh() -> str:
@@ -86,7 +86,7 @@ def fresh() -> str:
             run = f"`hired:positions=keep,budget={budget}`"
             found = [p for p in pairs if p[0].startswith(run) and p[1].startswith(other)]
             rows.append([f"`{name}` {label}", *found[0][2:4]])
-    return _table(rows)
+    return table(rows)
 
 
 def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[str, Any]:
@@ -97,11 +97,6 @@ def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[
 
 def _pair(run: dict[str, Any]) -> str:
     return f"{100 * run['accuracy_image']:.1f} / {100 * run['accuracy_video']:.1f}"
-
-
-def _table(rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
 def presets() -> str:
@@ -117,13 +112,13 @@ def presets() -> str:
         run = _of(found, "random", "keep", budget)
         name = f"`random:budget={budget}`, mean of {run['draws']} draws"
         rows.append([name, f"{100 * budget:.0f} %", *_both(run), "", ""])
-    return _table(rows)
+    return table(rows)
 
 
 def speed() -> str:
     """The short table of README: what a recipe saves, as ratios to Hugging Face."""
     rows = [["model, recipe", "visual tokens", "TTFT", "prefill", "per token", "peak memory"]]
-    for model, variants in _asked()["models"].items():
+    for model, variants in _measured("ask-cpu-bfloat16")["models"].items():
         for recipe, row in variants.items():
             cells = [f"`{model}`, {recipe}", f"{row['visual_tokens']:,}"]
             for metric in ("ttft", "prefill", "tpot", "memory"):
@@ -134,7 +129,7 @@ def speed() -> str:
                     cell += f" ({row['ratio'][metric]:.2f}×)"
                 cells.append(cell)
             rows.append(cells)
-    return _table(rows)
+    return table(rows)
 
 
 def _script(folder: str, name: str) -> ModuleType:
@@ -149,7 +144,7 @@ def _script(folder: str, name: str) -> ModuleType:
 def timings() -> str:
     """Every measure of ``benchmarks/ask.py``, with quartiles."""
     ask, tables = _script("benchmarks", "ask"), []
-    for name, rows in _asked()["models"].items():
+    for name, rows in _measured("ask-cpu-bfloat16")["models"].items():
         tables.append(ask.markdown(name, rows))
         if all("media" in row for row in rows.values()):
             tables.append(ask.parts_table(name, rows))
@@ -173,12 +168,12 @@ def runs_where() -> str:
             counts.append("all" if run == len(names) else f"{run} of {len(names)}")
         alike.setdefault((cells["hired"][family], *counts), []).append(f"`{family}`")
     rows = [[", ".join(names), *cells] for cells, names in alike.items()]
-    return _table([["families", "saliency", *_KINDS], *rows])
+    return table([["families", "saliency", *_KINDS], *rows])
 
 
 def robustness() -> str:
     """Accuracy of each recipe on clean, noisy and attacked images."""
-    found = _attacked()["robustness"]
+    found = _measured("robustness-tiny")["robustness"]
     sizes, most = found["eps"], str(max(found["eps"]))
     rows = [["recipe", "clean", f"noise, {most}/255"]]
     rows[0] += [*(f"attack, {eps}/255" for eps in sizes), f"full model, attack, {most}/255"]
@@ -188,12 +183,12 @@ def robustness() -> str:
         cells.append(own["eps"][most].get("full"))
         shown = [f"{100 * of['accuracy']:.1f}" if of else "" for of in cells]
         rows.append([f"`{recipe}`", *shown])
-    return _table(rows)
+    return table(rows)
 
 
 def changed() -> str:
     """Fraction of the kept tokens that noise and the attack replace, and the paired drop."""
-    found = _attacked()["robustness"]
+    found = _measured("robustness-tiny")["robustness"]
     rows = [["recipe"]]
     for eps in found["eps"]:
         rows[0] += [f"changed, {eps}/255", "drop"]
@@ -206,23 +201,22 @@ def changed() -> str:
             cells.append(f"{100 * noise['changed']:.0f} % / {100 * attack['changed']:.0f} %")
             cells.append("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in attack["drop"])))
         rows.append([f"`{recipe}`", *cells])
-    return _table(rows)
+    return table(rows)
 
 
 def guards() -> str:
     """What guards win back."""
-    return robustness_report.guard_table(_attacked()["robustness"])
+    return guard_table(_measured("robustness-tiny")["robustness"])
 
 
 def verbose() -> str:
     """Lengths of answers on verbose images."""
-    return robustness_report.length_table(_attacked()["robustness-verbose"])
+    return length_table(_measured("robustness-tiny")["robustness-verbose"])
 
 
 def draws() -> str:
     """How good the recipes are that the race chooses on drawn scenes."""
-    path = ROOT / "benchmarks" / "results" / "tune-tiny.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = _measured("tune-tiny")
     head = ["`--for`", "within the limit", "certified", "loss, median", "loss, largest"]
     rows = [[*head, "cost, median", "times the cheapest, median"]]
     for objective in ("ttft", "memory"):
@@ -240,7 +234,7 @@ def draws() -> str:
                 f"{about['median_cost_over_cheapest']:.2f}",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def views() -> str:
@@ -253,7 +247,7 @@ def views() -> str:
         kept = [f"{100 * run[f'kept_{kind}']:.0f} %" for kind in ("image", "video")]
         image, video = _both(run)
         rows.append([f"`{name.replace('positions=keep,', '')}`", kept[0], image, kept[1], video])
-    return _table(rows)
+    return table(rows)
 
 
 def _kind(recipe: str) -> int:
@@ -289,20 +283,18 @@ def equal_time(*recipes: str) -> str:
                 f"{p.accuracy - found[0].accuracy:+.1f}",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    ((model, rows),) = json.loads(path.read_text(encoding="utf-8"))["models"].items()
+    ((model, rows),) = _measured(name)["models"].items()
     return _script("benchmarks", "ask").parts_table(model, rows)
 
 
 def static_frames() -> str:
     """Frames that ``static-frames`` encodes, and answers that it changes."""
-    path = ROOT / "benchmarks" / "results" / "static-frames-tiny.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    found = _measured("static-frames-tiny")["rows"]
     recipes = list(dict.fromkeys(row["recipe"] for row in found))
     rows = [["encoded / same answer / right", *(f"`{recipe}`" for recipe in recipes)]]
     for name in dict.fromkeys(row["version"] for row in found):
@@ -312,14 +304,13 @@ def static_frames() -> str:
             for recipe in recipes
         ]
         rows.append([name, *shares])
-    return _table(rows)
+    return table(rows)
 
 
 def served_vllm(setting: str) -> str:
     """Answers per second of this server and of vLLM's, with and without a recipe."""
-    path = ROOT / "benchmarks" / "results" / f"serve-vllm-{setting}-cpu-float32.json"
     found: dict[str, dict[int, dict[str, Any]]] = {}
-    for load in json.loads(path.read_text(encoding="utf-8"))["loads"]:
+    for load in _measured(f"serve-vllm-{setting}-cpu-float32")["loads"]:
         found.setdefault(load["server"], {})[load["clients"]] = load
     clients = list(next(iter(found.values())))
     heads = [f"{n} client{'s' * (n > 1)}" for n in clients]
@@ -331,12 +322,12 @@ def served_vllm(setting: str) -> str:
             rate, first = loads[n]["answers_per_s"]["median"], loads[n]["ttft_ms"]["p50"]
             cells.append(f"{rate:.2f} ({first / 1e3:.2f} s)")
         rows.append([f"`{name}`", *cells])
-    return _table(rows)
+    return table(rows)
 
 
 def gpu_answers() -> str:
     """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
-    report = _gpu_file("end_to_end-llava-next-7b")
+    report = _measured("end_to_end-llava-next-7b-nvidia-h200")
     head = ["recipe", "visual tokens", "first token", "prefill", "tokens/s", "KV cache", "memory"]
     rows = [[f"{report['settings']['model']}, {report['device']}", *head[1:]]]
     base = report["parts"]["hf sdpa | 1"]
@@ -360,13 +351,13 @@ def gpu_answers() -> str:
                 f"{row['memory'] / 1e9:.1f} GB",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def gpu_steps() -> str:
     """Decode steps on a GPU, and the least time in which their bytes can be read."""
     found: dict[str, dict[str, float]] = {}
-    for row in _gpu_file("gpu_hour")["rows"]:
+    for row in _measured("gpu_hour-nvidia-h200")["rows"]:
         what, _, name = row["what"].partition(": ")
         if row["part"] == "step" and what.count(" | ") == 2:
             found.setdefault(what, {})[name] = row["value"]
@@ -384,13 +375,13 @@ def gpu_steps() -> str:
                 f"{values['launches of the step over its layers']:.1f}",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def gpu_kernels() -> str:
     """Kernels on a GPU at LLaVA-NeXT 7B's shape."""
     rows = [["kernel", "time", "floor", "reference", "PyTorch's own"]]
-    for key, row in _gpu_file("kernels")["rows"].items():
+    for key, row in _measured("kernels-nvidia-h200")["rows"].items():
         name, shape = key.rsplit(" | ", 1)
         if shape != "B" or not row["check"]["passed"] or not row["floor"]:
             continue
@@ -404,16 +395,12 @@ def gpu_kernels() -> str:
                 "" if other is None else f"{1e6 * other[1]['time']:.0f} us, {other[0]}",
             ]
         )
-    return _table(rows)
+    return table(rows)
 
 
-def _gpu_file(name: str, device: str = "nvidia-h200") -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "results" / f"{name}-{device}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _attacked() -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "results" / "robustness-tiny.json"
+def _measured(name: str) -> dict[str, Any]:
+    """A result file of ``benchmarks``."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -424,11 +411,6 @@ def _within(run: dict[str, Any], kind: str) -> str:
 
 def _both(run: dict[str, Any]) -> list[str]:
     return [_within(run, kind) for kind in ("image", "video")]
-
-
-def _asked() -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "results" / "ask-cpu-bfloat16.json"
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # (page, mark) -> function that returns the table.
