@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -441,55 +442,44 @@ class Worker:
         self.process.wait()
 
 
-class Variant:
-    """Hugging Face or a recipe, and its samples."""
-
-    def __init__(self, name: str, worker: Worker) -> None:
-        self.name, self.worker, self.samples = name, worker, []
-
-    def run(self, *, keep: bool) -> None:
-        sample = self.worker.run(self.name)
-        if keep:
-            self.samples.append(sample)
-
-
 # --- the benchmark -------------------------------------------------------------------------------
 
 
 def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one model, interleaved."""
-    variants: list[Variant] = []
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in (HF, *args.recipes)}
     workers: list[Worker] = []
     try:
         # Sequentially, because building a model uses all cores.
-        for name in (HF, *args.recipes):
-            if not workers or not args.one_process:
-                workers.append(Worker(model, args))
-            variants.append(Variant(name, workers[-1]))
+        for _ in (HF,) if args.one_process else samples:
+            workers.append(Worker(model, args))
+        variants = list(zip(samples, itertools.cycle(workers), strict=False))
         with Progress(model, (args.warmup + args.repeats) * len(variants), "answers") as bar:
-            for variant, counts in turns(variants, args.repeats, warmup=args.warmup):
-                variant.run(keep=counts)
+            for (name, worker), counts in turns(variants, args.repeats, warmup=args.warmup):
+                sample = worker.run(name)
+                if counts:
+                    samples[name].append(sample)
                 bar.update()
     finally:
-        for own in workers:
-            own.close()
-    reference = variants[0].samples[0]["tokens"]
-    base = {metric: spread([s[metric] for s in variants[0].samples]) for metric in METRICS}
+        for worker in workers:
+            worker.close()
+    reference = samples[HF][0]["tokens"]
+    base = {metric: spread([s[metric] for s in samples[HF]]) for metric in METRICS}
     rows = {}
-    for variant in variants:
+    for name, own in samples.items():
         row: dict[str, Any] = {
-            metric: spread([s[metric] for s in variant.samples]) for metric in (*METRICS, *PARTS)
+            metric: spread([s[metric] for s in own]) for metric in (*METRICS, *PARTS)
         }
         row["ratio"] = {
             metric: base[metric]["median"] / row[metric]["median"]
             for metric in METRICS
             if row[metric]["median"] > 0
         }
-        tokens = variant.samples[0]["tokens"]
-        row["visual_tokens"] = variant.samples[0]["visual_tokens"]
+        tokens = own[0]["tokens"]
+        row["visual_tokens"] = own[0]["visual_tokens"]
         row["agreement"] = sum(a == b for a, b in zip(tokens, reference, strict=True)) / len(tokens)
-        row["samples"] = [{m: s[m] for m in (*METRICS, *PARTS)} for s in variant.samples]
-        rows[variant.name] = row
+        row["samples"] = [{m: s[m] for m in (*METRICS, *PARTS)} for s in own]
+        rows[name] = row
     return rows
 
 
