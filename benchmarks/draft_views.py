@@ -49,9 +49,6 @@ from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_self import Chain, DraftSelf
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.opening import reading
-from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.sampling import Sampler
 from vlmfast.engine.sequence import Sequence
@@ -147,13 +144,7 @@ class Prompted:
 @torch.no_grad()
 def prefilled(vlm: VLM, stage: DraftSelf, tokens: int) -> Prompted:
     """One prompt, prefilled under the drafter's recipe: plain requests read the same cache."""
-    asked, engine = kv.prompt(vlm, tokens), Engine(vlm.adapter)
-    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    sequence = reading(vlm.adapter, inputs, Recipe((stage,)), clock(vlm.adapter.device))
-    sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
-    with switched(vlm.model):
-        logits = engine.prefiller.prefill(sequence, asked, 256, bounded=False)
-    return Prompted(vlm, sequence, logits)
+    return Prompted(vlm, *kv.prefilled(vlm, Recipe((stage,)), tokens, bounded=False))
 
 
 @dataclass

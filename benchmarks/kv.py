@@ -46,6 +46,7 @@ from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
 from vlmfast.eval.bench import spread, turns
 from vlmfast.eval.report import markdown_table
@@ -104,14 +105,19 @@ def prompt(vlm: VLM, tokens: int) -> Prompt:
     return Prompt(embeds.to(device, dtype), layout, tokens, tokens)
 
 
-def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
-    """One prefill under a recipe."""
+def prefilled(vlm: VLM, recipe: Recipe, tokens: int, **more: Any) -> tuple[Sequence, Tensor]:
+    """A request after the prefill of a `prompt`, and its logits (1, V)."""
     engine, asked = Engine(vlm.adapter), prompt(vlm, tokens)
     inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    sequence = reading(vlm.adapter, inputs, Recipe.parse(recipe), clock(vlm.adapter.device))
+    sequence = reading(vlm.adapter, inputs, recipe, clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        logits = engine.prefiller.prefill(sequence, asked, 256)
+        return sequence, engine.prefiller.prefill(sequence, asked, 256, **more)
+
+
+def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
+    """One prefill under a recipe."""
+    sequence, logits = prefilled(vlm, Recipe.parse(recipe), tokens)
 
     def start(requests: int) -> tuple[Step, int, int]:
         batch = Batch(requests)
