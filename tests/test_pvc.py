@@ -22,7 +22,7 @@ from tiny_models import make_image as noise_image
 from tower_terms import tower
 from vlmfast import VLM, Recipe, RecipeError
 from vlmfast.api.request import render
-from vlmfast.compressors.encoder.pvc import PVC, read_config
+from vlmfast.compressors.encoder.pvc import PVC
 from vlmfast.compressors.encoder.pvc.module import (
     FRAMES,
     PRIOR,
@@ -664,46 +664,3 @@ def test_recipe_round_trip_and_floor() -> None:
     assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert PVC.from_texts({None: "0.22"}).budget == 0.22
     assert PVC().floor(32) == 1 / 16
-
-
-def test_published_configuration() -> None:
-    config = {
-        "use_temporal": True,
-        "downsample_ratio": 0.5,
-        "image_repeat_time": 4,
-        "video_repeat_time": 1,
-        "tile_repeat_way": "tile",
-        "mlp_add_ops": ["norm"],
-        "ps_version": "v2",
-        "select_layer": -1,
-        "force_image_size": 448,
-    }
-    published = read_config(config)
-    assert published.stage == PVC(side=2, image_repeat=4, video_repeat=1)
-    assert published.temporal
-    assert published.select_layer == -1
-    assert read_config({}) == published
-    assert not read_config({"use_temporal": False}).temporal
-    quarter = read_config({"downsample_ratio": 0.25, "video_repeat_time": 2}).stage
-    assert quarter == PVC(side=4, video_repeat=2)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("downsample_ratio", 0.4),
-        ("downsample_ratio", 1),
-        ("downsample_ratio", "half"),
-        ("image_repeat_time", 0),
-        ("image_repeat_time", 5),
-        ("video_repeat_time", 1.5),
-        ("use_temporal", "yes"),
-        ("ps_version", "v1"),
-        ("select_layer", None),
-        ("tile_repeat_way", 3),
-        ("mlp_add_ops", [1]),
-    ],
-)
-def test_unsupported_published_values_raise(key: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=f"pvc: {key}="):
-        read_config({key: value})

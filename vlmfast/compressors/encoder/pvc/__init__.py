@@ -56,11 +56,6 @@ Different from the paper, or not specified there, and why:
 - ``positions=keep`` is the default, which the weights are trained under; the paper renumbers the
   kept tokens.
 - Four repeats of an image cost four times the compute in the tower's last blocks.
-
-`published.read_config` reads the released model's configuration.
 """
 
-from .published import read_config
-from .stage import PVC
-
-__all__ = ["PVC", "read_config"]
+from .stage import PVC as PVC
