@@ -234,6 +234,11 @@ def upcast(x: Tensor) -> bool:
     return INTERPRETED or x.dtype == torch.float32
 
 
+def contiguous_last(x: Tensor) -> Tensor:
+    """With a contiguous last axis, as the kernels require."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def padded(size: int, least: int = 16) -> int:
     """Smallest power of two that covers ``size``, at least ``least``."""
     return max(least, 1 << max(size - 1, 0).bit_length())

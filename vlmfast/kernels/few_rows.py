@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import INTERPRETED, Variant, pointer, tl, triton, use_triton
+from ._triton import INTERPRETED, Variant, contiguous_last, pointer, tl, triton, use_triton
 from .swiglu import activated, geglu_tanh_ref, swiglu_ref
 
 MOST = 16  # rows
@@ -310,8 +310,7 @@ def _configured(rows: int, columns: int, dtype: torch.dtype, arch: int) -> Block
 def _launch_linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = contiguous_last(x.reshape(-1, x.shape[-1]))
     sizes = [len(weight) for weight in weights]
     out = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
     table = _configured(len(rows), sum(sizes), x.dtype, architecture(x.device))
@@ -346,8 +345,7 @@ def _launch_gated(
     gelu_tanh: bool,
 ) -> Tensor:
     gate, up = weights
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = contiguous_last(x.reshape(-1, x.shape[-1]))
     out = torch.empty(*x.shape[:-1], len(gate), dtype=x.dtype, device=x.device)
     table = _configured(len(rows), 2 * len(gate), x.dtype, architecture(x.device))
     if len(gate):

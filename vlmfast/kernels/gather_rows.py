@@ -21,7 +21,7 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import Variant, padded, tl, triton, use_triton
+from ._triton import Variant, contiguous_last, padded, tl, triton, use_triton
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -166,8 +166,7 @@ def _launch(
         out.append(target)
         if not target.numel():
             continue
-        source = x.reshape(x.shape[:dim].numel(), x.shape[dim], -1)
-        source = source if source.stride(-1) == 1 else source.contiguous()
+        source = contiguous_last(x.reshape(x.shape[:dim].numel(), x.shape[dim], -1))
         carrier = _CARRIERS[x.element_size()]
         flat.append((source.view(carrier), target.view(-1).view(carrier)))
     if not flat:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
-from ._triton import Variant, check_heads, padded, pointer, tl, triton, use_triton
+from ._triton import Variant, check_heads, contiguous_last, padded, pointer, tl, triton, use_triton
 
 WIDEST = 16384  # entries of a row that fit into one program
 
@@ -402,14 +402,8 @@ def _launch_norm(
     c = x.shape[-1]
     if not 0 < c <= WIDEST:
         raise VLMFastError(f"residual_norm: rows of {c}; it takes 1 to {WIDEST}")
-    rows = x.reshape(-1, c)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    residual_rows = None
-    if residual is not None:
-        residual_rows = residual.reshape(-1, c)
-        residual_rows = (
-            residual_rows if residual_rows.stride(1) == 1 else residual_rows.contiguous()
-        )
+    rows = contiguous_last(x.reshape(-1, c))
+    residual_rows = None if residual is None else contiguous_last(residual.reshape(-1, c))
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -448,7 +442,7 @@ def _launch_rotate(
     check_heads("rotate_append", d)
     if keys.stride(3) != 1 or values.stride(3) != 1:
         raise VLMFastError("rotate_append: buffers whose last axis is not contiguous")
-    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = map(contiguous_last, (query, key, value))
     cos, sin = cos.contiguous(), sin.contiguous()
     rotated = torch.empty(b, t, hq, d, dtype=query.dtype, device=query.device)
     if b and t:

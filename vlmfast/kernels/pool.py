@@ -33,7 +33,7 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import Variant, padded, pointer, tl, triton, use_triton
+from ._triton import Variant, contiguous_last, padded, pointer, tl, triton, use_triton
 
 
 def cell_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
@@ -422,10 +422,6 @@ def _share(
     tl.store(share + i.to(tl.int64)[:, None] * N + n[None, :], acc / H, mask=m_out)
 
 
-def _contiguous_last(rows: Tensor) -> Tensor:
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
 def _blocks(kernel: str, members: int, device: torch.device) -> Blocks:
     """For cells of up to ``members`` rows."""
     return _fitted(blocks("pool", kernel, architecture(device)), members)
@@ -438,7 +434,7 @@ def _fitted(tile: Blocks, members: int) -> Blocks:
 def _launch_average(rows: Tensor, weight: Tensor, table: Tensor, valid: Tensor) -> Tensor:
     (cells, m), d = table.shape, rows.shape[1]
     out = torch.empty(cells, d, dtype=rows.dtype, device=rows.device)
-    rows = _contiguous_last(rows)
+    rows = contiguous_last(rows)
     if out.numel():
         tile = _blocks("average", m, rows.device)
         _average[(cells, triton.cdiv(d, tile.sizes["BLOCK_D"]))](
@@ -459,7 +455,7 @@ def _launch_mix(rows: Tensor, score: Tensor, table: Tensor, valid: Tensor) -> tu
     (cells, m), d, heads = table.shape, rows.shape[1], score.shape[1]
     out = torch.empty(cells, d, dtype=torch.float32, device=rows.device)
     share = torch.empty(cells, m, heads, dtype=torch.float32, device=rows.device)
-    rows, score = _contiguous_last(rows), _contiguous_last(score)
+    rows, score = contiguous_last(rows), contiguous_last(score)
     if cells:
         tile = _blocks("mix", m, rows.device)
         _mix[(cells, heads, triton.cdiv(d // heads, tile.sizes["BLOCK_D"]))](
@@ -494,7 +490,7 @@ def _launch_resample(
     query, key, bias, at, place, pull = (
         x.contiguous() for x in (query, key, bias, at, place, pull)
     )
-    rows = _contiguous_last(rows)
+    rows = contiguous_last(rows)
     out = torch.empty(count, features, dtype=torch.float32, device=device)
     lse = torch.empty(heads, count, dtype=torch.float32, device=device)
     share = torch.empty(count, n, dtype=torch.float32, device=device)

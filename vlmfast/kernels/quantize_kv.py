@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import Variant, check_heads, padded, tl, triton, use_triton
+from ._triton import Variant, check_heads, contiguous_last, padded, tl, triton, use_triton
 
 BITS = (2, 4, 8)
 LIMIT = 6e4  # largest magnitude for parameters in float16
@@ -964,8 +964,7 @@ def _launch_values(
     groups = rows.dim // group
     step, minimum = (rows.make(rows.slots, groups, dtype=dtype) for _ in range(2))
     if scale is not None:
-        scale = _with_lead_axes(scale.expand(*rows.shape, rows.dim), 1)
-        scale = scale if scale.stride(-1) == 1 else scale.contiguous()
+        scale = contiguous_last(_with_lead_axes(scale.expand(*rows.shape, rows.dim), 1))
     if step.numel():
         tile = _blocks("values", group, architecture(rows.device))
         _value_parameters[triton.cdiv(rows.slots, tile.sizes["BLOCK_N"]), rows.leads, groups](

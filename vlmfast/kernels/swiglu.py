@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, silu
 
 from vlmfast.errors import VLMFastError
 
-from ._triton import Variant, pointer, tl, triton, use_triton
+from ._triton import Variant, contiguous_last, pointer, tl, triton, use_triton
 
 _BLOCK = 1024
 
@@ -87,7 +87,7 @@ def _launch(gate: Tensor, up: Tensor, gelu_tanh: bool) -> Tensor:
     columns = gate.shape[-1]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = (x.reshape(-1, columns) for x in (gate, up))
-    gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
+    gate, up = contiguous_last(gate), contiguous_last(up)
     if gate.numel():
         grid = (len(gate), triton.cdiv(columns, _BLOCK))
         _swiglu[grid](
