@@ -88,6 +88,7 @@ from vlmfast.core.stage import Stage, Stages, with_values
 from vlmfast.core.statistics import ColumnRequest, ColumnStats, StatRequest, VisionStats
 from vlmfast.core.tree import Tree
 from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.kernels.col_stats import column_sums
 
 TOP_K = "topk"
 
@@ -465,14 +466,6 @@ def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor,
 def columns(attention: Tensor, request: ColumnRequest, heads: int) -> ColumnStats:
     """Statistics over all rows of ``attention``, float32, (Hq, T, N); see `ColumnRequest`."""
     rows = torch.arange(attention.shape[1], device=attention.device)
-    reach = (attention >= request.threshold * attention.amax(-1, keepdim=True)) & (attention > 0)
-    found = {
-        "sum": attention.sum(1),
-        "sumsq": attention.square().sum(1),
-        "max": attention.amax(1),
-        "entropy": -torch.xlogy(attention, attention + 1e-10).sum(1),
-        "count": (reach & (request.threshold > 0)).sum(1, dtype=torch.int32),
-    }
-    of = {name: found[name].unflatten(0, (heads, -1)) for name in request.want}
+    sums = column_sums([attention.unflatten(0, (heads, -1))], request.threshold, request.want)
     nnz = torch.full((heads, attention.shape[2]), len(rows), device=attention.device)
-    return ColumnStats(**of, nnz=nnz, rows=rows)
+    return ColumnStats(**sums, nnz=nnz, rows=rows)

@@ -35,7 +35,7 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
 from vlmfast.kernels._triton import use_triton
 from vlmfast.kernels.biased_attention import biased_attention
-from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kernels.col_stats import col_stats, column_sums
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.decode_slots import decode_slots, gathered
 from vlmfast.kernels.tree_verify import tree_verify
@@ -663,13 +663,11 @@ def received_sum(
         stats = col_stats(query, key, rows, scaling, causal=causal, bias=bias, want=("sum",))
         return stats["sum"].flatten(0, 1)[:, None]
     rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
-    parts = [
-        attention_rows(
-            query, key, block, scaling, causal=causal, bias=bias, first=first, last=last
-        ).sum(1, keepdim=True)
+    maps = (
+        attention_rows(query, key, block, scaling, causal=causal, bias=bias, first=first, last=last)
         for block in rows.split(_ROWS_AT_ONCE)
-    ]
-    return sum(parts[1:], parts[0])
+    )
+    return column_sums(maps, 0.0, ("sum",))["sum"][:, None]
 
 
 def span(context: PrefillContext, layer: int) -> tuple[Tensor | None, Tensor | None]:

@@ -12,7 +12,7 @@ from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
-from vlmfast.kernels.col_stats import col_stats
+from vlmfast.kernels.col_stats import col_stats, column_sums
 from vlmfast.models.base import Adapter
 
 from .attention import attention_rows, span
@@ -193,36 +193,17 @@ def _of_spans(
 ) -> ColumnStats:
     """`statistics` of a layer whose rows see keys ``first`` to ``last``, as in `attention_rows`."""
     heads = key.shape[0]
-    parts = []
-    for block in rows.split(_ROWS_AT_ONCE):
-        p = attention_rows(query, key, block, scaling, bias=bias, first=first, last=last)
-        reach = (p >= request.threshold * p.amax(-1, keepdim=True)) & (p > 0)
-        parts.append(
-            {
-                "sum": p.sum(1),
-                "sumsq": p.square().sum(1),
-                "max": p.amax(1),
-                "entropy": -torch.xlogy(p, p + 1e-10).sum(1),
-                "count": (reach & (request.threshold > 0)).sum(1, dtype=torch.int32),
-            }
-        )
-    joined = {
-        name: torch.stack([part[name] for part in parts])
-        for name in request.want
-        if name in parts[0]
-    }
-    of = {
-        name: (values.amax(0) if name == "max" else values.sum(0, dtype=values.dtype)).unflatten(
-            0, (heads, -1)
-        )
-        for name, values in joined.items()
-    }
+    maps = (
+        attention_rows(query, key, block, scaling, bias=bias, first=first, last=last)
+        for block in rows.split(_ROWS_AT_ONCE)
+    )
+    sums = column_sums((p.unflatten(0, (heads, -1)) for p in maps), request.threshold, request.want)
     keys = torch.arange(key.shape[1], device=key.device)
     seen = keys <= (rows if last is None else last[rows])[:, None]
     if first is not None:
         seen = seen & (keys >= first[rows][:, None])
     nnz = seen.sum(0).expand(heads, -1)
-    return ColumnStats(**of, nnz=nnz, rows=rows)
+    return ColumnStats(**sums, nnz=nnz, rows=rows)
 
 
 def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | None:

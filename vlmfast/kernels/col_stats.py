@@ -23,7 +23,7 @@ The reference processes the rows in blocks, which bounds rows x keys x heads.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import no_type_check
 
 import torch
@@ -36,6 +36,7 @@ from ._triton import (
     INTERPRETED,
     Variant,
     check_heads,
+    contiguous_last,
     padded,
     pointer,
     tl,
@@ -182,33 +183,45 @@ def col_stats_ref(
 ) -> dict[str, Tensor]:
     """`col_stats` per query head in plain PyTorch."""
     hq, s, _ = query.shape
-    hk = key.shape[0]
     used_rows = torch.arange(s, device=query.device) if rows is None else rows
-    out = {
-        name: query.new_zeros(
-            hk, hq // hk, s, dtype=torch.int32 if name == "count" else torch.float32
-        )
-        for name in STATISTICS
-        if name in want and name != "nnz"
-    }
-    for block in used_rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
-        logits, hidden = _logits(query, key, block, scaling, causal, start, bias)
-        # The masked logit is finite, so that a row that sees nothing gives zeros, not NaN.
-        p = logits.softmax(-1).masked_fill_(hidden, 0.0)
-        if "sum" in out:
-            out["sum"] += p.sum(2)
-        if "sumsq" in out:
-            out["sumsq"] += p.square().sum(2)
-        if "max" in out:
-            out["max"] = torch.maximum(out["max"], p.amax(2))
-        if "entropy" in out:
-            out["entropy"] -= torch.xlogy(p, p + 1e-10).sum(2)
-        if "count" in out and threshold:
-            above = (p >= threshold * p.amax(-1, keepdim=True)) & ~hidden
-            out["count"] += above.sum(2, dtype=torch.int32)
+
+    def maps() -> Iterator[Tensor]:
+        for block in used_rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
+            logits, hidden = _logits(query, key, block, scaling, causal, start, bias)
+            # The masked logit is finite, so that a row that sees nothing gives zeros, not NaN.
+            yield logits.softmax(-1).masked_fill_(hidden, 0.0)
+
+    out = column_sums(maps(), threshold, want)
     if "nnz" in want:
         ordered = used_rows if rows is None else used_rows.sort().values
         out["nnz"] = _visible(ordered, s, causal, start)
+    return out
+
+
+def column_sums(
+    maps: Iterable[Tensor], threshold: float, want: Collection[str]
+) -> dict[str, Tensor]:
+    """Statistics of attention in blocks of query rows, (..., R, S) each: (..., S), without ``nnz``.
+
+    Arguments as in `col_stats`.
+    """
+    out: dict[str, Tensor] = {}
+    for p in maps:
+        found = {}
+        if "sum" in want:
+            found["sum"] = p.sum(-2)
+        if "sumsq" in want:
+            found["sumsq"] = p.square().sum(-2)
+        if "max" in want:
+            found["max"] = p.amax(-2)
+        if "entropy" in want:
+            found["entropy"] = -torch.xlogy(p, p + 1e-10).sum(-2)
+        if "count" in want:
+            reached = (p >= threshold * p.amax(-1, keepdim=True)) & (p > 0) & (threshold > 0)
+            found["count"] = reached.sum(-2, dtype=torch.int32)
+        for name, x in found.items():
+            add = torch.maximum if name == "max" else torch.add
+            out[name] = add(out[name], x) if name in out else x
     return out
 
 
@@ -493,7 +506,7 @@ def _launch_rows(
     """Normalizer and largest logit of each row, (Hq, R) each."""
     (hq, s, d), r = query.shape, query.shape[1] if rows is None else len(rows)
     check_heads("row_lse", d)
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    query, key = contiguous_last(query), contiguous_last(key)
     up = upcast(query)
     arch = architecture(query.device)
     tile = _blocks(r, d, query.dtype, arch)
@@ -548,7 +561,7 @@ def _launch(
 ) -> dict[str, Tensor]:
     (hq, s, d), hk = query.shape, len(key)
     check_heads("col_stats", d)
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    query, key = contiguous_last(query), contiguous_last(key)
     rows = None if rows is None else rows.sort().values
     used_rows = torch.arange(s, device=query.device) if rows is None else rows
     out: dict[str, Tensor] = {}
