@@ -16,7 +16,7 @@ from vlmfast import VLM, Answer, Request
 from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
-from vlmfast.compressors.tokens.grid import Grid, evenly
+from vlmfast.compressors.tokens.grid import Grid
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
@@ -172,14 +172,14 @@ def test_rounding_does_not_change_a_digest(random_vlm: VLM) -> None:
 @given(st.integers(1, 200), st.data())
 def test_evenly_spaced_indices(n: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, n))
-    chosen = evenly(n, k).tolist()
+    chosen = cells(k, n).tolist()
     assert chosen == sorted(set(chosen))
     assert len(chosen) == k
     assert 0 <= chosen[0] <= chosen[-1] < n
     gaps = [b - a for a, b in pairwise(chosen)]
     assert not gaps or max(gaps) - min(gaps) <= 1
     assert abs(chosen[0] - (n - 1 - chosen[-1])) <= 1
-    assert evenly(10, 3).tolist() == [1, 5, 8]
+    assert cells(3, 10).tolist() == [1, 5, 8]
 
 
 # --- downsample ----------------------------------------------------------------------------------

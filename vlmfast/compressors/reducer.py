@@ -20,6 +20,8 @@ class Reducer(EncodeStage):
     """An encode stage that keeps a fraction of the visual tokens, by ``keep`` or by ``budget``."""
 
     lead: ClassVar[str | None] = "keep"
+    # Whether exactly `target` patches of an image are kept, or all if there are fewer.
+    exact: ClassVar[bool] = False
 
     keep: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     _: KW_ONLY  # so that the method's own fields come next as positional arguments
@@ -50,7 +52,9 @@ class Reducer(EncodeStage):
 
     def count_left(self, before: TokenCount) -> TokenCount:
         """`tokens_left` where not all tokens are kept."""
-        return super().tokens_left(before)
+        if not self.exact:
+            return super().tokens_left(before)
+        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

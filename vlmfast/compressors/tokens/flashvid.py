@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -99,6 +98,7 @@ class FlashVID(Guarded):
 
     name: ClassVar[str] = "flashvid"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2602.08024"
+    exact: ClassVar[bool] = True
 
     keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)
@@ -110,9 +110,6 @@ class FlashVID(Guarded):
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
-
-    def count_left(self, before: TokenCount) -> TokenCount:
-        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest

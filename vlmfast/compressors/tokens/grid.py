@@ -12,17 +12,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.views import cells
 
 from ..reducer import Reducer
-
-
-def evenly(n: int, k: int) -> Tensor:
-    """``k`` of ``n`` indices, evenly spaced: int64, (k,), ascending."""
-    return cells(k, n)
 
 
 @dataclass(frozen=True)
@@ -31,9 +25,7 @@ class Grid(Reducer):
 
     name: ClassVar[str] = "grid"
     paper: ClassVar[str] = "control"
-
-    def count_left(self, before: TokenCount) -> TokenCount:
-        return before.left(before.at_most(self.target(before), self.name))
+    exact: ClassVar[bool] = True
 
     def select_tokens(
         self,
@@ -44,5 +36,5 @@ class Grid(Reducer):
     ) -> Tensor:
         """Rows kept of one image."""
         patches = tokens.layout.patches.nonzero().flatten()
-        chosen = evenly(len(patches), min(self.target(tokens), len(patches)))
+        chosen = cells(min(self.target(tokens), len(patches)), len(patches))
         return patches[chosen.to(patches.device)]

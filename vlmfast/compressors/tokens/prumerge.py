@@ -41,7 +41,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -110,6 +109,7 @@ class PruMerge(GuardedRanking):
 
     name: ClassVar[str] = "prumerge"
     paper: ClassVar[str] = "ICCV 2025, arXiv 2403.15388"
+    exact: ClassVar[bool] = True
 
     keep: float | None = param(  # type: ignore[assignment]  # none: not a fraction
         None,
@@ -129,9 +129,6 @@ class PruMerge(GuardedRanking):
         """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers."""
         k = outliers(attention) if total is None else total - 1
         return self.best(attention[None], [k])[0].nonzero()[:, 0]
-
-    def count_left(self, before: TokenCount) -> TokenCount:
-        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce_item(
         self,

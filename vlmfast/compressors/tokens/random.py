@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param
 from vlmfast.core.statistics import ItemGeometry, VisionStats
@@ -38,12 +37,10 @@ class Random(Reducer):
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
+    exact: ClassVar[bool] = True
     wants_digest = True
 
     seed: int = param(0, "seed of the draw", ge=0)
-
-    def count_left(self, before: TokenCount) -> TokenCount:
-        return before.left(before.at_most(self.target(before), self.name))
 
     def select_tokens(
         self,

@@ -25,7 +25,6 @@ from typing import ClassVar
 import torch
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.counting import TokenCount
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
@@ -44,6 +43,7 @@ class SCOPE(Guarded):
 
     name: ClassVar[str] = "scope"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
+    exact: ClassVar[bool] = True
 
     keep: float = param(
         1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
@@ -53,9 +53,6 @@ class SCOPE(Guarded):
 
     def saliencies(self) -> tuple[SaliencyRequest, ...]:
         return (self.guarded(SaliencyRequest("features", self.saliency)),)
-
-    def count_left(self, before: TokenCount) -> TokenCount:
-        return before.left(before.at_most(self.target(before), self.name))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
