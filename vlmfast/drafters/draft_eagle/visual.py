@@ -9,21 +9,26 @@ pruned rows keep theirs; rows that combine several take the last ids of their im
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from vlmfast.compressors.cells import grouped
-from vlmfast.compressors.select import apportion, count
-from vlmfast.compressors.tokens.elastic.module import BRANCHES, MODES, ElasticCompressor, summarise
+from vlmfast.compressors.tokens.elastic.module import (
+    BRANCHES,
+    MODES,
+    ElasticCompressor,
+    fractions,
+    summarise,
+)
+from vlmfast.compressors.tokens.elastic.stage import Elastic
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import RecipeError
 
 CHOICES = ("all", *BRANCHES, *MODES)
 UNTRAINED = ("all", "prune", "pool", "text")  # choices that need no compressor
-PRUNE, POOL, CONV = 0.05, 0.05, 1 / 3  # fractions that SpecVLM's branches keep
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +95,15 @@ class Visual:
 
     def counts(self, total: int, compressor: ElasticCompressor | None) -> list[int | None]:
         """Rows that each of `BRANCHES` keeps of ``total``; ``None`` where unavailable."""
-        if self.share is not None:
-            same = count(self.share, total)
-            fits = compressor is not None and same <= compressor.queries
-            return [same, same, same, same if fits else None, None]
-        drops = self.choice == "text" or (compressor is not None and compressor.text)
-        text = 0 if drops else None
-        return [*(count(share, total) for share in (PRUNE, POOL, CONV)), self.queries, text]
+        queries = 0 if compressor is None else compressor.queries
+        text = self.choice == "text" or (compressor is not None and compressor.text)
+        return self.rule.counts(total, queries, text)
+
+    @cached_property
+    def rule(self) -> Elastic:
+        """The stage with the same rule; its default fractions are those of SpecVLM."""
+        mode = self.choice if self.choice in MODES else "select"
+        return Elastic(self.share, mode=mode, queries=self.queries, seed=self.seed)
 
 
 def shortened(
@@ -212,11 +219,10 @@ def _choice(
     if visual.choice not in ("select", "weighted"):
         return Choice(None, visual.choice)
     total = sum(len(image) for image in images)
-    counts = zip(*(visual.counts(len(image), compressor) for image in images), strict=True)
-    fractions = [None if None in branch else sum(branch) / total for branch in counts]
+    shares = fractions([visual.counts(len(image), compressor) for image in images], total)
     rows = torch.cat([image.features[image.layout.patches] for image in images])
     assert compressor is not None
-    logits = compressor.gate(question.float(), summarise(rows), fractions)
+    logits = compressor.gate(question.float(), summarise(rows), shares)
     if visual.choice == "weighted":
         return Choice(logits, "weighted")
     return Choice(logits, BRANCHES[int(logits.argmax())])
@@ -229,26 +235,26 @@ def _shortened_image(
     patches = tokens.select(tokens.layout.patches)
     if not len(patches):
         return patches
-    geometry, key = geometry_of(patches.layout), _key(visual, tokens)
-    counts = visual.counts(len(tokens), compressor)
-    if choice.branch == "weighted":
-        wanted = count(CONV if visual.share is None else visual.share, len(tokens))
-        assert compressor is not None and choice.logits is not None
-        gates = choice.logits[:3].softmax(0)
-        made = compressor.weighted(patches, geometry, wanted, gates, key)
-    elif choice.branch == "concat":
+    geometry, counts = geometry_of(patches.layout), visual.counts(len(tokens), compressor)
+    if choice.branch == "concat":
         assert compressor is not None
-        made = _concat(visual, compressor, patches, geometry, counts, key, len(tokens))
-    else:
-        own = counts[BRANCHES.index(choice.branch)]
-        if own is None:
-            most = 0 if compressor is None else compressor.queries
-            raise RecipeError(
-                f"draft-eagle: keep={visual.share:g} needs more rows of an image than "
-                f"visual={choice.branch} can give, at most {most}"
-            )
-        made = (compressor or _untrained()).branch(choice.branch, patches, geometry, own, key)
-    if choice.branch == "prune" or made is patches:
+        several = visual.rule.parts(compressor, len(patches), counts)
+        lengths = (
+            len(grouped(patches.layout, geometry, n).index) if name in ("pool", "conv") else n
+            for name, n in several.items()
+        )
+        if sum(lengths) > len(patches):  # an image too small for all branches is unchanged
+            return patches
+    elif choice.branch in BRANCHES and counts[BRANCHES.index(choice.branch)] is None:
+        most = 0 if compressor is None else compressor.queries
+        raise RecipeError(
+            f"draft-eagle: keep={visual.share:g} needs more rows of an image than "
+            f"visual={choice.branch} can give, at most {most}"
+        )
+    made = visual.rule.shortened(
+        compressor or _untrained(), tokens, geometry, counts, choice.logits, choice.branch
+    )
+    if choice.branch == "prune":
         return made
     last = tokens.layout.position[:, len(tokens) - len(made) :]
     return VisualTokens(made.features, made.layout.replace(position=last), made.extra)
@@ -259,30 +265,3 @@ def _untrained() -> ElasticCompressor:
     """For pruning and pooling, which have no weights: on the meta device."""
     with torch.device("meta"):
         return ElasticCompressor(ElasticCompressor.heads, 2, 1)
-
-
-def _key(visual: Visual, tokens: VisualTokens) -> tuple[int, ...]:
-    return visual.seed, int(tokens.layout.item[0]), len(tokens)
-
-
-def _concat(
-    visual: Visual,
-    compressor: ElasticCompressor,
-    patches: VisualTokens,
-    geometry: ItemGeometry,
-    counts: list[int | None],
-    key: tuple[int, ...],
-    total: int,
-) -> VisualTokens:
-    """The rows of all branches, concatenated; an image too small for that is unchanged."""
-    if visual.share is not None:
-        limits = (*(len(patches),) * 3, compressor.queries)
-        counts = [*apportion(count(visual.share, total), (1, 1, 1, 1), limits)]
-    several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
-    lengths = {
-        name: len(grouped(patches.layout, geometry, n).index) if name in ("pool", "conv") else n
-        for name, n in several.items()
-    }
-    if sum(lengths.values()) > len(patches):
-        return patches
-    return compressor.concat(patches, geometry, several, key)

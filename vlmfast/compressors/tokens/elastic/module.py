@@ -6,7 +6,7 @@ It is independent of stages and of training. Rows are patches only, without newl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -220,6 +220,12 @@ def summarise(rows: Tensor) -> Tensor:
     """Mean and spread of visual rows (N, D), float32, (2, D)."""
     spread, mean = torch.std_mean(rows.float(), dim=0, correction=0)
     return torch.stack([mean, spread])
+
+
+def fractions(counts: Sequence[Sequence[int | None]], total: int) -> list[float | None]:
+    """Fraction of ``total`` tokens that each branch keeps, from its counts for each image."""
+    branches = zip(*counts, strict=True)
+    return [None if None in branch else sum(branch) / total for branch in branches]
 
 
 # --- the whole ------------------------------------------------------------------------------------

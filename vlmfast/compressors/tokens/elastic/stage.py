@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
@@ -15,7 +15,7 @@ from vlmfast.errors import RecipeError
 
 from ...reducer import Reducer
 from ...select import apportion, count
-from .module import BRANCHES, MODES, ElasticCompressor, summarise
+from .module import BRANCHES, MODES, ElasticCompressor, fractions, summarise
 
 _CHOICES = ("gate", *BRANCHES)
 
@@ -76,12 +76,15 @@ class Elastic(Reducer):
         values = (config[key] for key in ("width", "hidden", "queries", "text"))
         return ElasticCompressor(*values)
 
-    def counts(self, total: int, queries: int) -> list[int | None]:
-        """Tokens that each of `BRANCHES` leaves of ``total``; ``None`` if it is closed."""
+    def counts(self, total: int, queries: int, text: bool) -> list[int | None]:
+        """Tokens that each of `BRANCHES` leaves of ``total``; ``None`` if it is closed.
+
+        ``queries`` are those of the weights; ``text`` opens the branch of this name.
+        """
         if self.fraction is None:
             shares = (self.prune, self.pool, self.conv)
-            text = 0 if self.text or self.branch == "text" else None
-            return [*(count(share, total) for share in shares), self.queries, text]
+            left = [count(share, total) for share in shares]
+            return [*left, self.queries, 0 if text else None]
         same = count(self.fraction, total)
         return [same, same, same, same if same <= queries else None, None]
 
@@ -102,13 +105,8 @@ class Elastic(Reducer):
                 "elastic: text=true needs a gate trained with `vlmfast train elastic --text`; the "
                 "gate of these weights was not"
             )
-        counts = zip(
-            *(self.counts(len(index), module.queries) for _, index in tokens.items()), strict=True
-        )
-        shares = [
-            None if None in branch else sum(n for n in branch if n is not None) / len(tokens)
-            for branch in counts
-        ]
+        counts = [self._counts(len(index), module) for _, index in tokens.items()]
+        shares = fractions(counts, len(tokens))
         forced = self.branch != "gate"
         # In training, a branch whose count exceeds its queries uses all of them.
         if forced and shares[BRANCHES.index(self.branch)] is None and not module.training:
@@ -131,23 +129,39 @@ class Elastic(Reducer):
     ) -> VisualTokens:
         """One image under the chosen branch, or under all of them."""
         module = cast(ElasticCompressor, request.trained[self.name])
-        notes = request.notes[self.name]
+        counts = self._counts(len(tokens), module)
+        return self.shortened(module, tokens, geometry, counts, **request.notes[self.name])
+
+    def shortened(
+        self,
+        module: ElasticCompressor,
+        tokens: VisualTokens,
+        geometry: ItemGeometry,
+        counts: list[int | None],
+        logits: Tensor | None,
+        branch: str,
+    ) -> VisualTokens:
+        """The patches of one image under ``branch``, or under the mode that uses several."""
         patches = tokens.select(tokens.layout.patches)
         if not len(patches):
             return patches
         key = (self.seed, int(tokens.layout.item[0]), len(tokens))
-        counts = self.counts(len(tokens), module.queries)
         if self.mode == "weighted":
-            wanted = count(self.conv if self.fraction is None else self.fraction, len(tokens))
-            gates = notes["logits"][:3].softmax(0)
-            return module.weighted(patches, geometry, wanted, gates, key)
+            assert logits is not None and counts[2] is not None
+            return module.weighted(patches, geometry, counts[2], logits[:3].softmax(0), key)
         if self.mode == "concat":
-            if self.fraction is not None:
-                limits = (*(len(patches),) * 3, module.queries)
-                total = count(self.fraction, len(tokens))
-                counts = [*apportion(total, (1, 1, 1, 1), limits)]
-            several = {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
-            return module.concat(patches, geometry, several, key)
-        own = counts[BRANCHES.index(notes["branch"])]
-        wanted = module.queries if own is None else own
-        return module.branch(notes["branch"], patches, geometry, wanted, key)
+            return module.concat(patches, geometry, self.parts(module, len(patches), counts), key)
+        own = counts[BRANCHES.index(branch)]
+        return module.branch(branch, patches, geometry, module.queries if own is None else own, key)
+
+    def parts(
+        self, module: ElasticCompressor, patches: int, counts: list[int | None]
+    ) -> dict[str, int]:
+        """Tokens of each branch in ``concat``; a given fraction is split among them."""
+        if self.fraction is not None:
+            assert counts[0] is not None
+            counts = [*apportion(counts[0], (1, 1, 1, 1), (*(patches,) * 3, module.queries))]
+        return {name: n for name, n in zip(BRANCHES, counts, strict=False) if n}
+
+    def _counts(self, total: int, module: ElasticCompressor) -> list[int | None]:
+        return self.counts(total, module.queries, self.text or self.branch == "text")
