@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vlmfast.core.statistics import ItemGeometry
+
 
 @dataclass(frozen=True)
 class Media:
@@ -39,6 +41,11 @@ def runs(ids: Tensor, token: int) -> list[tuple[int, int]]:
     edges = here.diff(prepend=here.new_zeros(1), append=here.new_zeros(1))
     first, stop = (edges > 0).nonzero().flatten(), (edges < 0).nonzero().flatten()
     return list(zip(first.tolist(), (stop - first).tolist(), strict=True))
+
+
+def square_views(sizes: list[tuple[int, int]], side: int) -> tuple[ItemGeometry, ...]:
+    """Images with one view of ``side`` x ``side`` patches each."""
+    return tuple(ItemGeometry(hw, (0, 0), (i, i + 1), (side, side)) for i, hw in enumerate(sizes))
 
 
 def without_placeholders(pixels: Tensor | None, first: int) -> list[Media]:

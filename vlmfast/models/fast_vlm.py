@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
+from ._media import square_views
 from .base import Adapter
 from .internvl import Tiled
 
@@ -47,10 +48,7 @@ class FamilyAdapter(Tiled):
         return int(self.patches() ** 0.5)
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        side = self.side()
-        return tuple(
-            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
-        )
+        return square_views(sizes, self.side())
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output

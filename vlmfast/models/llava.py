@@ -12,6 +12,7 @@ from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
 from ._composed import Completed
+from ._media import square_views
 from .base import Encoded
 
 
@@ -20,10 +21,7 @@ class FamilyAdapter(Completed):
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         vision = self.config.vision_config
-        side = vision.image_size // vision.patch_size
-        return tuple(
-            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
-        )
+        return square_views(sizes, vision.image_size // vision.patch_size)
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels = inputs["pixel_values"]

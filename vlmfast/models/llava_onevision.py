@@ -12,7 +12,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._composed import Composed
-from ._media import Media
+from ._media import Media, square_views
 from .base import Part
 from .llava_next import Packing
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
@@ -93,10 +93,7 @@ class FamilyAdapter(LlavaNextVideo):
         if len(sizes) == 1:
             return super().geometry(sizes)
         vision = self.config.vision_config
-        side = vision.image_size // vision.patch_size
-        return tuple(
-            ItemGeometry(size, (0, 0), (i, i + 1), (side, side)) for i, size in enumerate(sizes)
-        )
+        return square_views(sizes, vision.image_size // vision.patch_size)
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         top_left, size = super().view_box(geometry, tile)
