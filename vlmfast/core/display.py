@@ -95,6 +95,12 @@ def text_table(rows: list[dict[str, str]], left: Iterable[str] = ()) -> str:
     return "\n".join(lines)
 
 
+def markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    """A table whose numbers, all columns but the first, are aligned to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
 # --- HTML ----------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.display import markdown_table
 from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -726,9 +727,3 @@ def _arrow(a: float | None, b: float | None, *, scale: float = 1) -> str:
         return _NONE
     change = f" ({100 * (b / a - 1):+.0f} %)" if a else ""
     return f"{a * scale:.1f} → {b * scale:.1f}{change}"
-
-
-def markdown_table(head: list[Any], rows: list[list[str]]) -> str:
-    """A table whose numbers, all columns but the first, are aligned to the right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])

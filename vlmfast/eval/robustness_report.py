@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
+from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 
 from .results import Results, named
@@ -151,9 +152,8 @@ def any_guard(numbers: dict[str, Any]) -> bool:
 
 def accuracy_table(numbers: dict[str, Any]) -> str:
     """A row for each recipe and ``eps``."""
-    rows = [
-        ["recipe", "eps", "clean", "noise", "attack", "drop", "full model", "changed", "passes"]
-    ]
+    rows = []
+    head = ["recipe", "eps", "clean", "noise", "attack", "drop", "full model", "changed", "passes"]
     for recipe, own in numbers["recipes"].items():
         for eps, found in own["eps"].items():
             noise, attack = found.get("noise"), found.get("attack")
@@ -171,19 +171,19 @@ def accuracy_table(numbers: dict[str, Any]) -> str:
                     str(own["passes"]),
                 ]
             )
-    return table(rows)
+    return markdown_table(head, rows)
 
 
 def guard_table(numbers: dict[str, Any]) -> str:
     """What each guard wins back."""
     sizes = [str(eps) for eps in numbers["eps"]]
-    rows = [["recipe", "passes", "clean", *(f"attack, {eps}/255" for eps in sizes)]]
+    rows, head = [], ["recipe", "passes", "clean", *(f"attack, {eps}/255" for eps in sizes)]
     for recipe, own in numbers["recipes"].items():
         if "guards" in own:
             won = [own["eps"].get(eps, {}).get("attack", {}).get("won") for eps in sizes]
             cells = map(_points, [own["won_clean"], *won])
             rows.append([f"`{recipe}`", str(own["passes"]), *cells])
-    return table(rows)
+    return markdown_table(head, rows)
 
 
 # --- lengths -------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def _lengths(numbers: dict[str, Any]) -> str:
 def length_table(numbers: dict[str, Any]) -> str:
     """A row for each recipe."""
     kinds = list(dict.fromkeys(kind for own in numbers["recipes"].values() for kind in own))
-    rows = [["recipe", *(kind.replace("-", ", ") + "/255" * ("-" in kind) for kind in kinds)]]
+    rows, titles = [], [kind.replace("-", ", ") + "/255" * ("-" in kind) for kind in kinds]
     for recipe, own in numbers["recipes"].items():
         cells = []
         for kind in kinds:
@@ -233,16 +233,10 @@ def length_table(numbers: dict[str, Any]) -> str:
             text = of and f"{of['mean']:.1f} / {of['max']} ({of['at_limit']:.0%})"
             cells.append((text or "").replace("%", " %"))
         rows.append([f"`{recipe}`", *cells])
-    return table(rows)
+    return markdown_table(["recipe", *titles], rows)
 
 
 # --- cells ---------------------------------------------------------------------------------------
-
-
-def table(rows: list[list[str]]) -> str:
-    """Markdown; the first row is the head."""
-    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [rows[0], rule, *rows[1:]])
 
 
 def _within(of: dict[str, Any] | None) -> str:

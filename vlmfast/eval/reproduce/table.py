@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vlmfast.eval.report import markdown_table
+from vlmfast.core.display import markdown_table
 
 from .papers import Method, Paper, Task
 from .rows import Measured
