@@ -24,7 +24,7 @@ from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.models._batch import split
 from vlmfast.models.base import Adapter
 
-from .generation import Generation, gate, is_argument, one_line
+from .generation import Generation, end_ids, gate, is_argument, one_line
 from .request import answer_of, opened
 from .vlm import VLM
 
@@ -236,7 +236,7 @@ class Attachment:
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         if mask is None:
             pad = config.pad_token_id
-            mask = torch.ones_like(ids) if pad is None or pad in _ends(config) else ids != pad
+            mask = torch.ones_like(ids) if pad is None or pad in end_ids(config) else ids != pad
         if mask.shape != ids.shape:
             raise VLMFastError(
                 f"attention_mask has the shape {tuple(mask.shape)}, and input_ids "
@@ -433,12 +433,6 @@ def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
         )
 
 
-def _ends(config: GenerationConfig) -> list[int]:
-    """The tokens that end an answer."""
-    ends = config.eos_token_id
-    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-
-
 def _lengths(config: GenerationConfig, padding: int) -> dict[str, int]:
     """Total lengths of prompt and answer, for a row without its padding."""
     found = {}
@@ -480,7 +474,7 @@ def _output(ids: Tensor, sequences: Many[Sequence]) -> Any:
     config = samplers[0].config
     pad = config.pad_token_id
     if pad is None:
-        pad = next(iter(_ends(config)), 0)
+        pad = next(iter(end_ids(config)), 0)
     longest = max(len(sampler.tokens) for sampler in samplers)
     new = torch.full((len(samplers), longest), pad, dtype=ids.dtype, device=ids.device)
     for row, sampler in zip(new, samplers, strict=True):

@@ -246,6 +246,12 @@ def _ids(inside: bool, *, alone: bool = True) -> _Check:
 _ends = _ids(inside=False)
 
 
+def end_ids(config: GenerationConfig) -> list[int]:
+    """Ids of the tokens that end an answer."""
+    ends = config.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+
+
 def _eos(name: str, value: Any, context: _Context) -> Any:
     if isinstance(value, list | tuple) and not value:
         raise _wrong(name, value, "at least one token; use None for no end token")

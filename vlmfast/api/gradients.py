@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -138,9 +138,3 @@ def attributions(vlm: VLM, pixels: Tensor, question: str, answer: Sequence[int])
     targets = inputs.tensors["input_ids"][0, -len(answer) :]
     (gradient,) = torch.autograd.grad(cross_entropy(logits[:-1], targets), features)
     return (gradient.float() * features.detach().float()).sum(-1).abs()
-
-
-def end_ids(vlm: VLM) -> list[int]:
-    """Ids of the tokens that end an answer."""
-    found: Any = vlm.model.generation_config.eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)

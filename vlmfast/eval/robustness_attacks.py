@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, relu
 
+from vlmfast.api.generation import end_ids
 from vlmfast.api.gradients import (
     attributions,
-    end_ids,
     image_of,
     inputs_of,
     kept_by,
@@ -251,7 +251,7 @@ class VerboseAttack:
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends = end_ids(self.vlm)
+        self.ends = end_ids(self.vlm.model.generation_config)
 
     def answer(self, pixels: Tensor) -> list[int]:
         """The greedy answer to the rounded image, without its end token."""

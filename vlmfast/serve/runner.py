@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from vlmfast.api.answer import Answer, Request
+from vlmfast.api.generation import end_ids
 from vlmfast.api.vlm import VLM
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.sampling import TokenLogprobs
@@ -201,12 +202,7 @@ class Runner:
         self._reader = MediaReader(config.media)
         tokenizer = vlm.processor.tokenizer
         own = vlm.model.generation_config
-        ends = own.eos_token_id
-        self._grammars = Grammars(
-            tokenizer,
-            vlm.adapter.vocabulary,
-            [] if ends is None else ends if isinstance(ends, list) else [ends],
-        )
+        self._grammars = Grammars(tokenizer, vlm.adapter.vocabulary, end_ids(own))
         self._samples = bool(own.do_sample)
         self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", _alone)
         # One thread: each has memory of its own that it keeps.
