@@ -35,12 +35,11 @@ def same_tree(tree: Tree, data: Data, prefix: str = "", by_leaf: bool = True) ->
     assert list(tree.tokens) == data[prefix + "draft_tokens"][0].tolist()
     assert torch.equal(tree.mask().float(), data[prefix + "tree_mask"][0, 0])
     assert list(tree.depths) == data[prefix + "tree_position_ids"].tolist()
-    paths = tree.paths()
+    paths = [tree.path(leaf) for leaf in tree.leaves()]
     if not by_leaf:  # sorted by their nodes, the end of a path after all
-        paths = torch.tensor(
-            sorted(paths.tolist(), key=lambda p: [n if n >= 0 else 1e9 for n in p])
-        )
-    assert torch.equal(paths, data[prefix + "retrieve_indices"])
+        paths.sort(key=lambda path: [*path, len(tree)])
+    rows = torch.tensor([path + [-1] * (tree.depth + 1 - len(path)) for path in paths])
+    assert torch.equal(rows, data[prefix + "retrieve_indices"])
 
 
 # --- the tree -------------------------------------------------------------------------------------

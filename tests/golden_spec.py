@@ -190,7 +190,7 @@ def same_shape(tree: Tree, mask: Tensor, depths: Tensor, rows: Tensor) -> None:
     """Mask, depths and paths; the order of the paths and their padding may differ."""
     assert torch.equal(tree.mask().to(mask.dtype), mask)
     assert list(tree.depths) == depths.tolist()
-    mine = [[node for node in row if node >= 0] for row in tree.paths().tolist()]
+    mine = [tree.path(leaf) for leaf in tree.leaves()]
     theirs = [[node for node in row if node >= 0] for row in rows.tolist()]
     assert sorted(mine) == sorted(theirs)
 
@@ -416,7 +416,7 @@ def medusa_greedy(data: Reader, meta: Reader) -> None:
     assert len(path) - 1 == int(data["accept_length"])
     row = data["candidates"][int(data["best_candidate"])]
     assert row[: len(path)].tolist() == [tree.tokens[node] for node in path]
-    every = [[tree.tokens[node] for node in row if node >= 0] for row in tree.paths().tolist()]
+    every = [[tree.tokens[node] for node in tree.path(leaf)] for leaf in tree.leaves()]
     width = data["candidates"].shape[1]
     every = sorted(row + [0] * (width - len(row)) for row in every)
     assert sorted(data["candidates"].tolist()) == every

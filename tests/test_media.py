@@ -623,7 +623,6 @@ def test_default_frames_are_evenly_spaced(video_path: Path, decoder: str) -> Non
     assert video.indices == np.linspace(0, 39, 8, dtype=int).tolist() == numbers(video)
     wanted = torch.tensor(video.indices) / 10
     close(torch.tensor(video.timestamps_s), wanted, torch.float32, 2)
-    assert video.source_fps == 10
     assert video.info == probe_video(video_path, decoder=decoder)
     assert len(video) == 8
     for index, frame in zip(video.indices, video.frames, strict=True):
@@ -703,7 +702,7 @@ def test_fractional_rates_and_rounded_timestamps(tmp_path: Path, decoder: str) -
         video = load_video(path, fps=float(rate), decoder=decoder)
         assert video.indices == list(range(30)) == numbers(video)
         assert load_video(path, fps=float(rate) / 2, decoder=decoder).indices == video.indices[::2]
-        assert video.source_fps == pytest.approx(float(rate), rel=1e-3)
+        assert video.info.fps == pytest.approx(float(rate), rel=1e-3)
 
 
 @BOTH

@@ -80,13 +80,7 @@ def test_mask_is_the_transitive_closure(tree: Tree) -> None:
 @quick
 @given(trees())
 def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
-    paths = tree.paths()
-    assert paths.shape == (len(tree.leaves()), tree.depth + 1)
-    assert paths.dtype == torch.int64
-    rows = [[node for node in row if node >= 0] for row in paths.tolist()]
-    assert rows == [above(tree, leaf) for leaf in tree.leaves()]
-    for row, padded in zip(rows, paths.tolist(), strict=True):
-        assert padded == row + [-1] * (tree.depth + 1 - len(row))
+    rows = [tree.path(leaf) for leaf in tree.leaves()]
     assert set().union(*rows) == set(range(len(tree)))
     # A tree is determined by its paths.
     again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])
@@ -138,7 +132,6 @@ def test_root_only() -> None:
     tree = Tree.chain([7])
     assert (len(tree), tree.depth, tree.leaves(), tree.path(0)) == (1, 0, [0], [0])
     assert tree.mask().tolist() == [[True]]
-    assert tree.paths().tolist() == [[0]]
     assert tree.children == ({},)
     assert tree == Tree.of_paths(7, []) == Tree.of_paths(7, [[]]) == tree.without([7])
 
@@ -146,7 +139,7 @@ def test_root_only() -> None:
 def test_chain() -> None:
     tree = Tree.chain([3, 3, 3])
     assert tree.parents == (-1, 0, 1)
-    assert tree.paths().tolist() == [[0, 1, 2]]
+    assert tree.path(2) == [0, 1, 2]
     assert torch.equal(tree.mask(), torch.ones(3, 3, dtype=torch.bool).tril())
 
 

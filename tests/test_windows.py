@@ -936,7 +936,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
         assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
     # A step captured with everything visible is not used if something is masked.
     graphs = vlm.adapter.kept["graphs"]._idle
-    sliding = {key[-1] for graph in graphs for key in graph.keys}
+    sliding = {key[-1] for graph in graphs for key in graph._replays}
     local = tuple(window is not None for window in vlm.adapter.windows)
     assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
 

@@ -180,9 +180,3 @@ def answer_ids(adapter: Adapter, prompt: str | None, answer: str, *, end: bool) 
     if whole[: len(before)] != before:  # a token spans the boundary
         return tokenizer(tail, add_special_tokens=False)["input_ids"]
     return whole[len(before) :]
-
-
-def common(one: list[int], another: list[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(one, another, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(another)))

@@ -160,8 +160,3 @@ class Tree:
             if node:
                 mask[node] |= mask[parent]
         return mask
-
-    def paths(self) -> Tensor:
-        """int64 (leaves, depth + 1): nodes from the root to each leaf, -1 after its end."""
-        rows = [self.path(leaf) for leaf in self.leaves()]
-        return torch.tensor([row + [-1] * (self.depth + 1 - len(row)) for row in rows])

@@ -56,11 +56,6 @@ class StepGraphs:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.cache.state().values())
 
-    @property
-    def keys(self) -> set[tuple]:
-        """Captured steps: rows, tokens, auxiliary layers, layers beyond their window."""
-        return set(self._replays)
-
     def run(
         self, forward: Callable[..., Output], aux_layers: tuple[int, ...], *given: Tensor
     ) -> Output:

@@ -68,16 +68,13 @@ class VideoFrames:
         Their indices in the video, ascending, without duplicates.
     timestamps_s : list[float]
         Seconds after the video's first frame at which each is shown.
-    source_fps : float
-        Average frame rate of the video they were chosen from.
     info : VideoInfo
-        The whole video.
+        The whole video, from which they were chosen.
     """
 
     frames: list[Image.Image] = field(repr=False)
     indices: list[int]
     timestamps_s: list[float]
-    source_fps: float
     info: VideoInfo
 
     def __len__(self) -> int:
@@ -242,7 +239,7 @@ def load_video(
         check_total(video.name, video.info, len(video.indices), max_pixels)
         frames = video.read(0, len(video.indices))
     times = [video.times[i] for i in video.indices]
-    return VideoFrames(frames, video.indices, times, video.info.fps, video.info)
+    return VideoFrames(frames, video.indices, times, video.info)
 
 
 @dataclass
