@@ -31,10 +31,8 @@ from vlmfast.media import (
     decoders,
     kind_of,
     load_image,
-    load_images,
     load_video,
     probe_video,
-    read_media,
     sources,
 )
 from vlmfast.media import images as images_module
@@ -319,14 +317,6 @@ def test_source_is_neither_modified_nor_shared() -> None:
         source[:] = 0
         assert np.array_equal(pixels(image), loaded)
         source[:] = before
-
-
-def test_lists_of_images() -> None:
-    array = fx.make_image()
-    assert [image.size for image in load_images([array, Image.fromarray(array)])] == [(40, 30)] * 2
-    assert [image.size for image in load_images(array)] == [(40, 30)]
-    assert load_images([]) == []
-    refused([array, b""], "image 2 of 2", "is empty", loader=load_images)
 
 
 # --- rejected images -----------------------------------------------------------------------------
@@ -851,13 +841,8 @@ def test_kind_is_detected_from_content(video_path: Path, tmp_path: Path) -> None
     assert kind_of(Image.fromarray(fx.make_image())) == kind_of(torch.zeros(3, 4, 4)) == "image"
     assert kind_of("https://example.org/x.mp4") == "image"  # only images are fetched
     assert kind_of(disguised) == kind_of(disguised.read_bytes()) == kind_of([data]) == "video"
-    kind, image = read_media(path, num_frames=3)
-    assert (kind, image.size) == ("image", (40, 30))
-    kind, video = read_media(str(disguised), num_frames=3)
-    assert (kind, video.indices) == ("video", [0, 19, 39])
     (tmp_path / "notes.mp4").write_text("words")
     refused(tmp_path / "notes.mp4", "notes.mp4", "an image or a video", "text", loader=kind_of)
-    refused(path, "num_frames=0", loader=read_media, num_frames=0)
 
 
 @BOTH

@@ -18,7 +18,7 @@ from PIL import Image
 
 import media_fixtures as fx
 from vlmfast.errors import MediaError
-from vlmfast.media import download, load_image, load_images, load_video, sources
+from vlmfast.media import download, load_image, load_video, sources
 from vlmfast.media.sources import shown
 
 IMAGE = fx.make_image()
@@ -109,7 +109,7 @@ SECRETS = [
 ]
 
 
-@pytest.mark.parametrize("loader", [load_image, load_images, load_video])
+@pytest.mark.parametrize("loader", [load_image, load_video])
 @pytest.mark.parametrize("url", SECRETS)
 def test_error_messages_contain_no_secrets(url: str, loader) -> None:
     message = refused(url, loader=loader)

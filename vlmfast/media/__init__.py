@@ -6,11 +6,9 @@ from .loading import (
     VideoFrames,
     kind_of,
     load_image,
-    load_images,
     load_video,
     open_video,
     probe_video,
-    read_media,
 )
 
 __all__ = [
@@ -22,9 +20,7 @@ __all__ = [
     "VideoInfo",
     "kind_of",
     "load_image",
-    "load_images",
     "load_video",
     "open_video",
     "probe_video",
-    "read_media",
 ]

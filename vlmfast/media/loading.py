@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
 from vlmfast.errors import MediaError
 
@@ -32,22 +32,6 @@ if TYPE_CHECKING:
 
     from .decoders import AvReader, DecordReader
     from .types import ImageLike, VideoLike
-
-__all__ = [
-    "MAX_ASPECT",
-    "MAX_PIXELS",
-    "MAX_VIDEO_PIXELS",
-    "OpenVideo",
-    "VideoFrames",
-    "VideoInfo",
-    "kind_of",
-    "load_image",
-    "load_images",
-    "load_video",
-    "open_video",
-    "probe_video",
-    "read_media",
-]
 
 Decoder: TypeAlias = Literal["auto", "decord", "av"]
 
@@ -144,32 +128,6 @@ def load_image(
     check_size(name, *image.size, max_pixels, max_aspect)
     load_pixels(name, image)
     return upright_rgb(name, image)
-
-
-def load_images(sources: ImageLike | Sequence[ImageLike], **limits: Any) -> list[Image.Image]:
-    """Read an image or a list of images.
-
-    Parameters
-    ----------
-    sources
-        What :func:`load_image` takes, or a list or tuple of it, which may be empty.
-    **limits
-        As for :func:`load_image`.
-
-    Returns
-    -------
-    list of PIL.Image.Image
-        Mode RGB.
-
-    Raises
-    ------
-    MediaError
-        As :func:`load_image`; for a list, the message also gives the number of the image.
-    """
-    if not isinstance(sources, (list, tuple)):
-        # It raises an error for other sequences.
-        return [load_image(cast("ImageLike", sources), **limits)]
-    return [_item("image", i, len(sources), source, limits) for i, source in enumerate(sources)]
 
 
 def probe_video(source: VideoLike, *, decoder: Decoder = "auto") -> VideoInfo:
@@ -327,36 +285,11 @@ def kind_of(source: ImageLike | VideoLike) -> Literal["image", "video"]:
         return sniffed(name, file, "an image or a video")[0]
 
 
-def read_media(
-    source: ImageLike | VideoLike, **video: Any
-) -> tuple[Literal["image"], Image.Image] | tuple[Literal["video"], VideoFrames]:
-    """Read an image or a video, depending on its content.
-
-    Parameters
-    ----------
-    source
-        As for :func:`kind_of`.
-    **video
-        Passed to :func:`load_video` for a video; checked and ignored for an image.
-
-    Returns
-    -------
-    tuple
-        ``("image", PIL image)`` or ``("video", VideoFrames)``.
-    """
-    check_choice(video.get("num_frames"), video.get("fps"), video.get("select"))
-    if kind_of(source) == "image":
-        return "image", load_image(cast("ImageLike", source))
-    return "video", load_video(cast("VideoLike", source), **video)
-
-
-def _item(
-    what: str, index: int, count: int, source: ImageLike, limits: dict[str, Any]
-) -> Image.Image:
+def _frame(source: Sequence[ImageLike], index: int) -> Image.Image:
     try:
-        return load_image(source, **limits)
+        return load_image(source[index])
     except MediaError as error:
-        raise MediaError(f"{what} {index + 1} of {count}: {error}") from error
+        raise MediaError(f"frame {index + 1} of {len(source)}: {error}") from error
 
 
 def _info(reader: AvReader | DecordReader) -> VideoInfo:
@@ -369,7 +302,7 @@ def _list_frames(
     """Some of the frames of a list, of the size of the first."""
     frames = []
     for i in indices:
-        frame = _item("frame", i, len(source), source[i], {})
+        frame = _frame(source, i)
         if frame.size != (info.width, info.height):
             raise MediaError(
                 f"frame {i + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
@@ -382,7 +315,7 @@ def _list_frames(
 def _list_info(source: Sequence[ImageLike]) -> VideoInfo:
     if not source:
         raise MediaError("list of frames: is empty")
-    first = _item("frame", 0, len(source), source[0], {})
+    first = _frame(source, 0)
     return VideoInfo(len(source), 1.0, float(len(source)), first.width, first.height)
 
 
