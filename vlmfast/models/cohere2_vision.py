@@ -85,6 +85,3 @@ class FamilyAdapter(Marked):
             size, tile, images.min_patches, images.max_patches
         )
         return down, across
-
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output

@@ -39,9 +39,6 @@ class FamilyAdapter(Tiled):
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         return square_views(sizes, self.side())
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
-
     def inputs(self, text: str, images: list[Any], frames: Any = ()) -> dict[str, Tensor]:
         tensors = super().inputs(text, images, frames)
         if images and len(tensors["pixel_values"]) != len(images):

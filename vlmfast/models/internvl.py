@@ -38,7 +38,7 @@ class Tiled(Adapter):
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Features of every view, (V, N, D)."""
-        raise NotImplementedError(f"{type(self).__name__}.features")
+        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         views = self.features(inputs)

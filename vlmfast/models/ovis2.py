@@ -81,7 +81,4 @@ class FamilyAdapter(Marked):
             across, down = own.get_optimal_tiled_canvas(size, tile, images.min_patches, most)
         return down, across
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
-
     whole_first = Adapter.whole_first
