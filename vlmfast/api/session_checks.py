@@ -18,6 +18,7 @@ from vlmfast.core.protocols import DecodeStage, EncodeStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.engine.prefill import Seen
+from vlmfast.engine.prefixes import parts
 from vlmfast.engine.stats import Trace, frames_of
 from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.media import MAX_PIXELS, MAX_VIDEO_PIXELS
@@ -172,7 +173,7 @@ def check_seen(
     if not inside:
         _same_layout(tokens.layout, known.trace.layout)
     need(all(isinstance(of, dict) for of in seen.notes.values()), "notes are not by method")
-    need(seen.notes.keys() <= {part.name for part in _parts(recipe)}, "notes of other methods")
+    need(seen.notes.keys() <= {part.name for part in parts(recipe)}, "notes of other methods")
     _check_vision(seen, recipe, adapter, items)
 
 
@@ -285,10 +286,6 @@ def _check_vision(
                 _tensor(one.keys, "saliency keys", (each, patches, None), torch.float32)
                 like = one.keys if of[0].keys is None else of[0].keys
                 need(one.keys.shape[2] == like.shape[2] > 0, "saliency keys differ")
-
-
-def _parts(recipe: Recipe) -> list[Any]:
-    return [part for stage in recipe for part in (stage, *stage.expand())]
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -436,10 +433,10 @@ def _check_notes(
 ) -> None:
     """Check the notes of methods that work in decode; for others only the types."""
     need(isinstance(notes, dict), "notes are not by method")
-    parts = {part.name: part for part in _parts(recipe)}
+    known = {part.name: part for part in parts(recipe)}
     decoding = {stage.name for stage in recipe.acting(DecodeStage)}
     for name, note in notes.items():
-        need(name in parts and isinstance(note, dict), f"notes of {str(name)[:40]} are not its own")
+        need(name in known and isinstance(note, dict), f"notes of {str(name)[:40]} are not its own")
         if name in decoding and name in _NOTES:
             sizes = (depth, heads, dim, consumed)
             _NOTES[name](note, next(stage for stage in recipe if stage.name == name), *sizes)
