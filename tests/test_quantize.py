@@ -56,6 +56,17 @@ def segment(
     return quantize(keys, values, order, lengths, bits, **more)
 
 
+def batched(segments: list[Segment], rows: int) -> Segment:
+    """Segments (H,) in the first of ``rows`` rows, as a layer of the cache holds them."""
+    group = segments[0].group or 1
+    slots = -(-max(map(len, segments)) // group) * group
+    bias = any(segment.bias is not None for segment in segments)
+    store = Segment.empty(segments[0].unsqueeze(), rows).resized(rows, slots, bias=bias)
+    for row, segment in enumerate(segments):
+        store.write(row, 0, segment)
+    return store
+
+
 def same(a: Segment, b: Segment) -> bool:
     """Whether two segments contain the same slots; padding beyond ``lengths`` is ignored."""
     if a.key != b.key or not torch.equal(a.lengths, b.lengths):
@@ -262,24 +273,20 @@ def test_batched_segments_equal_single_rows(bits, group, scaled, sizes, biased, 
                 scaled=scaled,
                 bias=bias,
                 lengths=lengths,
-            ).unsqueeze()
+            )
         )
-    joined = Segment.cat([*singles, Segment.empty(singles[0], 2)])
+    joined = batched(singles, len(sizes) + 2)
     assert joined.lengths.shape == (len(sizes) + 2, 2)
-    assert len(joined) == max(sizes)
+    assert len(joined) == -(-max(sizes) // (group or 1)) * (group or 1)
     assert not joined.lengths[len(sizes) :].any()
     for at, single in enumerate(singles):
-        row = joined.rows(torch.tensor([at]))
+        row = joined.select(slice(at, at + 1)).first(len(single)).squeeze()
         if joined.bias is not None:
             single = single._with_bias()
         assert same(row, single)
-    order = torch.tensor([*range(len(sizes))])
     if joined.bias is None:
-        sizes_in_bytes = [single.held_bytes() for single in singles]
-        assert joined.held_bytes() == sum(sizes_in_bytes)
-        assert joined.rows(order[:1]).held_bytes() == sizes_in_bytes[0]
+        assert joined.held_bytes() == sum(single.held_bytes() for single in singles)
     assert all(bool(x.isfinite().all()) for x in joined.dequantize(FLOAT))
-    assert same(joined.rows(order.flip(0)).rows(order.flip(0)), joined.rows(order))
 
 
 @settings(max_examples=30, deadline=None)
@@ -302,28 +309,19 @@ def test_pages_are_appended_in_order(bits, pages, seed):
             scaled=scale,
         )
 
-    grown, at = part(0, group * pages[0]).unsqueeze(), group * pages[0]
-    for count in pages[1:]:
-        grown, at = grown.append(part(at, at + group * count).unsqueeze()), at + group * count
+    grown = Segment.empty(part(0, group).unsqueeze(), 1).resized(1, n)
+    other, at = grown.clone(), 0
+    for count in pages:
+        grown.write(0, at, part(at, at + group * count))
+        at += group * count
     whole = part(0, n).unsqueeze()
     assert same(grown, whole)
     assert grown.held_bytes() == whole.held_bytes()
     if len(pages) > 1:
-        other = part(group, 2 * group).unsqueeze()
-        wrong = other.append(part(0, group).unsqueeze())
-        assert not same(wrong, whole.first(2 * group))
+        other.write(0, 0, part(group, 2 * group))
+        other.write(0, group, part(0, group))
+        assert not same(other.first(2 * group), whole.first(2 * group))
     assert same(whole.first(group), part(0, group).unsqueeze())
-
-
-def test_incompatible_pages_raise():
-    with pytest.raises(ValueError, match="cannot grow"):
-        segment(n=40, key_group=0).append(segment(n=40, key_group=0))
-    with pytest.raises(ValueError, match="40 slots in groups of 16"):
-        segment(n=40, key_group=16).append(segment(n=16, key_group=16))
-    with pytest.raises(ValueError, match="different kinds"):
-        segment(bits=4, key_group=8).append(segment(bits=2, key_group=8))
-    with pytest.raises(ValueError, match="different kinds"):
-        Segment.cat([segment(scaled=True).unsqueeze(), segment().unsqueeze()])
 
 
 @pytest.mark.parametrize(
@@ -391,16 +389,11 @@ def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, bia
         return noise(heads, n, seed=seed + n) if biased else None
 
     def row(n: int, at: int, **more) -> Segment:
-        return segment(
-            heads, n, dim, seed=seed + at, lengths=lengths(n), bias=bias(n), **more
-        ).unsqueeze()
+        return segment(heads, n, dim, seed=seed + at, lengths=lengths(n), bias=bias(n), **more)
 
     first = [row(33, 3, bits=4, scaled=True), row(17, 5, bits=4, scaled=True)]
     second = row(24, 11, bits=2, key_group=8, value_group=8)
-    segments = [
-        Segment.cat([*first, Segment.empty(first[0], 1)]),
-        Segment.cat([second, Segment.empty(second, 2)]),
-    ]
+    segments = [batched(first, 3), batched([second], 3)]
     tail = torch.randint(0, cap - rows, (3, heads), generator=generator)
     if empty_tail:
         tail[2] = -rows
@@ -548,7 +541,7 @@ def test_no_device_synchronization():
         keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
         order = torch.arange(8).expand(2, -1)
         page = quantize(keys, keys, order, lengths, 4, scaled=True, dtype=torch.float16)
-        page.unsqueeze().rows(torch.zeros(1, dtype=torch.int64))
+        page.unsqueeze().select(slice(1)).clone()
         with pytest.raises(DataDependentOutputException):
             page.held_bytes()
 
@@ -598,7 +591,7 @@ class Tail:
 
     def quantize(self, count: int, make) -> None:
         assert count <= int(self.length.min())
-        page = make(self.keys[:, :count], self.values[:, :count]).unsqueeze()
+        page = make(self.keys[:, :count], self.values[:, :count])
         assert not page.order.is_set_to(self.order)
         self.order, self.keys, self.values = (
             x[:, count:].clone() for x in (self.order, self.keys, self.values)
@@ -608,11 +601,14 @@ class Tail:
             self.max_length - count,
             self.calls + 1,
         )
-        last = self.pages and self.pages[-1].unsqueeze()
+        last = self.pages and self.pages[-1]
         if last and last.key == page.key and last.group:
-            self.pages[-1], page = last.append(page)._each(lambda _, x: x[0]), None
-        if page is not None:
-            self.pages.append(page._each(lambda _, x: x[0]))
+            slots, bias = len(last) + len(page), page.bias is not None
+            grown = last.unsqueeze().resized(1, slots, bias=bias)
+            grown.write(0, len(last), page)
+            self.pages[-1] = grown.squeeze()
+        else:
+            self.pages.append(page)
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 64, 100])

@@ -332,10 +332,11 @@ def test_answer_is_quantized_in_pages() -> None:
     assert lengths == [token % 8 if token % 8 or not token else 0 for token in range(27)]
     assert [page.bits for page in slots.pages] == [4, 4, 4]
     assert len({page.key for page in slots.pages}) == 1
-    whole = slots.pages[0].append(slots.pages[1]).append(slots.pages[2])
-    assert whole.order.tolist() == [list(range(90, 114))] * 2
-    got = whole.dequantize(torch.float32)
-    for mine, right in zip(got, (keys[:, :24], values[:, :24]), strict=True):
+    order = torch.cat([page.order for page in slots.pages], 1)
+    assert order.tolist() == [list(range(90, 114))] * 2
+    found = zip(*(page.dequantize(torch.float32) for page in slots.pages), strict=True)
+    for parts, right in zip(found, (keys[:, :24], values[:, :24]), strict=True):
+        mine = torch.cat(parts, 1)
         assert (mine - right).abs().mean() < 0.15
         apart(mine, right, terms=16)  # control: it is quantized
     assert torch.equal(slots.keys[:, :3], keys[:, 24:])

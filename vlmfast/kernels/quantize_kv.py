@@ -300,7 +300,7 @@ class Segment:
 
     @property
     def key(self) -> tuple[int, int, int, bool]:
-        """Segments with equal keys can be batched, and appended to each other."""
+        """Segments with equal keys can be batched, and written into each other."""
         return self.bits, self.group, self.value_step.shape[-1], self.value_scale is not None
 
     @property
@@ -346,10 +346,6 @@ class Segment:
         """Remove a leading batch axis of one row."""
         return self._each(lambda name, x: x[0])
 
-    def rows(self, index: Tensor) -> Segment:
-        """Select batch rows ``index`` (int64)."""
-        return self._each(lambda name, x: x.index_select(0, index))
-
     def select(self, rows: slice) -> Segment:
         """Views of batch rows."""
         return self._each(lambda name, x: x[rows])
@@ -358,37 +354,10 @@ class Segment:
         """A copy that shares no memory."""
         return self._each(lambda name, x: x.clone())
 
-    def _padded(self, slots: int, groups: int) -> Segment:
-        """Pad with zeros to ``slots`` slots and ``groups`` key groups."""
-
-        def change(name: str, x: Tensor) -> Tensor:
-            if name in ("lengths", "value_scale"):
-                return x
-            if name in ("key_step", "key_min"):
-                return pad(x, (0, 0, 0, groups - x.shape[-2]))
-            if name in ("order", "bias"):
-                return pad(x, (0, slots - x.shape[-1]))
-            return pad(x, (0, 0, 0, slots - x.shape[-2]))
-
-        return self._each(change)
-
     def _with_bias(self) -> Segment:
         if self.bias is not None:
             return self
         return replace(self, bias=torch.zeros(self.order.shape, device=self.order.device))
-
-    @staticmethod
-    def cat(segments: list[Segment]) -> Segment:
-        """Concatenate along the batch axis; all with equal `key`, padded to the longest."""
-        _same_key(segments)
-        if len(segments) == 1:
-            return segments[0]
-        if any(s.bias is not None for s in segments):
-            segments = [s._with_bias() for s in segments]
-        slots = max(len(s) for s in segments)
-        groups = max(s.key_step.shape[-2] for s in segments)
-        parts = [s._padded(slots, groups) for s in segments]
-        return parts[0]._each(lambda name, x: torch.cat([getattr(s, name) for s in parts]))
 
     def first(self, slots: int) -> Segment:
         """The first ``slots`` slots, including padding if a head has fewer."""
@@ -404,33 +373,6 @@ class Segment:
             return x[..., :slots] if name in ("order", "bias") else x[..., :slots, :]
 
         return self._each(change)
-
-    def append(self, other: Segment) -> Segment:
-        """Append the slots of ``other``, as when a page grows.
-
-        Both need an equal `key` with a ``group``. The last group must be full in every row and
-        head to which ``other`` adds slots (all heads of equal length). If values have a channel
-        scale, both must use the same one: pass the first segment's to `quantize`.
-        """
-        _same_key([self, other])
-        if not self.group or len(self) % self.group:
-            raise ValueError(
-                f"{len(self)} slots in groups of {self.group or 'all'} cannot grow; "
-                "their number must be a multiple of the group"
-            )
-        first, second = self, other
-        if (first.bias is None) != (second.bias is None):
-            first, second = first._with_bias(), second._with_bias()
-
-        def change(name: str, x: Tensor) -> Tensor:
-            y = getattr(second, name)
-            if name == "lengths":
-                return x + y
-            if name == "value_scale":
-                return x
-            return torch.cat([x, y], -1 if name in ("order", "bias") else -2)
-
-        return first._each(change)
 
     def resized(self, batch: int, slots: int, *, bias: bool = False) -> Segment:
         """A copy for ``batch`` rows of ``slots`` slots each, in which `write` fills the new ones.
@@ -475,7 +417,11 @@ class Segment:
         ValueError
             Where the slots cannot be written there.
         """
-        _same_key([self, other])
+        if self.key != other.key:
+            raise ValueError(
+                "segments of different kinds (bits, group, value groups, scaled): "
+                f"{sorted([self.key, other.key])}; they must be equal"
+            )
         if start % self.group if self.group else start:
             raise ValueError(
                 f"{start} slots in groups of {self.group or 'all'} cannot grow; "
@@ -536,15 +482,6 @@ TENSORS = (
     "order",
     "bias",
 )
-
-
-def _same_key(segments: list[Segment]) -> None:
-    keys = {s.key for s in segments}
-    if len(keys) != 1:
-        raise ValueError(
-            f"segments of different kinds (bits, group, value groups, scaled): {sorted(keys)}; "
-            "they must be equal"
-        )
 
 
 def quantize(
