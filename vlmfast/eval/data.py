@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media.sources import is_url, short, shown
+
+from .tasks import Doc, check_choice
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -182,13 +184,32 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
     return found
 
 
-def check_ids(ids: Sequence[str], source: str | Path) -> None:
-    """Raise an error for duplicate ids: the second sample would be skipped."""
+def read_docs(
+    rows: Rows, make: Callable[[int, dict[str, Any]], Doc], limit: int | None, seed: int, group: str
+) -> list[Doc]:
+    """What ``make`` makes of all rows, or of the first ``limit`` of each ``group``.
+
+    Raises
+    ------
+    VLMFastError
+        For duplicate ids, of which the second sample would be skipped, and for a ``seed`` but 0.
+    """
+    check_choice("seed", seed, (0,))
+    if limit is not None and limit < 1:
+        raise VLMFastError(f"limit is {limit}; it must be at least 1 question per type")
     seen: set[str] = set()
-    for one in ids:
-        if one in seen:
-            raise VLMFastError(f"{source} has the id {one!r} twice")
-        seen.add(one)
+    taken: dict[str, int] = {}
+    chosen = []
+    for number, row in enumerate(rows.texts()):
+        doc = make(number, row)
+        if doc.doc_id in seen:
+            raise VLMFastError(f"{rows.source} has the id {doc.doc_id!r} twice")
+        seen.add(doc.doc_id)
+        name = dict(doc.groups)[group]
+        taken[name] = taken.get(name, 0) + 1
+        if limit is None or taken[name] <= limit:
+            chosen.append(doc)
+    return chosen
 
 
 def row_image(

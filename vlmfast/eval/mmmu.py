@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vlmfast.errors import MediaError, VLMFastError
 
-from .data import Rows, check_ids, row_image
+from .data import Rows, read_docs, row_image
 from .scorers import check_mode, drawn_by, letters, versioned
 from .scorers.mmmu import SUBJECTS, judge, subject_of
-from .tasks import HIDDEN, Doc, check_choice, first_of_each, grey, stops
+from .tasks import HIDDEN, Doc, check_choice, grey, stops
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -89,10 +89,7 @@ class MMMU:
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each subject."""
-        check_choice("seed", seed, (0,))
-        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
-        check_ids([doc.doc_id for doc in docs], self.data)
-        return first_of_each(docs, limit, lambda doc: dict(doc.groups)["subject"])
+        return read_docs(self._rows, self._doc, limit, seed, "subject")
 
     def _doc(self, number: int, row: dict[str, Any]) -> Doc:
         doc_id, kind = row["id"], _KINDS.get(row["question_type"])

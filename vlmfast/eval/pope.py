@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from vlmfast.errors import MediaError, VLMFastError
 
-from .data import Rows, check_ids, row_image
+from .data import Rows, read_docs, row_image
 from .scorers import check_mode, versioned
 from .scorers.pope import parse
-from .tasks import Doc, check_choice, first_of_each, grey, stops
+from .tasks import Doc, grey, stops
 
 _ASK = {
     "official": "{}",
@@ -61,10 +61,7 @@ class POPE:
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each category."""
-        check_choice("seed", seed, (0,))
-        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
-        check_ids([doc.doc_id for doc in docs], self.data)
-        return first_of_each(docs, limit, lambda doc: dict(doc.groups)["category"])
+        return read_docs(self._rows, self._doc, limit, seed, "category")
 
     def _doc(self, number: int, row: dict[str, Any]) -> Doc:
         doc_id = f"{row['category']}-{row['question_id']}"

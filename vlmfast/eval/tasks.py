@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -156,21 +156,6 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise an error if ``value`` is not one of the choices."""
     if value not in choices:
         raise VLMFastError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
-
-
-def first_of_each(docs: list[Doc], limit: int | None, group: Callable[[Doc], str]) -> list[Doc]:
-    """The first ``limit`` docs of each group, in the given order; all without a limit."""
-    if limit is None:
-        return docs
-    if limit < 1:
-        raise VLMFastError(f"limit is {limit}; it must be at least 1 question per type")
-    taken: dict[str, int] = {}
-    chosen = []
-    for doc in docs:
-        taken[group(doc)] = taken.get(group(doc), 0) + 1
-        if taken[group(doc)] <= limit:
-            chosen.append(doc)
-    return chosen
 
 
 def grey(frame: Image.Image) -> Image.Image:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import load_video, open_video
 
-from .data import Rows, check_ids, find_video, read_subtitles, spoken, within
+from .data import Rows, find_video, read_docs, read_subtitles, spoken, within
 from .scorers import check_mode, versioned
 from .scorers.video_mme import parse_choice
-from .tasks import Doc, check_choice, first_of_each, grey, stops
+from .tasks import Doc, grey, stops
 
 if TYPE_CHECKING:
     from vlmfast.media import VideoInfo
@@ -91,10 +91,7 @@ class VideoMME:
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each duration; reports missing videos."""
-        check_choice("seed", seed, (0,))
-        docs = [self._doc(number, row) for number, row in enumerate(self._rows.texts())]
-        check_ids([doc.doc_id for doc in docs], self.data)
-        docs = first_of_each(docs, limit, lambda doc: dict(doc.groups)["duration"])
+        docs = read_docs(self._rows, self._doc, limit, seed, "duration")
         if not self._reported:
             self._reported = True
             self._report_missing(dict.fromkeys(doc.media_id for doc in docs))
