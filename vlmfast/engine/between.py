@@ -16,7 +16,7 @@ member: its window and its rotary position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -106,24 +106,21 @@ def between_blocks(
         stats.time_reduce_s += clock(hidden.device) - start
         return (hidden, *args[1:])
 
-    handles, whole = [], bool(stages) and not adapter.packed
-    # A gate may call the tower twice, and the rows of each call are copied back separately.
-    wrapped = replaced(adapter.tower(), spreading) if whole else nullcontext()
-    try:
+    with ExitStack() as hooks:
+        enter = hooks.enter_context
         if stages:
             for index, block in enumerate(blocks):
-                before = block.register_forward_pre_hook(before_block(index), with_kwargs=True)
-                handles += [before, block.register_forward_hook(after_block(index))]
+                enter(block.register_forward_pre_hook(before_block(index), with_kwargs=True))
+                enter(block.register_forward_hook(after_block(index)))
             if adapter.packed:
                 for merger in adapter.mergers():
-                    handles.append(merger.register_forward_pre_hook(before_merger))
-            handles.append(adapter.projector().register_forward_pre_hook(before_projector))
-        with wrapped:
-            yield tower.groups
+                    enter(merger.register_forward_pre_hook(before_merger))
+            enter(adapter.projector().register_forward_pre_hook(before_projector))
+            if not adapter.packed:
+                # A gate may call the tower twice; the rows of each call are copied back separately.
+                enter(replaced(adapter.tower(), spreading))
+        yield tower.groups
         tower.finish()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Batched:

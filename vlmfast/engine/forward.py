@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -124,14 +124,8 @@ def shifted(
 
         return rotate
 
-    handles = [
-        adapter.decoder.layers[index].register_forward_pre_hook(
-            hook(index, offset), with_kwargs=True
-        )
-        for index, offset in cache.offsets.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, offset in cache.offsets.items():
+            layer, own = adapter.decoder.layers[index], hook(index, offset)
+            hooks.enter_context(layer.register_forward_pre_hook(own, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -292,9 +292,6 @@ def gated(
     def after_projector(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         return gate.expanded(output) if current_context.get() is context else None
 
-    handle = adapter.projector().register_forward_hook(after_projector)
-    try:
-        with replaced(adapter.tower(), wrapped):
-            yield gate
-    finally:
-        handle.remove()
+    hook = adapter.projector().register_forward_hook(after_projector)
+    with hook, replaced(adapter.tower(), wrapped):
+        yield gate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +32,11 @@ def capture_layer_inputs(
 
         return catch
 
-    handles = [
-        decoder.layers[index].register_forward_pre_hook(hook(index), with_kwargs=True)
-        for index in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index in layers:
+            layer = decoder.layers[index]
+            hooks.enter_context(layer.register_forward_pre_hook(hook(index), with_kwargs=True))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -93,13 +89,10 @@ class Watch:
 
             return note
 
-        handles = [decoder.layers[at].register_forward_pre_hook(hook(at)) for at in self.layers]
-        try:
-            with capture_layer_inputs(decoder, self.layers, context) as seen:
-                yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for at in self.layers:
+                hooks.enter_context(decoder.layers[at].register_forward_pre_hook(hook(at)))
+            yield hooks.enter_context(capture_layer_inputs(decoder, self.layers, context))
 
     def remember(
         self,

@@ -9,7 +9,7 @@ be cancelled and other sequences can be decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -45,10 +45,7 @@ def interleaved(adapter: Adapter, between: Callable[[], None]) -> Iterator[None]
         finally:
             current_context.reset(token)
 
-    blocks = [*adapter.vision_blocks(), *adapter.decoder.layers]
-    handles = [block.register_forward_pre_hook(hook, with_kwargs=True) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in (*adapter.vision_blocks(), *adapter.decoder.layers):
+            hooks.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -442,16 +442,11 @@ class Drops:
     @contextmanager
     def installed(self) -> Iterator[None]:
         first = min([*self.schedule, *self.ahead], default=len(self.layers))
-        handles = [
-            layer.register_forward_pre_hook(self._hook(index), with_kwargs=True)
-            for index, layer in enumerate(self.layers)
-            if index >= first
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index in range(first, len(self.layers)):
+                hook = self.layers[index].register_forward_pre_hook
+                hooks.enter_context(hook(self._hook(index), with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hook(self, index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

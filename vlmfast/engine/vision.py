@@ -465,11 +465,8 @@ def _projected(adapter: Adapter, wanted: bool, gate: Gate | None) -> Iterator[li
         rows = args[0].float()
         found.append(rows if gate is None else gate.expanded(rows))
 
-    handle = adapter.projector().register_forward_pre_hook(hook)
-    try:
+    with adapter.projector().register_forward_pre_hook(hook):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -493,11 +490,8 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
         # The projector's own hooks are for what the family sends through it.
         found.append(adapter.projector().forward(hidden[:views, :1])[:, 0])
 
-    handle = adapter.vision_blocks()[adapter.feature_block()].register_forward_hook(hook)
-    try:
+    with adapter.vision_blocks()[adapter.feature_block()].register_forward_hook(hook):
         yield found
-    finally:
-        handle.remove()
 
 
 @contextmanager

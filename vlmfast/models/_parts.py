@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -233,17 +233,12 @@ def _watched(twin: nn.Module) -> Iterator[_Run]:
             run.makers[id(first)] = module  # of nested modules, the outermost
             run.rows[module] = tuple(first.shape)
 
-    handles = []
-    for module in twin.modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-    token = _run.set(run)
-    try:
+    with ExitStack() as hooks:
+        for module in twin.modules():
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
+        hooks.callback(_run.reset, _run.set(run))
         yield run
-    finally:
-        _run.reset(token)
-        for handle in handles:
-            handle.remove()
 
 
 def _blocks(
