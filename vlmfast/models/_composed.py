@@ -66,6 +66,16 @@ class Composed(Adapter):
             return super().why_no_cells(item)
         return f"the blocks of {type(self.tower()).__name__} also take positions of all patches"
 
+    def image_features(self, *tensors: Tensor, **more: Any) -> list[Tensor]:
+        """Projected features of each image, of the layer that the model's config names."""
+        output = self.model.base_model.get_image_features(
+            *tensors,
+            vision_feature_layer=self.config.vision_feature_layer,
+            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
+            **more,
+        )
+        return list(output.pooler_output)
+
     def norm(self) -> nn.Module | None:
         name = self.decoder_parts.norm
         return self.decoder.get_submodule(name) if name else None

@@ -30,12 +30,7 @@ class FamilyAdapter(Completed):
                 f"{type(self.processor).__name__} made several views of each image; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        output = self.model.base_model.get_image_features(
-            pixels,
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-        )
-        features = list(output.pooler_output)
+        features = self.image_features(pixels)
         layouts = [
             self._raster(i, geometry, len(features[0]), pixels.device)
             for i, geometry in enumerate(context.items)

@@ -27,13 +27,7 @@ class FamilyAdapter(Completed):
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"]
         strategy = self.config.vision_feature_select_strategy
-        output = self.model.base_model.get_image_features(
-            pixels,
-            image_sizes,
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=strategy,
-        )
-        features = list(output.pooler_output)
+        features = self.image_features(pixels, image_sizes)
         layouts = [
             self._layout(i, geometry, image_sizes[i : i + 1], strategy)
             for i, geometry in enumerate(context.items)

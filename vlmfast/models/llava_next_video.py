@@ -108,13 +108,7 @@ class FamilyAdapter(LlavaNext):
 
     def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each image, packed."""
-        output = self.model.base_model.get_image_features(
-            inputs["pixel_values"],
-            inputs["image_sizes"],
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
-        )
-        return list(output.pooler_output)
+        return self.image_features(inputs["pixel_values"], inputs["image_sizes"])
 
     def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each frame, video by video."""

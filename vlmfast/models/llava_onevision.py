@@ -105,15 +105,12 @@ class FamilyAdapter(LlavaNextVideo):
         return (1 - size) / 2, size
 
     def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        output = self.model.base_model.get_image_features(
+        return self.image_features(
             inputs["pixel_values"],
             inputs["image_sizes"],
-            vision_feature_layer=self.config.vision_feature_layer,
-            vision_feature_select_strategy=self.config.vision_feature_select_strategy,
             vision_aspect_ratio=self.config.vision_aspect_ratio,
             batch_num_images=inputs["batch_num_images"],
         )
-        return list(output.pooler_output)
 
     def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         frames = super().frames(inputs)
