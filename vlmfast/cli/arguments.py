@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.help import DTYPES, RECIPES, count, examples, names
+from vlmfast.core.help import RECIPES, add_dtype, count, examples, names
 
 from .methods import PLACES
 from .parser import Command
@@ -256,12 +256,7 @@ def add_model(
         "--model", default=default, help=f"{about}tiny (shipped), a folder or a hub id"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if available)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of the weights; auto: the checkpoint's own",
-    )
+    add_dtype(parser)
     if json:
         _add_json(parser)
 

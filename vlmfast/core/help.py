@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 
 # For `argparse`, hence the doubled signs. tests/test_cli.py compares it with the presets.
 RECIPES = (
@@ -10,7 +10,18 @@ RECIPES = (
     "such as hired:0.2+snapkv:0.5, or none, the full model"
 )
 
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_dtype(parser: ArgumentParser) -> None:
+    """Declare ``--dtype``."""
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="dtype of the weights; auto: the checkpoint's own",
+    )
 
 
 def examples(*commands: str) -> str:

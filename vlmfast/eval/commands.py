@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.help import DTYPES, RECIPES, examples
+from vlmfast.core.help import RECIPES, add_dtype, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
@@ -65,12 +65,7 @@ def add_eval(parser: ArgumentParser) -> None:
         "small perturbations); for others use lmms-eval, see docs/evaluation.md",
     )
     add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
-    add(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of the weights; auto: the checkpoint's own",
-    )
+    add_dtype(parser)
     add(
         "--recipe",
         action="append",

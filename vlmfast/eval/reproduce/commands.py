@@ -14,7 +14,7 @@ from vlmfast.core.display import text_table
 from vlmfast.core.env import environment
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import replace_text
-from vlmfast.core.help import DTYPES, count, examples, names
+from vlmfast.core.help import add_dtype, count, examples, names
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.results import write_json
 
@@ -93,12 +93,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="questions of each task (default: all, as in the papers); tolerances grow accordingly",
     )
     add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
-    add(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of the weights; auto: the checkpoint's own",
-    )
+    add_dtype(parser)
     add(
         "--include-path",
         type=Path,
