@@ -859,6 +859,28 @@ def test_release_may_use_the_cache() -> None:
     assert seen == [1]
 
 
+def test_a_search_reads_its_own_scope_alone() -> None:
+    """However many entries others have: a server keeps thousands."""
+    cache, scored = PrefixCache(1000), []
+    for scope in range(100):
+        for content in (1, 2):
+            cache.unpin(cache.put(Key("x", "", content, scope), (scope, content), 1))
+    cache.unpin(cache.put(Key("x", "other", 3, 7), None, 1))
+
+    def score(key: Key) -> int:
+        scored.append(key)
+        return key.content
+
+    found = cache.search("x", "", 7, score)
+    assert found.value == (7, 2)
+    assert {key[1:] for key in scored} == {("", 1, 7), ("", 2, 7)}
+    assert cache.search("x", "", 100, score) is None
+    assert cache.within("x", "", 7) == [Key("x", "", 2, 7), Key("x", "", 1, 7)]
+    cache.unpin(found)
+    cache.remove(found.key)
+    assert cache.search("x", "", 7, score, use=False).value == (7, 1)
+
+
 class Store(RuleBasedStateMachine):
     """Random uses of a store, checked against a list of what was put into it."""
 
@@ -916,6 +938,13 @@ class Store(RuleBasedStateMachine):
     @rule()
     def free(self) -> None:
         self.cache.free()
+
+    @invariant()
+    def groups_are_the_entries(self) -> None:
+        for tenant in "ab":
+            assert self.cache.within("x", tenant, None) == self.cache.keys("x", tenant)
+        assert sum(map(len, self.cache._groups.values())) == len(self.cache._entries)
+        assert all(self.cache._groups.values())
 
     @invariant()
     def bytes_are_bounded(self) -> None:

@@ -94,7 +94,7 @@ def rows(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def entries(vlm: VLM, tenant: str = "") -> list[tuple[int, ...]]:
     """Ids of all stored prefixes, the most recently used first."""
-    return [key.content[1].ids for key in vlm.prefix_cache.keys(KIND, tenant)]
+    return [key.content.ids for key in vlm.prefix_cache.keys(KIND, tenant)]
 
 
 def tensors(vlm: VLM, key: Key) -> list[torch.Tensor]:

@@ -34,12 +34,19 @@ class Key(NamedTuple):
     tenant : str
         Who may use it. Entries of one tenant are never found for another one.
     content : Hashable
-        Everything that determines the value.
+        Everything that determines the value, together with ``scope``.
+    scope : Hashable
+        Entries of the same kind, tenant and scope are searched together, see `PrefixCache.search`.
     """
 
     kind: str
     tenant: str
     content: Any
+    scope: Any = None
+
+    @property
+    def group(self) -> tuple[str, str, Any]:
+        return self.kind, self.tenant, self.scope
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,8 @@ class PrefixCache:
         """Forget everything."""
         self._process, self._lock = os.getpid(), threading.Lock()
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
+        # The same, by group: a search reads the keys of one group alone.
+        self._groups: dict[tuple[str, str, Any], OrderedDict[Key, None]] = {}
         self._bytes = 0  # of all entries that are stored or in use
         self._paused = 0
         self._counts: dict[str, dict[str, int]] = {}
@@ -160,8 +169,7 @@ class PrefixCache:
             entry = self._entries.get(key)
             self._count(key.kind, "misses" if entry is None else "hits")
             if entry is not None:
-                self._entries.move_to_end(key)
-                entry.pins += 1
+                self._use(entry)
             return entry
 
     def has(self, key: Key) -> bool:
@@ -170,7 +178,13 @@ class PrefixCache:
             return self.enabled and key in self._entries
 
     def search(
-        self, kind: str, tenant: str, score: Callable[[Key], int], *, use: bool = True
+        self,
+        kind: str,
+        tenant: str,
+        scope: Any,
+        score: Callable[[Key], int],
+        *,
+        use: bool = True,
     ) -> Entry | None:
         """The entry with the highest score, pinned as in `find`; ``None`` without one above 0.
 
@@ -179,17 +193,18 @@ class PrefixCache:
         with self._locked():
             if not self.enabled:
                 return None
-            own = [key for key in reversed(self._entries) if key[:2] == (kind, tenant)]
-            best = max(own, key=score, default=None)
+            own = self._groups.get((kind, tenant, scope), OrderedDict())
+            best = max(reversed(own), key=score, default=None)
             found = best is not None and score(best) > 0
             if use:
                 self._count(kind, "hits" if found else "misses")
             if best is None or not found:
                 return None
-            if use:
-                self._entries.move_to_end(best)
             entry = self._entries[best]
-            entry.pins += 1
+            if use:
+                self._use(entry)
+            else:
+                entry.pins += 1
             return entry
 
     def remove(self, key: Key) -> None:
@@ -222,6 +237,7 @@ class PrefixCache:
             if (old := self._entries.get(key)) is not None:
                 self._drop(old, ended)
             entry = self._entries[key] = Entry(key, value, size, release, pins=1)
+            self._groups.setdefault(key.group, OrderedDict())[key] = None
             self._bytes += size
             return entry
 
@@ -237,6 +253,11 @@ class PrefixCache:
         """The keys of all entries of a kind, the most recently used first."""
         with self._locked():
             return [k for k in reversed(self._entries) if k[:2] == (kind, tenant)]
+
+    def within(self, kind: str, tenant: str, scope: Any) -> list[Key]:
+        """Those of one scope, the most recently used first."""
+        with self._locked():
+            return [*reversed(self._groups.get((kind, tenant, scope), OrderedDict()))]
 
     def clear(self) -> None:
         """Drop all entries, those in use as soon as they are not, and forget the counts."""
@@ -300,6 +321,11 @@ class PrefixCache:
 
     # --- under the lock --------------------------------------------------------------------------
 
+    def _use(self, entry: Entry) -> None:
+        self._entries.move_to_end(entry.key)
+        self._groups[entry.key.group].move_to_end(entry.key)
+        entry.pins += 1
+
     def _count(self, kind: str, name: str) -> None:
         counts = self._counts.setdefault(kind, {})
         counts[name] = counts.get(name, 0) + 1
@@ -331,6 +357,10 @@ class PrefixCache:
     def _drop(self, entry: Entry, ended: list[Entry]) -> None:
         """Forget an entry; it ends now, or with its last use."""
         del self._entries[entry.key]
+        group = self._groups[entry.key.group]
+        del group[entry.key]
+        if not group:
+            del self._groups[entry.key.group]
         entry.stored = False
         if not entry.pins:
             self._end(entry, ended)

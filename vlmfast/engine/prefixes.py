@@ -183,11 +183,10 @@ class Prefixes:
             return None
 
         def score(key: Key) -> int:
-            own, beginning = key.content
-            count = beginning.shared(ids) if own == scope.content else 0
+            count = key.content.shared(ids)
             return count if count >= max(least, 1) else 0
 
-        return self.cache.search(KIND, scope.tenant, score, use=use)
+        return self.cache.search(KIND, scope.tenant, scope.content, score, use=use)
 
     def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
         """Continue a sequence from a copy of the longest prefix of its prompt.
@@ -206,7 +205,7 @@ class Prefixes:
         if (entry := self.find(scope, ids, least)) is None:
             return None
         try:
-            prefix = entry.value.clone(entry.key.content[1].shared(ids))
+            prefix = entry.value.clone(entry.key.content.shared(ids))
         finally:
             self.cache.unpin(entry)
         prefix.resume(sequence)
@@ -222,11 +221,10 @@ class Prefixes:
         size, entry = prefix.bytes, None
         if scope is not None and size <= self.cache.limit and windows == list(self.adapter.windows):
             beginning = Beginning(tuple(prefix.ids), prefix.least)
-            for key in self.cache.keys(KIND, scope.tenant):
-                own, other = key.content
-                if own == scope.content and beginning.contains(other):
+            for key in self.cache.within(KIND, scope.tenant, scope.content):
+                if beginning.contains(key.content):
                     self.cache.remove(key)
-            key = Key(KIND, scope.tenant, (scope.content, beginning))
+            key = Key(KIND, scope.tenant, beginning, scope.content)
             entry = self.cache.put(key, prefix, size, prefix.release)
         if entry is None:
             prefix.release()
@@ -269,9 +267,8 @@ class Prefixes:
         if scope is None:
             return []
         found: dict[Beginning, Prefix] = {}
-        for key in self.cache.keys(KIND, scope.tenant):
-            own, beginning = key.content
-            count = beginning.shared(ids) if own == scope.content else 0
+        for key in self.cache.within(KIND, scope.tenant, scope.content):
+            count = key.content.shared(ids)
             entry = self.cache.find(key) if count else None
             if entry is not None:
                 prefix = entry.value.clone(count)
