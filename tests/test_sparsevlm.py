@@ -10,7 +10,15 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.prefill.sparsevlm import SparseVLM, clusters, raters, recycled, split
+from vlmfast.compressors.prefill.sparsevlm import (
+    PUBLISHED,
+    SparseVLM,
+    clusters,
+    raters,
+    recycled,
+    split,
+)
+from vlmfast.compressors.select import count
 from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import prefill
 
@@ -141,8 +149,6 @@ def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
 
 def test_published_average_counts() -> None:
     """Including recycled tokens, averaged as by the authors over 2, 4, 9 and 17 of 32 layers."""
-    from vlmfast.compressors.prefill.sparsevlm import PUBLISHED
-
     for name, expected in (("192", 192.0), ("128", 128.6), ("96", 96.9), ("64", 64.8)):
         n, counts = 576, []
         for kept in PUBLISHED[name]:
@@ -150,6 +156,24 @@ def test_published_average_counts() -> None:
             counts.append(n)
         average = (2 * 576 + 4 * counts[0] + 9 * counts[1] + 17 * counts[2]) / 32
         assert average == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("layers", "drops"),
+    [(4, {1: 1, 2: 2}), (5, {1: 1, 2: 2}), (6, {1: 1, 3: 2}), (8, {1: 0, 2: 1, 4: 2})],
+)
+def test_published_counts_move_to_shallow_models(layers: int, drops: dict[int, int]) -> None:
+    """Of drops that meet, the last one counts: all layers after it have its tokens."""
+    vlm = VLM(*build_llava(layers=layers))
+    images = [make_image(seed=i) for i in range(4)]
+    answer = vlm.ask("what ?", images=images, recipe="sparsevlm:recycle=false", max_new_tokens=1)
+    n = answer.stats.visual_tokens_in
+    left, expected = n, []
+    for layer in range(layers):
+        if layer in drops:
+            left = count(PUBLISHED["192"][drops[layer]] / 576, n)
+        expected.append(left)
+    assert answer.stats.visual_tokens_per_layer == expected
 
 
 def test_recipe_parameters() -> None:

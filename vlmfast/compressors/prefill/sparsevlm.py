@@ -222,7 +222,7 @@ class Drop(Part, PrefillStage):
     def _counts(self, context: PrefillContext, layer: int, note: dict) -> tuple[int, int]:
         """Numbers of kept tokens and of recycled groups, before ``layer``."""
         layers, n = self.layers(context.depth), int(context.layout.visual.sum())
-        method, index = self.of, layers.index(layer)
+        method = self.of
         if "all" not in note:
             came_in = float(context.layout.weight[context.layout.visual].double().sum())
             note["all"] = n
@@ -231,7 +231,9 @@ class Drop(Part, PrefillStage):
             elif method.keep is not None:
                 note["totals"] = (count(method.keep, n),) * len(layers)
         if "totals" in note:
-            total = min(note["totals"][index], n)
+            total = min(note["totals"][layers.index(layer)], n)
             return split(n, total) if method.recycle else (total, 0)
-        kept = min(count(PUBLISHED[method.published][index] / 576, note["all"]), n - 1)
+        # In a shallow model, several of the authors' drops may be one: the last of them counts.
+        drop = moved_layers(method.layers, context.depth, 1)[layer]
+        kept = min(count(PUBLISHED[method.published][drop] / 576, note["all"]), n - 1)
         return kept, recycled(n - kept)[1] if method.recycle else 0
