@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from vlmfast import VLM, ModelError, VLMFastError
 from vlmfast.cli import main
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.integrations.vllm import export, new_name, with_bos
 from vlmfast.scenes.files import image
 
@@ -128,6 +129,24 @@ def test_wrong_sources_and_targets_are_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(ModelError, match="exports llava, llava_next, llava_onevision"):
         export(tmp_path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_checkpoint_without_a_template_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: Any
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny_models.build_llava(source)
+    command = ["export", str(out), "--for", "vllm", "--model", str(source)]
+    for file in source.iterdir():
+        if file.name == "chat_template.jinja":
+            file.unlink()
+        elif file.suffix == ".json":
+            values = json.loads(file.read_text())
+            values.pop("chat_template", None)
+            file.write_text(json.dumps(values))
+    assert main(command) == ExitCode.USER_ERROR
+    assert "has no chat template to export" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_command(tmp_path: Path, capsys: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def export(model: str | Path, out: str | Path) -> list[Path]:
     ------
     VLMFastError
         `ModelError` for a checkpoint that is no local folder, of another family, or without
-        safetensors; also if ``out`` is not empty or cannot be written.
+        safetensors or a chat template; also if ``out`` is not empty or cannot be written.
     """
     folder, out = folder_of(model), Path(out)
     config = _json(folder / "config.json")
@@ -53,6 +53,7 @@ def export(model: str | Path, out: str | Path) -> list[Path]:
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise ModelError(f"{folder} has no safetensors to export")
+    templates = _templates(folder)
     make_folder(out)
     if any(out.iterdir()):
         raise VLMFastError(f"{out} is not empty; --for vllm writes a new folder")
@@ -61,7 +62,7 @@ def export(model: str | Path, out: str | Path) -> list[Path]:
         replace_bytes(out / shard.name, [_renamed(shard)])
         written.append(out / shard.name)
     for file in sorted(folder.iterdir()):
-        if file.suffix in _COPIED and file.name not in (_INDEX, _TEMPLATE):
+        if file.suffix in _COPIED and file.name not in (_INDEX, *templates):
             _copy(file, out / file.name)
             written.append(out / file.name)
     if (folder / _INDEX).exists():
@@ -69,7 +70,9 @@ def export(model: str | Path, out: str | Path) -> list[Path]:
         index["weight_map"] = {new_name(key): file for key, file in index["weight_map"].items()}
         replace_text(out / _INDEX, json.dumps(index, indent=1) + "\n")
         written.append(out / _INDEX)
-    written += _template(folder, out)
+    for name, text in templates.items():
+        replace_text(out / name, text)
+        written.append(out / name)
     return written
 
 
@@ -114,25 +117,23 @@ def _renamed(shard: Path) -> bytes:
     return save(tensors, {"format": "pt"})
 
 
-def _template(folder: Path, out: Path) -> Iterator[Path]:
-    """Write the chat template, wherever the checkpoint stores it."""
+def _templates(folder: Path) -> dict[str, str]:
+    """By name, the new text of every file in which the checkpoint stores its chat template."""
     has_bos = bool(_json(folder / "tokenizer_config.json").get("bos_token"))
     add: Callable[[str], str] = with_bos if has_bos else str
-    found = False
+    found = {}
     if (folder / _TEMPLATE).exists():
-        replace_text(out / _TEMPLATE, add((folder / _TEMPLATE).read_text(encoding="utf-8")))
-        yield out / _TEMPLATE
-        found = True
+        found[_TEMPLATE] = add((folder / _TEMPLATE).read_text(encoding="utf-8"))
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         if not (folder / name).exists():
             continue
         values = _json(folder / name)
         if isinstance(values.get("chat_template"), str):
             values["chat_template"] = add(values["chat_template"])
-            replace_text(out / name, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
-            found = True
+            found[name] = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     if not found:
         raise ModelError(f"{folder} has no chat template to export")
+    return found
 
 
 def _copy(file: Path, to: Path) -> None:
