@@ -171,6 +171,21 @@ BAD_CALLS = {
         VLMFastError,
         "no video was given",
     ),
+    "a cache limit of a stream": (
+        lambda v: v.stream("what ?", video=[make_image()] * 3, max_kv_tokens=99),
+        VLMFastError,
+        "max_kv_tokens cannot be given here: it is an argument of VLM.ask",
+    ),
+    "a cache limit of a comparison": (
+        lambda v: v.compare("what ?", make_image(), recipes=["hired"], max_kv_tokens=99),
+        VLMFastError,
+        "max_kv_tokens cannot be given here: it is an argument of VLM.ask",
+    ),
+    "one recipe of a comparison": (
+        lambda v: v.compare("what ?", make_image(), recipes=["hired"], recipe="tome"),
+        VLMFastError,
+        "recipe cannot be given here: compare takes a list, recipes=",
+    ),
     "zero frames": (
         lambda v: v.ask("what ?", video=[make_image()] * 3, num_frames=0),
         MediaError,

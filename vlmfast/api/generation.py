@@ -494,6 +494,7 @@ def gate(
     given: Mapping[str, Any],
     *,
     names: Iterable[str] = (),
+    elsewhere: Mapping[str, str] | None = None,
     default: int | None = DEFAULT_NEW_TOKENS,
     instead: str = "",
 ) -> Generation:
@@ -506,6 +507,8 @@ def gate(
         Generation arguments of a call.
     names : iterable of str
         The call's own parameters, suggested for misspelt arguments.
+    elsewhere : mapping, optional
+        Arguments that belong elsewhere, and what the error says of each.
     default : int, optional
         New tokens if neither call nor config sets a length; Hugging Face's default if omitted.
     instead : str
@@ -524,7 +527,7 @@ def gate(
         raise _wrong("generation_config", config, "a transformers.GenerationConfig")
     settings = vars(own if config is None else config).keys() | vars(own).keys()
     for name, value in given.items():
-        _known(adapter, name, value, settings, names, instead)
+        _known(adapter, name, value, settings, names, elsewhere or {}, instead)
     # None switches off a setting of the config; for other arguments it means "not given".
     given = {
         key: value
@@ -578,6 +581,7 @@ def _known(
     value: Any,
     settings: Iterable[str],
     names: Iterable[str],
+    elsewhere: Mapping[str, str],
     instead: str,
 ) -> None:
     """Raise unless an argument is known and supported."""
@@ -594,8 +598,8 @@ def _known(
             f"{name} cannot be given: the prompt is made of the question, images and video; "
             "vlmfast.attach takes tensors"
         )
-    if name in names:
-        raise VLMFastError(f"{name} cannot be given here: it is a field of vlmfast.Request")
+    if name in elsewhere:
+        raise VLMFastError(f"{name} cannot be given here: {elsewhere[name]}")
     near = difflib.get_close_matches(name, sorted({*names, *settings, *_OF_CALL}), 1)
     meant = f"; did you mean {near[0]}?" if near else ""
     raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 # Parameters of the public methods, suggested for misspelt arguments.
 ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
 CHAT = ("messages", "recipe")
+OF_ASK = dict.fromkeys(("max_kv_tokens", "progress"), "it is an argument of VLM.ask")
 _SLACK = 16  # extra tokens that cutting a text may produce at its end
 
 
@@ -486,7 +487,8 @@ def sequence_of_request(
     recipe = recipe_of(adapter, one.recipe)
     names = [entry.name for entry in fields(Request)]
     given = {**generation, **one.generation}
-    passed = gate(adapter, given, names=names, default=default_new_tokens)
+    fields_of = dict.fromkeys(names, "it is a field of vlmfast.Request")
+    passed = gate(adapter, given, names=names, elsewhere=fields_of, default=default_new_tokens)
     check_tenant(one.tenant)
     media = (one.images, one.video, one.num_frames, one.fps)
     if one.messages is None:

@@ -311,9 +311,10 @@ class VLM:
     ) -> Generator[str | Answer, None, None]:
         """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`."""
         from .generation import gate
-        from .request import ASK, check_streamer, messages_of, streamed
+        from .request import ASK, OF_ASK, check_streamer, messages_of, streamed
 
-        recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
+        recipe = self.recipe(recipe)
+        passed = gate(self.adapter, generation, names=ASK, elsewhere=OF_ASK)
         check_streamer(passed)
         messages = messages_of(question, images, video, num_frames, fps)
         return streamed(self.adapter, messages, recipe, passed)
@@ -422,7 +423,7 @@ class VLM:
             For a request that the full model cannot answer, or see ``errors``.
         """
         from .generation import gate, shown
-        from .request import ASK, answered, messages_of
+        from .request import ASK, OF_ASK, answered, messages_of
 
         recipes = [recipes] if isinstance(recipes, str | Stage | Recipe) else recipes
         if not isinstance(recipes, list | tuple):
@@ -431,7 +432,9 @@ class VLM:
             raise VLMFastError(f"errors={shown(errors)} must be 'row' or 'raise'")
         plans = [_unless_refused(partial(self.recipe, recipe), errors) for recipe in recipes]
         _check_any_ran(plans)
-        passed = gate(self.adapter, generation, names=(*ASK, "recipes", "errors"))
+        elsewhere = {**OF_ASK, "recipe": "compare takes a list, recipes="}
+        names = (*ASK, "recipes", "errors")
+        passed = gate(self.adapter, generation, names=names, elsewhere=elsewhere)
         messages = messages_of(question, images, video, num_frames, fps)
         loaded: dict[int, Any] = {}
         answers: list[Answer | VLMFastError] = []
