@@ -116,7 +116,8 @@ class PrefillContext:
         ``(layer, query, key, value, scaling)``, called after the attention of every layer; gives
         cache stages the keys and values.
     rotate : callable, optional
-        ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids.
+        ``(keys (H, N, D), delta (H, N)) -> keys`` with ``delta`` added to their rotary ids; absent
+        where cache stages only select slots.
     limit : int, optional
         Block-wise prefill: slots of this block that each layer may keep.
     extends : bool

@@ -326,7 +326,8 @@ class KeptSlots(Part, CacheStage):
                 else kv.valid
             )
         else:
-            own = replace(context, notes=notes.setdefault("state", {}))
+            # The slots are only selected; none is rotated.
+            own = replace(context, notes=notes.setdefault("state", {}), rotate=None)
             selects = allowed(self.of.selects, own, layer, kv)
             kept = selects.compress(own, layer, numbered(kv), stats)
         notes.setdefault("layers", {})[layer] = indices(kept)

@@ -88,8 +88,8 @@ class StreamingLLM(Evictor):
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
         kept = super().compress(context, layer, kv, stats)
-        if kept is kv:
-            return kv
+        if kept is kv or context.rotate is None:  # only the selection is wanted
+            return kept
         if len(context.layout.position) > 1:
             raise RecipeError(
                 f"{self.name}: the model gives each token {len(context.layout.position)} rotary "
@@ -101,7 +101,6 @@ class StreamingLLM(Evictor):
             delta[:, : self.sinks] - kept.order.gather(1, kept.lengths[:, None] - 1),
             len(kept),
         )
-        assert context.rotate is not None
         keys = context.rotate(kept.keys, delta)
         return replace(kept, keys=keys, position=kept.position + delta)
 
