@@ -632,6 +632,24 @@ def test_images_without_placeholders_are_refused(family, change):
         model.generate(**inputs, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("lost", ["a view", "all views", "a placeholder"])
+def test_lost_placeholders_of_views_are_refused(lost):
+    model, processor = BUILD["idefics3"]()
+    vlm = VLM(model, processor)
+    inputs = batch(vlm)
+    ids = inputs["input_ids"]
+    found = runs(ids[0], vlm.adapter.image_token_id)
+    assert len(found) > 2
+    last = {"a view": 1, "all views": len(found), "a placeholder": 0}[lost]
+    for first, length in found[:last]:
+        ids[0, first : first + length] = ids[0, -1]
+    if lost == "a placeholder":
+        ids[0, found[1][0]] = ids[0, -1]
+    message = "row 0 of the batch has .* placeholders of images.* which do not fit"
+    with vlmfast.attach(model, processor), pytest.raises(ModelError, match=message):
+        model.generate(**inputs, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [

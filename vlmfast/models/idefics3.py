@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
 
 from ._media import Media, runs
 from .base import Part, by_views
@@ -48,7 +49,11 @@ class FamilyAdapter(Tiled):
         keys = [key for key in (*self.tensors, *self.beside) if key in batch]
         for number, row in enumerate(ids if keys else []):
             first, views, end, tokens, tiles = 0, 0, 0, 0, (0, 0)
-            for start, length in runs(row, self.image_token_id):
+            marked = runs(row, self.image_token_id)
+            # Views that a row has less than others are zeros.
+            real = batch["pixel_values"][number : number + 1].flatten(2).any(2)
+            self._check_views(number, [length for _, length in marked], int(real.sum()))
+            for start, length in marked:
                 text = self.processor.tokenizer.decode(row[end:start])
                 views, end, tokens = views + 1, start + length, tokens + length
                 if label := re.search(r"<row_(\d+)_col_(\d+)>", text):
@@ -60,6 +65,22 @@ class FamilyAdapter(Tiled):
                 found.append(Media(tokens, own, size, 0, tiles))
                 first, tokens, tiles = views, 0, (0, 0)
         return found
+
+    def _check_views(self, number: int, lengths: list[int], views: int) -> None:
+        """Check the placeholders of each view of a row of a batch.
+
+        Raises
+        ------
+        ModelError
+            If they do not fit its views.
+        """
+        each = self.side() ** 2
+        if lengths != [each] * views:
+            raise ModelError(
+                f"row {number} of the batch has {sum(lengths)} placeholders of images in "
+                f"{len(lengths)} places, which do not fit {views} views of {each} visual tokens; "
+                "was the prompt cut off (truncation=True), or made by another processor?"
+            )
 
     def parts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
