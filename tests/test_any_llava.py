@@ -156,6 +156,23 @@ def test_blocks_attention_and_special_rows(tower: str, specials: int) -> None:
     assert answer.stats.visual_tokens_in == adapter.patches() + max(specials - 1, 0)
 
 
+@pytest.mark.parametrize("strategy", ["default", "full"])
+@pytest.mark.parametrize("tower", SPECIALS)
+def test_layout_from_a_size_is_that_of_an_answer(tower: str, strategy: str) -> None:
+    if strategy == "default" and not SPECIALS[tower]:
+        pytest.skip("it would cut off a patch")
+    model, processor = llava_around(tower, "llama")
+    model.config.vision_feature_select_strategy = strategy
+    vlm = VLM(model, processor)
+    wanted = vlm.ask("what ?", **MEDIA[0], max_new_tokens=1).trace.layout
+    size = MEDIA[0]["images"][0].shape[:2]
+    bare = type(vlm.adapter).without_weights(model.config, processor)
+    for found in (vlm.image_layout(size), bare.image_layout(size)):
+        assert len(found) == len(wanted)
+        for name in ("kind", "tile", "grid", "view"):
+            assert torch.equal(getattr(found.layout, name), getattr(wanted, name)), name
+
+
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_attention_and_norms_of_a_language_model(decoder: str) -> None:
     """What is found makes the model's own queries and logits."""
@@ -221,7 +238,7 @@ def test_unsupported_towers(tower: str, vision: dict, message: str) -> None:
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     with pytest.raises(ModelError, match=message) as raised:
-        tower_parts(model, config)
+        tower_parts(type(model).__name__, config)
     assert "\n" not in str(raised.value)
 
 

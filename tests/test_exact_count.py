@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CLIPVisionConfig
 
 from tiny_models import IMAGE_SIZE, PATCH, PINPOINTS, build_llava, build_llava_next
 from vlmfast import VLM, Recipe, RecipeError, exact_count
@@ -37,9 +38,7 @@ REDUCERS = (
 
 def adapter_of(family: str, side: int = 4) -> Any:
     """An adapter of a family whose views have ``side x side`` patches."""
-    vision = SimpleNamespace(
-        image_size=side * PATCH, patch_size=PATCH, model_type="clip_vision_model"
-    )
+    vision = CLIPVisionConfig(image_size=side * PATCH, patch_size=PATCH, num_hidden_layers=1)
     scale = side * PATCH / IMAGE_SIZE
     pinpoints = [[int(h * scale), int(w * scale)] for h, w in PINPOINTS]
     config = SimpleNamespace(

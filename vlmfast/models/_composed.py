@@ -28,10 +28,10 @@ class Composed(Adapter):
     patches_alone: ClassVar[bool] = False
 
     def examine(self) -> None:
-        tower, text = self.tower(), self.config.get_text_config()
-        self.tower_parts = tower_parts(tower, self.config.vision_config)
-        self.decoder_parts = decoder_parts(self.decoder, text)
-        strategy, kind = self.config.vision_feature_select_strategy, type(tower).__name__
+        kind = type(self.tower()).__name__
+        self.tower_parts = tower_parts(kind, self.config.vision_config)
+        self.decoder_parts = decoder_parts(self.decoder, self.config.get_text_config())
+        strategy = self.config.vision_feature_select_strategy
         if (cut := int(strategy == "default")) > self.specials():
             raise ModelError(
                 "vision_feature_select_strategy='default' cuts off the first row of the vision "

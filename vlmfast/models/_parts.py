@@ -108,8 +108,14 @@ def _record(
 AttentionInterface.register(_PROBE, _record)
 
 
-def tower_parts(tower: nn.Module, config: Any) -> TowerParts:
+def tower_parts(kind: str, config: Any) -> TowerParts:
     """The parts of a vision tower that Transformers builds from ``config``.
+
+    Parameters
+    ----------
+    kind : str
+        Its name in errors.
+    config : transformers.PreTrainedConfig
 
     Raises
     ------
@@ -117,7 +123,6 @@ def tower_parts(tower: nn.Module, config: Any) -> TowerParts:
         If its patches are no square raster, or its blocks do not attend by Transformers' attention
         interface, once each.
     """
-    kind = type(tower).__name__
     side, edge = _side(config, kind)
     shape = _VIEWS, getattr(config, "num_channels", 3), edge, edge
     pixels = torch.empty(shape, device="meta", dtype=_DTYPE)

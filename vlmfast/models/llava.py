@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,19 @@ from vlmfast.errors import ModelError
 
 from ._composed import Completed
 from ._media import square_views
+from ._parts import tower_parts
 from .base import Encoded
 
 
 class FamilyAdapter(Completed):
     fixed_tower = views_in_rows = True
+
+    @classmethod
+    def without_weights(cls, config: Any, processor: Any) -> Self:
+        adapter = super().without_weights(config, processor)
+        vision = config.vision_config
+        adapter.tower_parts = tower_parts(vision.model_type, vision)
+        return adapter
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         vision = self.config.vision_config
@@ -42,10 +52,8 @@ class FamilyAdapter(Completed):
     def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
         (geometry,) = self.geometry([size])
         rows, columns = geometry.patches
-        cls = self.config.vision_feature_select_strategy == "full" and (
-            self.config.vision_config.model_type == "clip_vision_model"
-        )
-        layout = self._raster(0, geometry, rows * columns + cls, torch.device("cpu"))
+        first = self.specials() - (self.config.vision_feature_select_strategy == "default")
+        layout = self._raster(0, geometry, rows * columns + first, torch.device("cpu"))
         return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
 
     def _raster(
@@ -53,7 +61,7 @@ class FamilyAdapter(Completed):
     ) -> TokenLayout:
         """The ``n`` tokens of one view."""
         rows, columns = geometry.patches
-        # With strategy "full" the CLS row comes first; it has no position in the image.
+        # Special rows come first; they have no position in the image. "default" cuts off one.
         raster = torch.arange(n, device=device) - (n - rows * columns)
         kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
         base = torch.zeros_like(raster)
