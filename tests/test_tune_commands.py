@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import multiprocessing
 import os
 import shlex
 import signal
+import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -21,6 +23,7 @@ import torch
 import yaml
 from PIL import Image
 
+import media_fixtures
 import vlmfast
 from vlmfast.api.stored_recipe import home, recipe_path, store_recipe
 from vlmfast.api.vlm import VLM, Request
@@ -28,6 +31,7 @@ from vlmfast.cli import arguments as cli_arguments
 from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.media import load_images
 from vlmfast.tune import commands, data
 from vlmfast.tune.outcomes import CannotRun, ModelSource, Store
 
@@ -259,6 +263,40 @@ def test_question_that_the_full_model_cannot_answer_is_an_error(folder: Path) ->
 
     with pytest.raises(VLMFastError, match=r"data.jsonl, line \d+: 7.png is damaged"):
         commands.run(arguments(folder), Broken)
+
+
+def test_failed_download_is_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions about media that cannot be read now have no recorded outcome."""
+
+    class Loading(FakeVLM):
+        def _answer(self, request: Request) -> Any:
+            try:
+                load_images(request.images)
+            except vlmfast.MediaError as error:
+                return error
+            return super()._answer(request)
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    content, file = (folder / "0.png").read_bytes(), folder / "out" / "answers.jsonl"
+    with media_fixtures.web_server(content) as address:
+        lines = (folder / "data.jsonl").read_text().splitlines()
+        lines[30] = json.dumps(json.loads(lines[30]) | {"image": f"{address}/image"})
+        (folder / "data.jsonl").write_text("\n".join(lines))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "create_connection", refuse)
+            with pytest.raises(VLMFastError, match=r"line 31: .*refused; repeat the command"):
+                commands.run(arguments(folder), Loading)
+        rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        assert rows and not any("error" in row for row in rows)  # the others of the same batch
+        assert commands.run(arguments(folder), Loading) == 0
+        assert commands.run(arguments(folder, out="other"), Loading) == 0
+    first, second = tuned(folder), tuned(folder, "other")
+    del first["command"], second["command"]
+    assert first == second
+
+
+def refuse(*args: Any) -> socket.socket:
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
 
 # --- the data ------------------------------------------------------------------------------------

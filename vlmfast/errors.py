@@ -3,6 +3,7 @@
 __all__ = [
     "DeadlineExceeded",
     "MediaError",
+    "MediaUnavailable",
     "ModelError",
     "RecipeError",
     "RequestCancelled",
@@ -31,6 +32,13 @@ class MediaError(VLMFastError):
 
     Raised for media that is missing, unreadable, empty, truncated, too large or without frames.
     The message names the file and the reason.
+    """
+
+
+class MediaUnavailable(MediaError):
+    """An image or a video cannot be read now: another attempt may succeed.
+
+    Raised for downloads that fail and for files that cannot be opened.
     """
 
 

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, MediaUnavailable
 
 __all__ = ["Resolve", "download"]
 
@@ -59,9 +59,10 @@ def download(
     Raises
     ------
     MediaError
-        For an invalid URL or one with a password, and for a server that cannot be reached, answers
-        with an error, redirects too often or to another protocol, is too slow, or sends more than
-        `most_bytes` or less than it announced. Errors of `resolve` are passed on.
+        For an invalid URL or one with a password, and for a server that redirects too often or to
+        another protocol, or sends more than `most_bytes`. `MediaUnavailable` for one that cannot be
+        reached, answers with an error, is too slow, or sends less than it announced. Errors of
+        `resolve` are passed on.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -76,8 +77,9 @@ def download(
         raise
     except Exception as error:
         if _is_timeout(error):
-            raise MediaError(f"{name}: cannot be fetched: took over {timeout_s:g} s") from error
-        raise MediaError(f"{name}: cannot be fetched: {_reason(error)}") from error
+            late = f"{name}: cannot be fetched: took over {timeout_s:g} s"
+            raise MediaUnavailable(late) from error
+        raise MediaUnavailable(f"{name}: cannot be fetched: {_reason(error)}") from error
 
 
 def _check(name: str, url: str) -> None:
@@ -150,7 +152,8 @@ def _body(name: str, response: Any, most_bytes: int) -> bytes:
         if received > most_bytes:
             raise MediaError(too_large)
     if expected is not None and received < expected:
-        raise MediaError(f"{name}: cannot be fetched: {received} of {expected} bytes received")
+        part = f"{received} of {expected} bytes received"
+        raise MediaUnavailable(f"{name}: cannot be fetched: {part}")
     return b"".join(chunks)
 
 

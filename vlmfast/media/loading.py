@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, MediaUnavailable
 
 from .containers import damage, is_edited, stated_seconds
 from .images import (
@@ -289,7 +289,8 @@ def _frame(source: Sequence[ImageLike], index: int) -> Image.Image:
     try:
         return load_image(source[index])
     except MediaError as error:
-        raise MediaError(f"frame {index + 1} of {len(source)}: {error}") from error
+        kind = MediaUnavailable if isinstance(error, MediaUnavailable) else MediaError
+        raise kind(f"frame {index + 1} of {len(source)}: {error}") from error
 
 
 def _info(reader: AvReader | DecordReader) -> VideoInfo:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 from urllib.parse import unquote_to_bytes
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, MediaUnavailable
 
 from .containers import HEAD_BYTES, looks_like_text, sniff
 
@@ -114,9 +114,9 @@ def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
             raise MediaError(f"{name}: is empty")
         file = open(path, "rb")  # noqa: SIM115 - closed below, outside this try
     except FileNotFoundError as error:
-        raise MediaError(f"{name}: no such file") from error
+        raise MediaUnavailable(f"{name}: no such file") from error
     except OSError as error:
-        raise MediaError(f"{name}: cannot be opened: {error.strerror}") from error
+        raise MediaUnavailable(f"{name}: cannot be opened: {error.strerror}") from error
     except MediaError:
         raise
     except ValueError as error:  # a null character

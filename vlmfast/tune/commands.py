@@ -15,7 +15,7 @@ from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.help import count, examples
 from vlmfast.core.progress import Progress
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import MediaUnavailable, VLMFastError
 
 from . import data, report, space
 from .outcomes import CannotRun, ModelSource, Store
@@ -175,7 +175,7 @@ def tune(
             say=progress.say,
             plan=progress.plan,
         )
-    except CannotRun as error:
+    except (CannotRun, MediaUnavailable) as error:
         raise VLMFastError(f"--data {args.data}, {error}") from error
     finally:
         progress.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vlmfast.core.files import make_folder, replace_text
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import MediaUnavailable, VLMFastError
 
 from .data import Question
 
@@ -54,6 +54,8 @@ class Source(Protocol):
         ------
         CannotRun
             For a recipe that the model does not support.
+        MediaUnavailable
+            For media that cannot be read now. Nothing is recorded of their questions.
         """
 
 
@@ -196,12 +198,16 @@ class ModelSource:
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             answers = self.vlm.ask_many(requests(), batch_size=self.batch_size, errors="keep")
-        rows = []
+        rows: list[dict[str, Any]] = []
+        unread: str | None = None
         for index, answer in zip(questions, answers, strict=True):
             row: dict[str, Any] = {"recipe": recipe, "question": index}
             if isinstance(answer, VLMFastError):
                 text = " ".join(str(answer).split())
                 row["error"] = f"line {self.questions[index].line}: {text}"
+                if isinstance(answer, MediaUnavailable):
+                    unread = unread or row["error"]
+                    continue
             elif isinstance(answer, Exception):
                 raise answer
             else:
@@ -214,6 +220,8 @@ class ModelSource:
             rows.append(row)
             self.answered()
         self.store.add(rows)
+        if unread is not None:
+            raise MediaUnavailable(f"{unread}; repeat the command to continue")
 
     def _outcome(self, recipe: str, index: int) -> Outcome:
         from vlmfast.eval.scores import normalise
