@@ -17,12 +17,14 @@ import tiny_models
 import vlmfast
 from closeness import apart, close
 from helpers_layout import DIM, REQUEST, image_arguments, prompt
+from vlmfast.cli import main
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
 from vlmfast.compressors.tokens.elastic import Elastic
 from vlmfast.compressors.tokens.elastic.module import BRANCHES, Gate, anchors, separate
 from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
 from vlmfast.compressors.tokens.random import Random, shuffled
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.training import Outcome
@@ -496,6 +498,13 @@ def test_weights_of_this_model_are_needed() -> None:
     vlm = vlmfast.VLM(*tiny_models.build_llava())
     with pytest.raises(RecipeError, match=r"vlmfast train elastic"):
         ask(vlm, "elastic")
+
+
+@pytest.mark.parametrize("queries", ["0", "1"])
+def test_too_few_queries_are_refused(tmp_path, capsys, queries: str) -> None:
+    command = ["train", "elastic", "--queries", queries, "--steps", "1", "--batch", "1"]
+    assert main([*command, "--out", str(tmp_path)]) == ExitCode.USER_ERROR
+    assert f"--queries is {queries}; it must be at least 2" in capsys.readouterr().err
 
 
 # --- shipped weights -----------------------------------------------------------------------------

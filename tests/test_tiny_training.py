@@ -20,6 +20,7 @@ from PIL import Image
 
 from closeness import close
 from tower_terms import answer
+from vlmfast.cli import main
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.models.tiny.build import build_config, build_model
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
@@ -355,13 +356,30 @@ def _check_folder(folder: Path) -> None:
 def test_invalid_arguments_raise(tmp_path):
     with pytest.raises(ExportError, match="no checkpoint"):
         export(tmp_path, tmp_path / "x")
-    with pytest.raises(training.TrainingError, match="positive"):
-        training.run(_args(tmp_path, minutes=0.0))
+    for minutes in (0.0, float("nan"), float("inf")):
+        with pytest.raises(training.TrainingError, match="positive"):
+            training.run(_args(tmp_path, minutes=minutes))
+    with pytest.raises(training.TrainingError, match="--max-steps and --stop-after must be"):
+        training.run(_args(tmp_path, max_steps=-1))
+    with pytest.raises(training.TrainingError, match="--device abacus is not cpu or cuda"):
+        training.run(_args(tmp_path, device="abacus"))
     with pytest.raises(training.TrainingError, match="GPU"):
         training.run(_args(tmp_path, processes=2, device="cuda"))
     if not torch.cuda.is_available():
         with pytest.raises(training.TrainingError, match="CUDA"):
             training.run(_args(tmp_path, device="cuda"))
+
+
+@pytest.mark.parametrize("state", [b"x", {"settings": {}}, {"seed": 0, "optimizer": {}}])
+def test_file_of_another_training_is_refused(tmp_path, state, capsys):
+    if isinstance(state, bytes):
+        (tmp_path / "checkpoint.pt").write_bytes(state)
+    else:
+        torch.save(state, tmp_path / "checkpoint.pt")
+    command = ["train", "tiny", "--out", str(tmp_path), "--max-steps", "1", "--workers", "0"]
+    assert main(command) == ExitCode.USER_ERROR
+    message = capsys.readouterr().err
+    assert "checkpoint.pt is no checkpoint of this training" in message and "--fresh" in message
 
 
 def test_evaluation_restores_the_training_mode(packed, tokenizer_file):

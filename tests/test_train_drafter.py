@@ -12,7 +12,7 @@ from PIL import Image
 
 import vlmfast.train.drafters as drafters
 from closeness import apart, close
-from vlmfast import VLM
+from vlmfast import VLM, VLMFastError
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.tree import Tree
 from vlmfast.core.weights import SHIPPED, load_weights
@@ -439,10 +439,14 @@ def test_epochs_contain_each_sample_once(tmp_path) -> None:
         (("--noise", "nan"), "--noise"),
         (("--lr", "0"), "--lr"),
         (("--init", "nowhere"), "--init nowhere"),
+        (("--compressor", "--queries", "0"), "--queries is 0; it must be at least 2"),
+        (("--compressor", "--queries", "1"), "--queries is 1; it must be at least 2"),
+        (("--kind", "eagle3", "--draft-vocabulary", "99999"), "--draft-vocabulary is 99999; .*"),
+        (("--kind", "eagle3", "--draft-vocabulary", "-1"), "--draft-vocabulary is -1; it must"),
     ],
 )
 def test_invalid_options_raise(tmp_path, flags, message) -> None:
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(VLMFastError, match=message):
         DrafterTrainer(arguments(tmp_path, *flags))
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from vlmfast.compressors.tokens.elastic.module import BRANCHES
-from vlmfast.compressors.tokens.elastic.training import expected
+from vlmfast.compressors.tokens.elastic.training import check_queries, expected
 from vlmfast.core.protocols import DrafterStage
+from vlmfast.errors import VLMFastError
 
 from .._losses import feature_loss, restricted, token_loss
 from .._training import DrafterTraining, Known, Lesson, Teacher
@@ -62,9 +63,15 @@ class EagleTraining(DrafterTraining):
     def config(self) -> dict[str, Any]:
         args, own = self.args, {}
         if self.three:
-            vocabulary = self.sizes["vocabulary"]
-            own["draft_vocabulary"] = args.draft_vocabulary or vocabulary * 3 // 4
+            vocabulary, drafted = self.sizes["vocabulary"], args.draft_vocabulary
+            if not 0 <= drafted <= vocabulary:
+                raise VLMFastError(
+                    f"--draft-vocabulary is {drafted}; it must be from 1 to the target's "
+                    f"{vocabulary}, or 0 for three quarters of it"
+                )
+            own["draft_vocabulary"] = drafted or vocabulary * 3 // 4
         if args.compressor:
+            check_queries(args.queries)
             size = {"hidden": args.compressor_units, "queries": args.queries, "text": True}
             own["compressor"] = size
         return super().config() | own

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import replacing
+from vlmfast.core.files import make_folder, replacing
 from vlmfast.core.help import examples
 from vlmfast.core.progress import Progress
 from vlmfast.errors import VLMFastError
@@ -107,8 +108,11 @@ class Trainer:
         self.args = args
         self.group = group or Group()
         self.out = Path(args.out)
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.device = torch.device(args.device)
+        make_folder(self.out)
+        try:
+            self.device = torch.device(args.device)
+        except RuntimeError as error:
+            raise TrainingError(f"--device {args.device} is not cpu or cuda") from error
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise TrainingError("--device cuda: torch finds no CUDA device")
         tokenizer = build_tokenizer()
@@ -135,15 +139,23 @@ class Trainer:
     def load(self) -> None:
         import torch
 
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        if state["seed"] != self.args.seed:
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            seed = state["seed"]
+            if seed == self.args.seed:
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.step, self.elapsed = state["step"], state["elapsed"]
+                self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
+        except Exception as error:  # any other file may raise anything
             raise TrainingError(
-                f"{self.checkpoint} was trained with seed {state['seed']}, not "
+                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
+                "choose another --out, or start again with --fresh"
+            ) from error
+        if seed != self.args.seed:
+            raise TrainingError(
+                f"{self.checkpoint} was trained with seed {seed}, not "
                 f"{self.args.seed}: use the same seed, or start again with --fresh"
             )
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.elapsed = state["step"], state["elapsed"]
-        self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
 
     def save(self) -> None:
         """Write the checkpoint and the averaged model, each atomically."""
@@ -363,8 +375,10 @@ def run(args: argparse.Namespace) -> int:
     if args.smoke:
         args.max_steps = args.max_steps or 10
         args.batch, args.workers = min(args.batch, 2), 0
-    if args.minutes <= 0 or args.batch < 1 or args.processes < 1:
+    if not 0 < args.minutes < math.inf or args.batch < 1 or args.processes < 1:
         raise TrainingError("--minutes, --batch and --processes must be positive")
+    if args.max_steps < 0 or args.stop_after < 0:
+        raise TrainingError("--max-steps and --stop-after must be at least 0")
     if args.batch * args.processes > SEEDS_PER_STEP:
         raise TrainingError(f"a step takes at most {SEEDS_PER_STEP} images over all processes")
     if args.processes > 1 and args.device != "cpu":

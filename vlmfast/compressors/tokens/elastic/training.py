@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training
+from vlmfast.errors import VLMFastError
 
 from .module import BRANCHES, MODES, ElasticCompressor
 from .stage import Elastic
@@ -47,6 +48,7 @@ class ElasticTraining(Training):
         parser.add_argument("--text", action="store_true", help="the gate may drop the image")
 
     def config(self) -> dict[str, Any]:
+        check_queries(self.args.queries)
         return {key: getattr(self.args, key) for key in ("hidden", "queries", "text")}
 
     def stages(self, rng: random.Random, progress: float) -> list[Stage]:
@@ -84,6 +86,12 @@ class ElasticTraining(Training):
         for outcome, p, loss in named:
             info |= {f"p_{outcome.stage.branch}": p, f"loss_{outcome.stage.branch}": loss}
         return total + gate, info
+
+
+def check_queries(queries: int) -> None:
+    """Check ``--queries``: weights serve the default of recipes, which is 2."""
+    if queries < 2:
+        raise VLMFastError(f"--queries is {queries}; it must be at least 2")
 
 
 def expected(logits: Tensor, losses: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
