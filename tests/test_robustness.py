@@ -18,6 +18,7 @@ from tiny_models import make_image
 from vlmfast.api.gradients import image_of, inputs_of, pixels_of, seen_of
 from vlmfast.compressors.guard import MARGIN, reserved
 from vlmfast.compressors.select import best
+from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.engine.jitter import SHIFTS, jittered
@@ -331,6 +332,29 @@ def test_every_perturbation_is_run(tmp_path, few, capsys) -> None:
     assert f"| `{HIRED}` | 4/255 |" in text
     tasks = json.loads((tmp_path / "report.json").read_text())["tasks"]
     assert tasks["robustness"] == measured
+
+
+def test_row_with_too_many_errors_ends_alone(tmp_path, few, monkeypatch, capsys) -> None:
+    def fails(*args, **more):
+        raise VLMFastError("no gradient")
+
+    monkeypatch.setattr(SelectionAttack, "__call__", fails)
+    found = tmp_path / "found.json"
+    code = evaluate(tmp_path / "out", "--max-errors", "0", "--json", str(found))
+    assert code == ExitCode.CUT_SHORT
+    numbers = json.loads(found.read_text())
+    assert set(numbers["robustness"]["recipes"][HIRED]["eps"]["4"]) == {"noise"}
+    assert "verbose-4" in numbers["robustness-verbose"]["recipes"][HIRED]  # the last rows
+    attacked = {f"{HIRED}@attack-4", f"none@{robustness.attacked_control(4, HIRED)}"}
+    assert set(numbers["failed"]) == attacked
+    assert all("no gradient" in reason for reason in numbers["failed"].values())
+    assert "no gradient" in capsys.readouterr().out
+    text, _ = write_report(tmp_path / "out", tmp_path)
+    assert "### No result" in text and "no gradient" in text
+    # The full model is what all rows are compared with.
+    monkeypatch.setattr(Robustness, "media", fails)
+    with pytest.raises(VLMFastError, match="none: 1 samples failed, more than 0"):
+        evaluate(tmp_path / "other", "--max-errors", "0")
 
 
 @pytest.mark.slow

@@ -398,6 +398,7 @@ def _run_robustness(
     from .report import failure_table, on_common_samples
     from .robustness import plan
     from .robustness_report import section
+    from .runner import TooManyErrors
 
     failed = {run.name: reason for run, reason in refused.items()}
     if is_first():
@@ -405,10 +406,19 @@ def _run_robustness(
     runs: dict[str, list[Results]] = {}
     whole = cast("Robustness", task)
     for part, recipe, control in plan(vlm, whole, [r for r in recipes if _Run(r) not in refused]):
-        run = _evaluate(vlm, part, _Run(recipe, control), args, weights, shard)
-        runs.setdefault(part.name, []).append(run)
+        asked, reason = _Run(recipe, control), None
+        try:
+            run = _evaluate(vlm, part, asked, args, weights, shard)
+        except TooManyErrors as error:
+            if not runs:  # all results need the full model
+                raise
+            reason = str(error)
+            # The other task has rows of the same names.
+            failed[asked.name if part.name == task.name else f"{part.name}/{asked.name}"] = reason
+        else:
+            runs.setdefault(part.name, []).append(run)
         if is_first():
-            note_failures(args.out / part.name, {run.name: None})
+            note_failures(args.out / part.name, {asked.name: reason})
     if shard is not None:  # other parts may have fewer samples
         runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
     found = {name: section(own) for name, own in runs.items()}
