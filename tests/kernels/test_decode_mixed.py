@@ -121,6 +121,49 @@ def test_half_precision_matches_reference(dtype, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, dtype, device, BOTH), mass=True)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_queries_do_not_shift_all_logits(bits, grouped, device, monkeypatch) -> None:
+    """Outliers stretch the range of each key channel; all other codes are in its middle.
+
+    Queries times steps are rounded in the same direction in all channels. Against codes from 0 on
+    this would move all logits of the segment together, and weigh it wrongly against the tail.
+    """
+    monkeypatch.setattr(module, "upcast", lambda x: False)  # operands as on a GPU
+    dim, slots, offset, step = 64, 256, 2.0, 60.0 / 2**bits
+    middle = (2**bits - 1) / 2
+    codes = (torch.rand(slots, dim, generator=torch.Generator().manual_seed(0)) < 0.5) + middle // 1
+    channels = torch.arange(dim)
+    codes[channels, channels], codes[dim + channels, channels] = 0, 2**bits - 1
+    keys = (offset + step * (codes - middle)).half()[None, None]
+    values = torch.zeros(1, 1, slots, dim).half()
+    order, lengths = torch.arange(slots).expand(1, 1, -1), torch.full((1, 1), slots)
+    part = quantize(
+        keys.to(device),
+        values.to(device),
+        order.to(device),
+        lengths.to(device),
+        bits,
+        key_group=slots if grouped else 0,
+        dtype=torch.float16,
+    )
+    large = 1.5  # its product with the step is the scale of the row
+    entries = 1 + torch.arange(512) / 1024
+    lost = entries / large - (entries / large).half().float()
+    query = torch.full((1, 2, 1, dim), float(entries[lost.argmax()]))
+    query[..., 0] = large
+    tail = torch.full((1, 1, slots, dim), offset), torch.ones(1, 1, slots, dim)
+    mask = torch.ones(1, 1, 1, slots, dtype=torch.bool)
+    query, keys, values = (x.half().to(device) for x in (query, *tail))
+    got = decode_mixed(query, [part], keys, values, mask.to(device))
+    exact = (query.double(), [part], keys.double(), values.double(), mask.to(device))
+    expected = decode_mixed_ref(*exact)
+    # A summand of a logit: a query, a step, and a code that is half a step from the middle.
+    scale = large * step * 0.5 * dim**-0.5
+    close(got[1], expected[1], torch.float16, dim, scale=scale)
+    close(got[0], expected[0], torch.float16, 2)
+
+
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", ["odd groups", "groups across parts", "small groups"])
 @pytest.mark.parametrize("groups", [1, 2])

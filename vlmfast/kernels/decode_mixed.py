@@ -13,8 +13,9 @@ keeps its own running softmax, and threads exchange nothing before the end.
 
 Codes are multiplied without dequantizing them. With ``k = code step + min``, ``q k`` is
 ``(q step) code + q min``: the query is scaled once for all slots that share parameters. It is then
-divided by its largest magnitude, so that no step underflows in half precision. Each part of a
-half-split byte is one more dot product. The scale of value channels is applied to the sums.
+divided by its largest magnitude, so that no step underflows in half precision, and what rounding it
+takes from codes in the middle of their range is added again. Each part of a half-split byte is one
+more dot product. The scale of value channels is applied to the sums.
 
 Bytes: codes and parameters of every segment once, the tail once, whatever the number of query
 heads: for a slot and KV head of D=128, 512 as bfloat16, 132 in 4 bits and 68 in 2 bits (ZipCache),
@@ -258,16 +259,24 @@ def _fold_steps(
 
 @triton.jit
 @no_type_check
-def _to_operands(b_q, OPERAND: tl.constexpr, PARTS: tl.constexpr):
-    """Query rows in the dtype of the tensor cores, and the scale that they are divided by."""
+def _to_operands(b_q, b_rest, OPERAND: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr):
+    """Query rows in the dtype of the tensor cores, and the scale that they are divided by.
+
+    ``b_rest`` gets what rounding takes from the product with codes in the middle of their range, so
+    that only deviations from it are multiplied with rounded rows.
+    """
     row_scale = tl.max(tl.abs(b_q[0]), 1, keep_dims=True)
     for i in tl.static_range(1, PARTS):
         row_scale = tl.maximum(row_scale, tl.max(tl.abs(b_q[i]), 1, keep_dims=True))
     row_scale = tl.where(row_scale > 0, row_scale, 1.0)
     operands = ()
     for i in tl.static_range(PARTS):
-        operands = operands + ((b_q[i] / row_scale).to(OPERAND),)
-    return operands, row_scale
+        operand = (b_q[i] / row_scale).to(OPERAND)
+        operands = operands + (operand,)
+        middle = ((1 << BITS) - 1) * (1 << (i * BITS)) * 0.5
+        b_lost = b_q[i] - operand.to(tl.float32) * row_scale
+        b_rest += tl.sum(b_lost, 1, keep_dims=True) * middle
+    return operands, row_scale, b_rest
 
 
 @triton.jit
@@ -625,7 +634,7 @@ def _attend(
         p_value_min = value_min + (b * stride_value_step[0] + h * stride_value_step[1])
         if KEY_GROUP == 0:
             b_qs, b_rest = _fold_steps(b_q, p_key_step, p_key_min, m_c, PARTS, BITS, PART_D)
-            b_qs, row_scale = _to_operands(b_qs, OPERAND, PARTS)
+            b_qs, row_scale, b_rest = _to_operands(b_qs, b_rest, OPERAND, PARTS, BITS)
 
     if SEEN == 0:
         slots = tl.load(p_seen).to(tl.int32)
@@ -666,7 +675,7 @@ def _attend(
                     b_qs, b_rest = _fold_steps(
                         b_q, p_key_step + offset, p_key_min + offset, m_c, PARTS, BITS, PART_D
                     )
-                    b_qs, row_scale = _to_operands(b_qs, OPERAND, PARTS)
+                    b_qs, row_scale, b_rest = _to_operands(b_qs, b_rest, OPERAND, PARTS, BITS)
                 b_s = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for i in tl.static_range(PARTS):
                     b_code = tl.trans(_codes(b_k, i, BITS).to(OPERAND))  # [BD, BN]
