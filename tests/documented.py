@@ -551,8 +551,8 @@ def all_options() -> set[str]:
         kept.append(self)
         raise SystemExit
 
-    for file in (ROOT / "benchmarks").glob("*.py"):
-        module = benchmark(file.name)
+    for file in (ROOT / "benchmarks").rglob("*.py"):
+        module = benchmark(file.relative_to(ROOT / "benchmarks").as_posix())
         if not hasattr(module, "main"):  # what others share
             continue
         with (

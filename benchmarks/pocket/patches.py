@@ -1,0 +1,157 @@
+"""Patches of drawn layouts, encoded once by the vision tower and kept in memory-mapped files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from build import Pocket
+from objects import Objects
+from parts import PocketError
+from scenes import FRAMES, KINDS, WORDS, Layout, draw, layout, seed_of
+
+from vlmfast.core.files import make_folder, replace_text, replacing
+
+VERSION = 1  # of the folder
+SHARD = 32  # layouts in a file
+BACKGROUND = -1  # label
+COVERED = 0.4  # share of a patch that an object must cover to be its label
+
+
+class Patches:
+    """Encoded layouts of one part (`scenes.seed_of`).
+
+    Parameters
+    ----------
+    folder : Path
+    part : {"train", "check", "test"}
+    pocket : Pocket
+    objects : Objects
+
+    Raises
+    ------
+    PocketError
+        If the folder has patches of other images or another version.
+    """
+
+    def __init__(self, folder: Path, part: str, pocket: Pocket, objects: Objects) -> None:
+        self.folder, self.part, self.pocket, self.objects = folder, part, pocket, objects
+        self.drawings = objects.drawings("train")
+        self.classes = list(dict.fromkeys([*objects.names, *WORDS]))
+        facts = {"version": VERSION, "part": part, "size": pocket.size, "classes": self.classes}
+        note = folder / "patches.json"
+        if note.exists() and json.loads(note.read_text(encoding="utf-8")) != facts:
+            raise PocketError(
+                f"{folder} has patches of other images or of another version; remove it"
+            )
+        make_folder(folder)
+        replace_text(note, json.dumps(facts))
+        self._shards: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
+        for kind in KINDS:
+            while self._open(kind):
+                pass
+
+    def count(self, kind: str) -> int:
+        """Layouts of a kind that are encoded."""
+        return SHARD * len(self._shards[kind])
+
+    def layout(self, kind: str, number: int) -> Layout:
+        return layout(seed_of(self.part, kind, number), kind, self.drawings, self.pocket.size)
+
+    def features(self, kind: str, number: int) -> np.ndarray:
+        """Output of the tower, float16, shape (frames * patches, width)."""
+        return self._shards[kind][number // SHARD][0][number % SHARD]
+
+    def labels(self, kind: str, number: int) -> np.ndarray:
+        """Index in `classes` of what a patch shows, or -1, int16, shape (frames * patches,)."""
+        return self._shards[kind][number // SHARD][1][number % SHARD]
+
+    def fill(self, kind: str, count: int, deadline: float = float("inf")) -> None:
+        """Encode at least ``count`` layouts of a kind, or as many as there is time for.
+
+        Parameters
+        ----------
+        kind : {"scene", "word", "video"}
+        count : int
+        deadline : float
+            Time of `time.monotonic` after which no file is begun.
+        """
+        while self.count(kind) < count and time.monotonic() < deadline:
+            self._encode(kind, len(self._shards[kind]))
+            self._open(kind)
+
+    def _paths(self, kind: str, number: int) -> tuple[Path, Path]:
+        names = (f"{kind}-{number:05d}-{what}.npy" for what in ("labels", "features"))
+        labels, features = (self.folder / name for name in names)
+        return labels, features
+
+    def _open(self, kind: str) -> bool:
+        """Open the next file of a kind, if there is one."""
+        labels, features = self._paths(kind, len(self._shards[kind]))
+        if not features.exists():  # written last
+            return False
+        pair = np.load(features, mmap_mode="r"), np.load(labels, mmap_mode="r")
+        self._shards[kind].append(pair)
+        return True
+
+    def _encode(self, kind: str, number: int) -> None:
+        layouts = [self.layout(kind, number * SHARD + i) for i in range(SHARD)]
+        frames = FRAMES if kind == "video" else 1
+        side = self.pocket.side
+        features, labels = [], np.empty((SHARD, frames * side**2), np.int16)
+        for at, of in enumerate(layouts):
+            images, owners = draw(of, self.objects)
+            labels[at] = patch_labels(of, owners, side, self.classes)
+            features.append(images)
+        flat = [image for images in features for image in images]
+        rows = torch.cat([self._forward(flat[i : i + SHARD]) for i in range(0, len(flat), SHARD)])
+        encoded = rows.reshape(SHARD, frames * side**2, -1).to("cpu", torch.float16).numpy()
+        for path, array in zip(self._paths(kind, number), (labels, encoded), strict=True):
+            with replacing(path) as file:
+                np.save(file, array)
+
+    def _forward(self, images: Sequence) -> torch.Tensor:
+        """What the projector receives from the model, shape (images, patches, width)."""
+        pocket = self.pocket
+        pixels = pocket.processor.image_processor(images, return_tensors="pt").pixel_values
+        device = next(pocket.tower.parameters()).device
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            output = pocket.tower(pixels.to(device), output_hidden_states=True)
+        layer = pocket.model.config.vision_feature_layer
+        return output.hidden_states[layer][:, 1:].float()
+
+
+def patch_labels(of: Layout, owners: np.ndarray, side: int, classes: Sequence[str]) -> np.ndarray:
+    """Index in ``classes`` of what covers most of each patch, or -1.
+
+    Parameters
+    ----------
+    of : Layout
+    owners : np.ndarray
+        As `scenes.draw` returns them, shape (frames, size, size).
+    side : int
+        Patches in a row.
+    classes : sequence of str
+
+    Returns
+    -------
+    np.ndarray
+        int16, shape (frames * side**2,).
+    """
+    frames, size = owners.shape[:2]
+    edge = size // side
+    cut = owners.reshape(frames, side, edge, side, edge)
+    labels = np.full((frames, side, side), BACKGROUND, np.int16)
+    names = {k + 1: at.name for k, at in enumerate(of.frames[0])} | {255: of.word}
+    best = np.full(labels.shape, COVERED)
+    for owner in np.unique(owners):
+        if owner == 0:
+            continue
+        share = (cut == owner).mean((2, 4))
+        labels[share > best] = classes.index(names[int(owner)])
+        best = np.maximum(best, share)
+    return labels.reshape(-1)

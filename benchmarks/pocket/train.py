@@ -1,0 +1,570 @@
+"""Train projector and adapter on drawn scenes: ``python benchmarks/pocket/train.py PARTS RUN``.
+
+===========  ===================================================================================
+patches      The vision tower encodes the layouts once; files in ``RUN`` keep its output.
+stage ``a``  The projector alone. A patch shall become the decoder's embedding of the name of what
+             it shows, plus a direction for its place. The decoder does not run.
+stage ``b``  The projector and LoRA weights of the decoder, on answers to questions, from random
+             subsets of the patches.
+===========  ===================================================================================
+
+A run that was interrupted, or that ``--minutes`` has ended, continues when the command is repeated.
+``RUN/a.pt`` and ``RUN/b.pt`` are the checkpoints, ``RUN/curve.jsonl`` has loss and accuracy. The
+``check`` values are of scenes that are not trained on, given the right beginning of each answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import build
+import numpy as np
+import objects
+import torch
+from build import Pocket, prompt
+from checkpoints import Curve, load_checkpoint, save_checkpoint
+from parts import PocketError
+from patches import BACKGROUND, Patches
+from scenes import CELLS, GRID, KINDS, Question, questions
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vlmfast.core.files import make_folder
+
+IGNORED = -100  # label of tokens without loss
+# Arguments of the command with their least values.
+LEAST = {"scenes": 1, "words": 0, "videos": 0, "steps_a": 1, "steps_b": 1, "checkpoint_every": 1}
+WARM_UP, DECAY = 40, 0.2  # steps, and the share of the steps at whose end the rate is zero
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must not change while a run continues.
+
+    Parameters
+    ----------
+    size : int
+        Height and width of images in pixels.
+    batch : int
+        Layouts in a step of stage ``b``.
+    questions : int
+        Questions about each of them.
+    place : float
+        Length of the direction for a place, relative to the mean length of a name's embedding.
+    seed : int
+    """
+
+    size: int = 224
+    batch: int = 16
+    questions: int = 6
+    place: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _check_least(name, value, 0 if name in ("seed", "place") else 1)
+
+
+def _check_least(name: str, value: float, least: int) -> None:
+    if value < least:
+        raise PocketError(f"{name}={value} must be at least {least}")
+
+
+@dataclass
+class Batch:
+    """Prompts of several layouts, each with questions that do not attend to one another.
+
+    Parameters
+    ----------
+    features : Tensor
+        Output of the tower, (rows, patches, width).
+    ids : Tensor
+        Tokens after the patches, (rows, tokens).
+    positions : Tensor
+        Of the begin token, the patches and the tokens, (rows, length).
+    segments : Tensor
+        0 for the begin token and the patches, the number of a question from 1 for its tokens, and
+        -1 for padding, (rows, length).
+    labels : Tensor
+        Tokens of the answers, -100 elsewhere, (rows, length).
+    asked : list of Question
+        In the order of the answers in ``labels``.
+    """
+
+    features: Tensor
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    labels: Tensor
+    asked: list[Question]
+
+
+def batch_of(
+    pocket: Pocket,
+    features: Sequence[np.ndarray],
+    asked: Sequence[Sequence[Question]],
+    kept: Sequence[np.ndarray],
+    keep_positions: bool,
+) -> Batch:
+    """A batch of layouts.
+
+    Parameters
+    ----------
+    pocket : Pocket
+    features : sequence of np.ndarray
+        All patches of every layout, (patches, width).
+    asked : sequence of sequence of Question
+    kept : sequence of np.ndarray
+        Which patches enter, the same number of each layout, ascending.
+    keep_positions : bool
+        Whether tokens have the positions that they have in the prompt with all patches.
+    """
+    ids, labels, positions, segments = [], [], [], []
+    for row, (patches, chosen) in enumerate(zip(features, kept, strict=True)):
+        image = 1 + chosen if keep_positions else np.arange(1, 1 + len(chosen))
+        start = 1 + (len(patches) if keep_positions else len(chosen))
+        at, part = [0, *image.tolist()], [0] * (1 + len(chosen))
+        tokens: list[int] = []
+        wanted = [IGNORED] * (1 + len(chosen))
+        for number, of in enumerate(asked[row], 1):
+            head = pocket.ids(prompt(of.text))
+            answer = pocket.ids(f" {of.answer}") + pocket.ids("\n")
+            length = len(head) + len(answer)
+            tokens += head + answer
+            wanted += [IGNORED] * len(head) + answer
+            at += range(start, start + length)
+            part += [number] * length
+        ids.append(tokens)
+        labels.append(wanted)
+        positions.append(at)
+        segments.append(part)
+    chosen_features = np.stack([rows[at] for rows, at in zip(features, kept, strict=True)])
+    return Batch(
+        torch.from_numpy(chosen_features),
+        _padded(ids, 0),
+        _padded(positions, 0),
+        _padded(segments, -1),
+        _padded(labels, IGNORED),
+        [of for row in asked for of in row],
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+
+
+def masks(batch: Batch, window: int | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Additive attention masks by the type of a layer, each (rows, 1, length, length).
+
+    A token attends to the begin token, the patches, and earlier tokens of its own question.
+    """
+    segments, positions = batch.segments, batch.positions
+    length = segments.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    shared = segments[:, None, :] == 0
+    allowed = causal & (shared | (segments[:, None, :] == segments[:, :, None]))
+    found = {"full_attention": allowed}
+    if window is not None:
+        found["sliding_attention"] = allowed & (
+            positions[:, :, None] - positions[:, None, :] < window
+        )
+    least = torch.finfo(dtype).min
+    return {
+        name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, least)[
+            :, None
+        ]
+        for name, mask in found.items()
+    }
+
+
+def answer_loss(pocket: Pocket, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of the answers.
+
+    Returns
+    -------
+    loss : Tensor
+        Mean over the tokens of answers.
+    right : Tensor
+        Whether the most likely token is right at all tokens of an answer, bool, one for each
+        question.
+    """
+    model, config = pocket.model, pocket.decoder.config
+    device = model.get_input_embeddings().weight.device
+    batch = Batch(
+        *(getattr(batch, name).to(device) for name in Batch.__annotations__ if name != "asked"),
+        batch.asked,
+    )
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    # Autocast keeps its casts of trainable weights while it is open: one around the whole loop
+    # would train against the first weights.
+    with torch.autocast(device.type, torch.bfloat16):
+        image = pocket.projector(batch.features.float())
+        table = model.get_input_embeddings()
+        begin = torch.full((len(image), 1), pocket.processor.tokenizer.bos_token_id, device=device)
+        embeds = [table(begin), image.to(table.weight.dtype), table(batch.ids)]
+        joined = torch.cat(embeds, 1)
+        mask = masks(batch, config.sliding_window if sliding else None, joined.dtype)
+        hidden = pocket.decoder(
+            inputs_embeds=joined,
+            attention_mask=mask if sliding else mask["full_attention"],
+            position_ids=batch.positions,
+            use_cache=False,
+        ).last_hidden_state
+        wanted = batch.labels[:, 1:] != IGNORED
+        logits = model.lm_head(hidden[:, :-1][wanted]).float()
+    labels = batch.labels[:, 1:][wanted]
+    # Answers follow one another in a row: a number for each.
+    rows = torch.arange(len(image), device=device)[:, None] * (1 + int(batch.segments.max()))
+    numbers = (rows + batch.segments)[:, 1:][wanted].unique(return_inverse=True)[1]
+    hits = (logits.argmax(-1) == labels).int()
+    right = torch.ones(len(batch.asked), dtype=torch.int, device=device)
+    right = right.scatter_reduce(0, numbers, hits, "amin").bool()
+    return F.cross_entropy(logits, labels), right
+
+
+class StageA:
+    """The projector, from patches to embeddings of names."""
+
+    name, log, check_each = "a", 20, 200
+    rates = (3e-3,)
+    batch = 2048
+    background = 12  # patches of each layout without an object
+
+    def __init__(self, pocket: Pocket, patches: Patches, check: Patches, settings: Settings):
+        self.pocket, self.settings = pocket, settings
+        self.names = pocket.words([*patches.classes, "."])
+        places = pocket.words(list(CELLS))
+        places = F.normalize(places - places.mean(0), dim=-1)
+        self.scale = float(self.names.norm(dim=-1).mean())
+        self.places = places * self.scale * settings.place
+        self.train = self._gathered(patches)
+        self.unseen = self._gathered(check)
+        self.groups = [list(pocket.projector.parameters())]
+        self.spread = self.train[0].float().std(0)
+
+    def _gathered(self, patches: Patches) -> tuple[Tensor, Tensor, Tensor]:
+        """Features float16 (n, width), classes and cells (n,) of objects and of some background."""
+        rng = np.random.default_rng(self.settings.seed)
+        side = self.pocket.side
+        row, column = np.divmod(np.arange(side**2), side)
+        cell = row * GRID // side * GRID + column * GRID // side
+        found: tuple[list, list, list] = ([], [], [])
+        for kind in KINDS:
+            for number in range(patches.count(kind)):
+                labels = patches.labels(kind, number)
+                empty = np.flatnonzero(labels == BACKGROUND)
+                some = rng.permutation(empty)[: self.background]
+                at = np.concatenate([np.flatnonzero(labels != BACKGROUND), some])
+                of = labels[at].astype(np.int64)
+                of[of == BACKGROUND] = len(patches.classes)
+                for rows, value in zip(
+                    found,
+                    (patches.features(kind, number)[at], of, cell[at % side**2]),
+                    strict=True,
+                ):
+                    rows.append(value)
+        if not found[0]:
+            raise PocketError(f"{patches.folder} has no patches; give more time")
+        features, classes, cells = (torch.from_numpy(np.concatenate(rows)) for rows in found)
+        return features, classes, cells
+
+    def start(self) -> None:
+        """Fold mean and spread of the features into the first layer."""
+        first = self.pocket.projector.linear_1
+        with torch.no_grad():
+            device = first.weight.device
+            mean = self.train[0].float().mean(0).to(device)
+            first.weight.div_(self.spread.to(device).clamp_min(1e-4))
+            first.bias.sub_(first.weight @ mean)
+
+    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+        features, classes, cells = self.train
+        at = torch.from_numpy(rng.integers(len(features), size=self.batch))
+        noise = rng.standard_normal((self.batch, features.shape[1]), dtype=np.float32)
+        noisy = features[at].float() + 0.1 * self.spread * torch.from_numpy(noise)
+        return self._loss(noisy, classes[at], cells[at])
+
+    def _loss(
+        self, features: Tensor, classes: Tensor, cells: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        device = self.names.device
+        classes, place = classes.to(device), self.places[cells.to(device)]
+        out = self.pocket.projector(features.to(device)) - place
+        # Logits are half the squared distances to the names, but for a constant. Cosines instead
+        # would tell the names apart too, with vectors of lengths that the decoder cannot read.
+        logits = (out @ self.names.T - self.names.pow(2).sum(-1) / 2) / (self.scale**2 / 20)
+        error = (out - self.names[classes]).pow(2).sum(-1).mean() / self.scale**2
+        right = (logits.argmax(-1) == classes).float().mean()
+        loss = F.cross_entropy(logits, classes) + 4 * error
+        return loss, {"right": float(right), "error": float(error.detach())}
+
+    def check(self) -> dict[str, float]:
+        features, classes, cells = self.unseen
+        some = classes < len(self.names) - 1  # objects and words
+        with torch.no_grad():
+            metrics = self._loss(features[some].float(), classes[some], cells[some])[1]
+        return {"check_right": metrics["right"]}
+
+    def state(self) -> dict[str, Any]:
+        return {"projector": self.pocket.projector.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.pocket.projector.load_state_dict(state["projector"])
+
+
+class StageB:
+    """The projector and LoRA weights of the decoder, on answers."""
+
+    name, log, check_each = "b", 5, 50
+    rates = (1e-4, 3e-4)
+    shares = ((0.25, 0.6), (0.5, 0.3), (1.0, 0.1))  # of an image's patches, with probabilities
+    kinds = (("scene", 0.8), ("word", 0.1), ("video", 0.1))
+
+    def __init__(self, pocket: Pocket, patches: Patches, check: Patches, settings: Settings):
+        self.pocket, self.patches, self.settings = pocket, patches, settings
+        torch.manual_seed(settings.seed)
+        self.adapted = build.add_adapter(pocket)
+        adapter = [of for of in self.adapted.parameters() if of.requires_grad]
+        self.groups = [list(pocket.projector.parameters()), adapter]
+        self.unseen = list(self._checks(check))
+
+    def _checks(self, check: Patches) -> Iterator[Batch]:
+        for kind in KINDS:
+            rng = np.random.default_rng(self.settings.seed)
+            numbers = list(range(check.count(kind)))
+            for start in range(0, len(numbers), self.settings.batch):
+                some = numbers[start : start + self.settings.batch]
+                yield self._batch(check, kind, some, 0.25, True, rng)
+
+    def _batch(
+        self,
+        patches: Patches,
+        kind: str,
+        numbers: Sequence[int],
+        share: float,
+        keep_positions: bool,
+        rng: np.random.Generator,
+    ) -> Batch:
+        features = [patches.features(kind, number) for number in numbers]
+        size = max(1, round(share * self.pocket.side**2))
+        kept = [np.sort(rng.permutation(len(rows))[:size]) for rows in features]
+        draws = random.Random(int(rng.integers(2**32)))
+        asked = [
+            questions(patches.layout(kind, number), draws, self.settings.questions)
+            for number in numbers
+        ]
+        return batch_of(self.pocket, features, asked, kept, keep_positions)
+
+    def start(self) -> None:
+        """New LoRA weights change nothing."""
+
+    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+        kinds = [(kind, weight) for kind, weight in self.kinds if self.patches.count(kind)]
+        weights = np.array([weight for _, weight in kinds])
+        kind = kinds[rng.choice(len(kinds), p=weights / weights.sum())][0]
+        numbers = rng.integers(self.patches.count(kind), size=self.settings.batch).tolist()
+        share = self.shares[rng.choice(len(self.shares), p=[p for _, p in self.shares])][0]
+        batch = self._batch(self.patches, kind, numbers, share, bool(rng.integers(2)), rng)
+        loss, right = answer_loss(self.pocket, batch)
+        return loss, {"right": float(right.float().mean())}
+
+    def check(self) -> dict[str, float]:
+        right, total = Counter[str](), Counter[str]()
+        for batch in self.unseen:
+            with torch.no_grad():
+                hits = answer_loss(self.pocket, batch)[1].tolist()
+            for of, hit in zip(batch.asked, hits, strict=True):
+                right[of.type] += hit
+                total[of.type] += 1
+        return {f"check_{type_}": right[type_] / total[type_] for type_ in sorted(total)}
+
+    def state(self) -> dict[str, Any]:
+        from peft import get_peft_model_state_dict
+
+        adapter = get_peft_model_state_dict(self.adapted)
+        return {"projector": self.pocket.projector.state_dict(), "adapter": adapter}
+
+    def load(self, state: dict[str, Any]) -> None:
+        from peft import set_peft_model_state_dict
+
+        self.pocket.projector.load_state_dict(state["projector"])
+        if "adapter" in state:
+            set_peft_model_state_dict(self.adapted, state["adapter"])
+
+
+def rate(step: int, steps: int) -> float:
+    """Factor of the learning rate: warm-up, constant, and a linear decay over the last steps."""
+    left = (steps - step) / max(1, DECAY * steps)
+    return max(0.0, min(1.0, (step + 1) / WARM_UP, left))
+
+
+def fit(
+    stage: StageA | StageB,
+    folder: Path,
+    steps: int,
+    deadline: float = float("inf"),
+    every: int = 50,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Run a stage from its checkpoint to ``steps``, or as far as there is time.
+
+    Parameters
+    ----------
+    stage : StageA or StageB
+    folder : Path
+        Of checkpoints and the curve.
+    steps : int
+    deadline : float
+        Time of ``clock`` after which no step is begun.
+    every : int
+        Steps from one checkpoint to the next.
+    clock : callable
+
+    Returns
+    -------
+    int
+        Steps that were run, those of earlier commands included.
+
+    Raises
+    ------
+    PocketError
+        If the checkpoint is of other settings.
+    """
+    path, settings = folder / f"{stage.name}.pt", asdict(stage.settings)
+    for group in stage.groups:
+        for of in group:
+            of.requires_grad_(True)
+    optimizer = torch.optim.AdamW(
+        [{"params": of, "lr": lr} for of, lr in zip(stage.groups, stage.rates, strict=True)],
+        betas=(0.9, 0.98),
+        weight_decay=0.0,
+    )
+    rng, step = np.random.default_rng([stage.settings.seed, ord(stage.name)]), 0
+    state = load_checkpoint(path)
+    if state is None:
+        stage.start()
+    else:
+        if state["settings"] != settings:
+            raise PocketError(
+                f"{path} is of settings {state['settings']}; give the same or remove it"
+            )
+        stage.load(state)
+        optimizer.load_state_dict(state["optimizer"])
+        rng.bit_generator.state, step = state["random"], state["step"]
+    curve, begin = Curve(folder / "curve.jsonl", stage.name, step), clock()
+
+    def save() -> None:
+        save_checkpoint(
+            path,
+            {
+                "settings": settings,
+                "step": step,
+                "optimizer": optimizer.state_dict(),
+                "random": rng.bit_generator.state,
+                **stage.state(),
+            },
+        )
+
+    trained = [of for group in stage.groups for of in group]
+    recent: list[dict[str, float]] = []
+    while step < steps and clock() < deadline:
+        loss, metrics = stage.loss(rng)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        for group, lr in zip(optimizer.param_groups, stage.rates, strict=True):
+            group["lr"] = lr * rate(step, steps)
+        optimizer.step()
+        step += 1
+        recent.append({"loss": float(loss.detach()), **metrics})
+        if step % stage.log == 0:
+            means = {
+                name: round(sum(of[name] for of in recent) / len(recent), 4) for name in recent[0]
+            }
+            recent.clear()
+            if step % stage.check_each == 0:
+                means |= {name: round(value, 4) for name, value in stage.check().items()}
+            curve.append(step, seconds=round(clock() - begin, 1), **means)
+            print(stage.name, step, means, flush=True)
+        if step % every == 0:
+            save()
+    if step % every or state is None:
+        save()
+    return step
+
+
+def train(args: argparse.Namespace, settings: Settings) -> None:
+    """Encode patches and run the stages, until they are done or the time is over."""
+    begin = time.monotonic()
+    deadline = begin + 60 * args.minutes if args.minutes is not None else float("inf")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for name, least in LEAST.items():
+        _check_least(name, getattr(args, name), least)
+    torch.manual_seed(settings.seed)
+    pocket = build.read(args.parts, settings.size, torch.bfloat16)
+    pocket.model.to(device)
+    drawn = objects.read(args.parts / "objects", pocket.processor.tokenizer)
+    make_folder(args.run)
+    parts = {
+        part: Patches(args.run / "patches" / part, part, pocket, drawn)
+        for part in ("train", "check")
+    }
+    for kind in KINDS:
+        count = getattr(args, f"{kind}s")
+        for part, number in (("check", min(count, 32)), ("train", count)):
+            parts[part].fill(kind, number, deadline)
+            print(f"{part}: {parts[part].count(kind)} {kind}s encoded", flush=True)
+            if parts[part].count(kind) < number:
+                print("the time is over; repeat the command to continue")
+                return
+    for made, steps in ((StageA, args.steps_a), (StageB, args.steps_b)):
+        if made.name not in args.stage:
+            continue
+        stage = made(pocket, parts["train"], parts["check"], settings)
+        if made is StageB:
+            before = load_checkpoint(args.run / "a.pt")
+            if before is None:
+                raise PocketError(f"{args.run} has no checkpoint of stage a; run it first")
+            pocket.projector.load_state_dict(before["projector"])
+        done = fit(stage, args.run, steps, deadline, args.checkpoint_every)
+        print(f"stage {made.name}: {done} of {steps} steps", flush=True)
+        if done < steps:
+            print("the time is over; repeat the command to continue")
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train projector and adapter on drawn scenes.")
+    parser.add_argument("parts", type=Path, help="folder of parts.py and objects.py")
+    parser.add_argument("run", type=Path, help="folder of checkpoints, continued if it exists")
+    parser.add_argument("--stage", choices=["a", "b", "ab"], default="ab")
+    parser.add_argument("--minutes", type=float, help="end after this time; repeat to continue")
+    parser.add_argument("--steps-a", type=int, default=1500)
+    parser.add_argument("--steps-b", type=int, default=3000)
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps")
+    parser.add_argument("--device", help="by default a CUDA device if there is one")
+    parser.add_argument("--scenes", type=int, default=6000, help="layouts to encode")
+    parser.add_argument("--words", type=int, default=800, help="layouts with a word")
+    parser.add_argument("--videos", type=int, default=320)
+    standard = asdict(Settings())
+    for name, value in standard.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    args = parser.parse_args(argv)
+    try:
+        train(args, Settings(**{name: getattr(args, name) for name in standard}))
+    except PocketError as error:
+        raise SystemExit(f"error: {error}") from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
