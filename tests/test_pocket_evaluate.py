@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,3 +70,11 @@ def test_more_comparisons_than_questions_are_refused(
         evaluate.compare(model, asked[:1], 9)
     monkeypatch.setattr(evaluate, "reference", lambda *_: [2])
     assert evaluate.compare(model, asked[:1], 3) == 0
+
+
+@pytest.mark.parametrize("note", [None, {"version": 1}, {"version": 0, "stage": "b"}])
+def test_models_of_others_are_refused(tmp_path: Path, note: dict | None) -> None:
+    if note is not None:
+        (tmp_path / "pocket.json").write_text(json.dumps(note))
+    with pytest.raises(SystemExit, match=r"not made by `build\.py`|is of version \d, expected"):
+        evaluate.main([str(tmp_path), str(tmp_path)])

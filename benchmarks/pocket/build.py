@@ -309,11 +309,11 @@ def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
         adapted = add_adapter(pocket)
         set_peft_model_state_dict(adapted, checkpoint["adapter"])
         pocket.model.model.language_model = adapted.merge_and_unload()
-    about = {"stage": stage, "step": checkpoint["step"], "settings": checkpoint["settings"]}
-    return pocket, about
+    notes = {"stage": stage, "step": checkpoint["step"], "settings": checkpoint["settings"]}
+    return pocket, notes
 
 
-def save(pocket: Pocket, folder: Path, about: dict[str, Any], parts: Path, dtype: str) -> None:
+def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype: str) -> None:
     """Write model, processor and notices to a folder that does not exist yet.
 
     Raises
@@ -333,8 +333,28 @@ def save(pocket: Pocket, folder: Path, about: dict[str, Any], parts: Path, dtype
     notice = part / "NOTICE.md"
     gemma = notice.read_text(encoding="utf-8") if notice.exists() else ""
     replace_text(notice, f"{gemma}\n{_NOTICE}".lstrip())
-    replace_text(part / "pocket.json", json.dumps({"version": VERSION, **about}) + "\n")
+    replace_text(part / "pocket.json", json.dumps({"version": VERSION, **notes}) + "\n")
     part.rename(folder)
+
+
+def about(folder: Path) -> dict[str, Any]:
+    """What `save` has noted in a folder.
+
+    Raises
+    ------
+    PocketError
+        If the folder was made by another version or by something else.
+    """
+    note = folder / "pocket.json"
+    if not note.exists():
+        raise PocketError(f"{folder} was not made by `build.py`")
+    found = json.loads(note.read_text(encoding="utf-8"))
+    if "stage" not in found or found.get("version") != VERSION:
+        made = found.get("version")
+        raise PocketError(
+            f"{folder} is of version {made}, expected is a model of version {VERSION}"
+        )
+    return found
 
 
 _NOTICE = """\
@@ -357,11 +377,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args(argv)
     try:
-        pocket, about = trained(args.parts, args.run)
-        save(pocket, args.out, about, args.parts, args.dtype)
+        pocket, notes = trained(args.parts, args.run)
+        save(pocket, args.out, notes, args.parts, args.dtype)
     except PocketError as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"made {args.out} of step {about['step']} of stage {about['stage']}")
+    print(f"made {args.out} of step {notes['step']} of stage {notes['stage']}")
     return 0
 
 

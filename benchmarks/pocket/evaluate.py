@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import build
 import objects
 import scenes
 import torch
@@ -150,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("scenes", "batch_size"):
         if getattr(args, name) < 1:
             raise PocketError(f"{name}={getattr(args, name)} must be at least 1")
+    model = build.about(args.model)
     vlm = VLM.from_pretrained(args.model, device=args.device, dtype=args.dtype)
     drawn = objects.read(args.parts / "objects", vlm.processor.tokenizer)
     photographs = read_photographs(args.photographs)
@@ -179,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": platform.machine(),
-        "model": json.loads((args.model / "pocket.json").read_text(encoding="utf-8")),
+        "model": model,
     }
     if args.out is not None:
         replace_text(args.out, json.dumps({**facts, **result}, indent=1) + "\n")

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import build
 import numpy as np
@@ -231,6 +231,44 @@ def answer_loss(pocket: Pocket, batch: Batch) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits, labels), right
 
 
+class Stage(Protocol):
+    """What `fit` trains.
+
+    Parameters
+    ----------
+    name : str
+        Names the checkpoint.
+    log, check_each : int
+        Steps from one line of the curve to the next, and from one check to the next.
+    rates : tuple of float
+        Learning rate of each group.
+    groups : list of list of Parameter
+    settings : Settings
+    """
+
+    name: str
+    log: int
+    check_each: int
+    rates: tuple[float, ...]
+    groups: list[list[nn.Parameter]]
+    settings: Settings
+
+    def start(self) -> None:
+        """Prepare weights before the first step."""
+
+    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+        """Loss of a new batch, and what the curve reports of it."""
+
+    def check(self) -> dict[str, float]:
+        """Accuracy on layouts that are not trained on."""
+
+    def state(self) -> dict[str, Any]:
+        """Weights for the checkpoint."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+
 class StageA:
     """The projector, from patches to embeddings of names."""
 
@@ -408,7 +446,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def fit(
-    stage: StageA | StageB,
+    stage: Stage,
     folder: Path,
     steps: int,
     deadline: float = float("inf"),
@@ -419,7 +457,7 @@ def fit(
 
     Parameters
     ----------
-    stage : StageA or StageB
+    stage : Stage
     folder : Path
         Of checkpoints and the curve.
     steps : int
@@ -506,7 +544,10 @@ def train(args: argparse.Namespace, settings: Settings) -> None:
     """Encode patches and run the stages, until they are done or the time is over."""
     begin = time.monotonic()
     deadline = begin + 60 * args.minutes if args.minutes is not None else float("inf")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cuda = torch.cuda.is_available()
+    if args.device == "cuda" and not cuda:
+        raise PocketError("device=cuda: this machine has no CUDA device")
+    device = torch.device(args.device or ("cuda" if cuda else "cpu"))
     for name, least in LEAST.items():
         _check_least(name, getattr(args, name), least)
     torch.manual_seed(settings.seed)
@@ -551,7 +592,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps-a", type=int, default=1500)
     parser.add_argument("--steps-b", type=int, default=3000)
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps")
-    parser.add_argument("--device", help="by default a CUDA device if there is one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda if there is one")
     parser.add_argument("--scenes", type=int, default=6000, help="layouts to encode")
     parser.add_argument("--words", type=int, default=800, help="layouts with a word")
     parser.add_argument("--videos", type=int, default=320)
