@@ -346,14 +346,11 @@ def about(folder: Path) -> dict[str, Any]:
         If the folder was made by another version or by something else.
     """
     note = folder / "pocket.json"
-    if not note.exists():
-        raise PocketError(f"{folder} was not made by `build.py`")
-    found = json.loads(note.read_text(encoding="utf-8"))
-    if "stage" not in found or found.get("version") != VERSION:
-        made = found.get("version")
-        raise PocketError(
-            f"{folder} is of version {made}, expected is a model of version {VERSION}"
-        )
+    found = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+    if "stage" not in found:  # that of the parts has none
+        raise PocketError(f"{folder} has no model; `build.py` makes it")
+    if (made := found.get("version")) != VERSION:
+        raise PocketError(f"{folder} is of version {made}, expected is {VERSION}; build it again")
     return found
 
 
