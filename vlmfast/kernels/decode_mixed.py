@@ -39,7 +39,17 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import INTERPRETED, Variant, check_heads, padded, tl, triton, upcast, use_triton
+from ._triton import (
+    INTERPRETED,
+    Variant,
+    check_heads,
+    contiguous_last,
+    padded,
+    tl,
+    triton,
+    upcast,
+    use_triton,
+)
 from .quantize_kv import Segment
 
 MASKED_LOGIT = -1e30  # finite, so that a row that sees nothing is not NaN
@@ -917,11 +927,6 @@ def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: 
             f"{name}: queries, keys and values in {', '.join(sorted(map(str, dtypes)))}; "
             "it takes one of float32, float16 and bfloat16"
         )
-
-
-def contiguous_last(x: Tensor) -> Tensor:
-    """With a contiguous last axis, as the kernels require."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _same_strides(*tensors: Tensor) -> tuple[Tensor, ...]:

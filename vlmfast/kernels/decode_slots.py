@@ -23,15 +23,18 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
-from ._triton import INTERPRETED, Variant, check_heads, padded, tl, triton, upcast, use_triton
-from .decode_mixed import (
+from ._triton import (
+    INTERPRETED,
+    Variant,
+    check_heads,
     contiguous_last,
-    count_splits,
-    decode_mixed_ref,
-    head_base,
-    join,
-    tile_range,
+    padded,
+    tl,
+    triton,
+    upcast,
+    use_triton,
 )
+from .decode_mixed import count_splits, decode_mixed_ref, head_base, join, tile_range
 
 
 def decode_slots(
