@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vlmfast.errors import (
         DeadlineExceeded,
         MediaError,
+        MediaUnavailable,
         ModelError,
         RecipeError,
         RequestCancelled,
@@ -47,6 +48,7 @@ _HOMES = {
     "VLMFastError": "errors",
     "RecipeError": "errors",
     "MediaError": "errors",
+    "MediaUnavailable": "errors",
     "ModelError": "errors",
     "RequestCancelled": "errors",
     "DeadlineExceeded": "errors",
@@ -71,6 +73,7 @@ __all__ = [
     "Handle",
     "ImageLike",
     "MediaError",
+    "MediaUnavailable",
     "ModelError",
     "Recipe",
     "RecipeError",
