@@ -25,7 +25,7 @@ ORDER = {
     "vlmfast": """errors version weights scenes kernels media core models compressors drafters
         engine api testing train eval tune check serve integrations demos cli __init__ __main__""",
     "vlmfast.compressors": """budget cells clip cover groups part select evictor reducer guard
-        layered early_drop frames encoder tokens views prefill cache __init__""",
+        layered frames encoder tokens views prefill cache __init__""",
 }
 ORDER = {package: tuple(names.split()) for package, names in ORDER.items()}
 

@@ -33,8 +33,8 @@ from torch.nn.functional import normalize
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.params import budget_param, param, positions_param
 
-from ..early_drop import EarlyDrop
 from ..select import top
+from .fastv import EarlyDrop
 
 
 def retained(hidden: Tensor, pool: Tensor, pivots: Sequence[int], counts: Sequence[int]) -> Tensor:
