@@ -32,9 +32,11 @@ from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.params import budget_param, param, positions_param
+from vlmfast.core.protocols import PrefillStage
+from vlmfast.errors import RecipeError
 
-from ..select import top
-from .fastv import EarlyDrop
+from ..budget import solve_counts
+from ..select import count, top
 
 
 def retained(hidden: Tensor, pool: Tensor, pivots: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -56,11 +58,13 @@ def retained(hidden: Tensor, pool: Tensor, pivots: Sequence[int], counts: Sequen
 
 
 @dataclass(frozen=True)
-class DART(EarlyDrop):
+class DART(PrefillStage):
     """Keeps, from one early layer on, the tokens least similar to a few pivots."""
 
     name: ClassVar[str] = "dart"
     paper: ClassVar[str] = "EMNLP 2025, arXiv 2502.11494"
+    lead: ClassVar[str | None] = "keep"
+    query_dependent: ClassVar[bool] = True
 
     keep: float = param(
         0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
@@ -70,6 +74,14 @@ class DART(EarlyDrop):
     text_pivots: int = param(4, "number of text pivots after the image, likewise", ge=0)
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        if self.k >= depth:
+            raise RecipeError(f"dart: k={self.k} must be below the model's {depth} layers")
+        return (self.k,)
+
+    def floor(self, depth: int) -> float:
+        return self.k / depth
 
     def attends(self, depth: int) -> tuple[int, ...]:
         return (self.k - 1,)  # to see its keys
@@ -85,6 +97,12 @@ class DART(EarlyDrop):
     ) -> None:
         norm = key[0].float().abs().sum((0, 2))
         context.notes[self.name] = {"norm": norm, "order": context.layout.order}
+
+    def kept(self, n: int, depth: int) -> int:
+        """Number of tokens kept of ``n``."""
+        if self.budget is None:
+            return count(self.keep, n)
+        return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         assert context.norm is not None and context.hidden is not None

@@ -36,40 +36,14 @@ from ..budget import solve_counts
 from ..select import count, top
 
 
-class EarlyDrop(PrefillStage):
-    """Base of methods that drop tokens once, after the first ``k`` layers.
-
-    The fields are those of the method: a dataclass here would put them before its own.
-    """
-
-    keep: float
-    k: int
-    budget: float | None
-
-    lead: ClassVar[str | None] = "keep"
-    query_dependent: ClassVar[bool] = True
-
-    def layers(self, depth: int) -> tuple[int, ...]:
-        if self.k >= depth:
-            raise RecipeError(f"{self.name}: k={self.k} must be below the model's {depth} layers")
-        return (self.k,)
-
-    def floor(self, depth: int) -> float:
-        return self.k / depth
-
-    def kept(self, n: int, depth: int) -> int:
-        """Number of tokens kept of ``n``."""
-        if self.budget is None:
-            return count(self.keep, n)
-        return solve_counts(n, self.budget * n, (self.k,), depth)[0]
-
-
 @dataclass(frozen=True)
-class FastV(EarlyDrop):
+class FastV(PrefillStage):
     """Keeps, from one early layer on, the tokens that the last prompt token attends to most."""
 
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
+    lead: ClassVar[str | None] = "keep"
+    query_dependent: ClassVar[bool] = True
 
     keep: float = param(
         0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
@@ -78,8 +52,22 @@ class FastV(EarlyDrop):
     positions: str = positions_param("keep")
     budget: float | None = budget_param()
 
+    def layers(self, depth: int) -> tuple[int, ...]:
+        if self.k >= depth:
+            raise RecipeError(f"fastv: k={self.k} must be below the model's {depth} layers")
+        return (self.k,)
+
+    def floor(self, depth: int) -> float:
+        return self.k / depth
+
     def text_stats(self, depth: int) -> dict[int, StatRequest]:
         return {self.k - 1: StatRequest("last")}
+
+    def kept(self, n: int, depth: int) -> int:
+        """Number of tokens kept of ``n``."""
+        if self.budget is None:
+            return count(self.keep, n)
+        return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         visual = context.layout.visual
