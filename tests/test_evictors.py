@@ -227,6 +227,11 @@ def test_share_named_by_the_error_suffices(n, data) -> None:
     assert share == 1.0 or int((share - 10 / n) * n) < least
 
 
+def test_share_named_by_the_error_suffices_where_a_product_is_rounded_down() -> None:
+    assert int(0.58 * 50) == 28
+    assert least_share(29, 50) == 0.59
+
+
 def test_prompt_shorter_than_the_window() -> None:
     query, kv = tensors(20)
     with pytest.raises(RecipeError, match=r"of 20 slots .* at least 1$"):

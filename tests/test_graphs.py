@@ -111,7 +111,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
         got = vlm.ask("what is here ?", recipe=Recipe.of(recipe) + knows, **given)
         assert got.token_ids == wanted and got.stats.accepted > 10
     (graph, *_) = vlm.adapter.kept["graphs"]._idle
-    widths = {width for _, width, *_ in graph.keys}
+    widths = {width for _, width, *_ in graph._replays}
     assert widths <= {1, 2, 4, 8, 16} and len(widths) > 1
 
 
@@ -219,7 +219,7 @@ def test_batch_size_need_not_be_a_power_of_two(plain: VLM, vlm: VLM, batch_size:
     wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=batch_size)]
     answers = vlm.ask_many(requests, batch_size=batch_size)
     assert [answer.token_ids for answer in answers] == wanted
-    rows = {rows for graph in vlm.adapter.kept["graphs"]._idle for rows, *_ in graph.keys}
+    rows = {rows for graph in vlm.adapter.kept["graphs"]._idle for rows, *_ in graph._replays}
     assert max(rows) == {3: 4, 5: 8}[batch_size]
 
 
@@ -396,7 +396,7 @@ def test_random_schedules_give_the_answers_alone(
     graphs = captured.adapter.kept["graphs"]
     assert graphs.reused > 0
     # All that schedules consist of has happened.
-    keys = [key for each in graphs._idle for key in each.keys]
+    keys = [key for each in graphs._idle for key in each._replays]
     assert {rows for rows, *_ in keys} >= {1, 2} and {width for _, width, *_ in keys} > {1}
 
 

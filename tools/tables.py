@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vlmfast.core.display import markdown_table
 from vlmfast.core.registry import stage_names
-from vlmfast.eval.robustness_report import guard_table, length_table, table
+from vlmfast.eval.robustness_report import guard_table, length_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -48,6 +49,11 @@ def numbers(folder: str) -> dict[str, dict[str, Any]]:
     text = (RESULTS / folder / "report.json").read_text(encoding="utf-8")
     recipes = json.loads(text)["tasks"]["shapes"]["recipes"]
     return {run["recipe"]: run for run in recipes.values() if run["control"] is None}
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown; the first row is the head."""
+    return markdown_table(rows[0], rows[1:])
 
 
 def saliency() -> str:

@@ -51,9 +51,13 @@ def per_kv_head(received: Tensor, agg: str) -> Tensor:
 def least_share(least: int, n: int) -> float:
     """The lowest share with ``int(share * n) >= least``, in as few digits as possible."""
     for digits in range(2, 17):
-        share = min(math.ceil(least / n * 10**digits) / 10**digits, 1.0)
+        unit = 10**digits
+        steps = math.ceil(least / n * unit)
+        if int(steps / unit * n) < least:  # 0.58 * 50 is below 29
+            steps += 1
+        share = min(steps / unit, 1.0)
         if int(share * n) == least:
-            return share
+            break
     return share
 
 

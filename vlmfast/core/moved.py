@@ -41,7 +41,7 @@ _FROM_COMPRESSORS = {
 _PARTS = {
     "atp": "module stage training",
     "elastic": "module stage training",
-    "pvc": "module plan published stage training",
+    "pvc": "module plan stage training",
 }
 # Shared by methods, once private to their folder.
 _SHARED = "budget cells clip cover evictor groups layered part reducer select"
