@@ -25,11 +25,11 @@ import platform
 import sys
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 import transformers
+from texts import manual
 from torch import Tensor
 
 from vlmfast import VLM
@@ -91,8 +91,7 @@ def opened(folder: Path) -> tuple[VLM, Any]:
 
 def documents(tokens: Any, number: int, length: int) -> list[list[int]]:
     """Ids of ``number`` documents of ``length``, each of topics that follow one another."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = tokens(text, add_special_tokens=False).input_ids
+    ids = manual(tokens)
     step = len(ids) // number
     if step < length - 1:
         raise SystemExit(f"the manual has {len(ids)} tokens, too few for {number} x {length}")

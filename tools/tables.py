@@ -10,6 +10,7 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -329,6 +330,61 @@ def served_vllm(setting: str) -> str:
             cells.append(f"{rate:.2f} ({first / 1e3:.2f} s)")
         rows.append([f"`{name}`", *cells])
     return table(rows)
+
+
+# Methods of `benchmarks/compare_presses.py` in the order of the table, those of a kind together.
+_PRESSES = (
+    ("vlmfast", "snapkv"),
+    ("vlmfast", "snapkv:window=64,kernel=5,pool=avg"),
+    ("kvpress", "SnapKV"),
+    ("vlmfast", "pyramidkv"),
+    ("vlmfast", "pyramidkv:window=64,kernel=5,pool=avg"),
+    ("kvpress", "PyramidKV, budgets of vlmfast"),
+    ("kvpress", "PyramidKV"),
+    ("vlmfast", "streamingllm"),
+    ("kvpress", "StreamingLLM, rotated"),
+    ("kvpress", "StreamingLLM"),
+    ("vlmfast", "h2o:decode=false"),
+    ("vlmfast", "h2o:decode=false,recent=0"),
+    ("kvpress", "ObservedAttention"),
+    ("vlmfast", "cake"),
+    ("vlmfast", "vlcache"),
+    ("vlmfast", "lookm"),
+    ("kvpress", "ExpectedAttention"),
+    ("kvpress", "TOVA"),
+    ("kvpress", "Knorm"),
+    ("kvpress", "Random"),
+    ("vlmfast", "snapkv, all layers"),
+)
+
+
+def presses(prefix: int | None = None, named: Sequence[tuple[str, str]] = _PRESSES) -> str:
+    """KL divergence, equal first tokens and slots of cache methods beside those of kvpress."""
+    found = {
+        (line["side"], line["method"], line["keep"]): line
+        for line in _presses()["lines"]
+        if line["prefix"] == prefix
+    }
+    keeps = sorted({keep for _, method, keep in found if method != "none"}, reverse=True)
+    rows = [["KL / same top-1 token", *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
+    for side, method in named:
+        cells = []
+        for keep in keeps:
+            line = found[side, method, keep]
+            cell = f"{line['kl']:.3f} / {100 * line['top1']:.0f} %"
+            if abs(line["slots"] - keep) > 0.005:  # budgets of its own
+                cell += f" ({100 * line['slots']:.0f} %)"
+            cells.append(cell)
+        name, comma, rest = method.partition(", ")
+        rows.append(
+            [f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}", *cells]
+        )
+    return _table(rows)
+
+
+def _presses() -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / "presses-gemma3-270m.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def gpu_answers() -> str:

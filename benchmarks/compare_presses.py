@@ -1,0 +1,368 @@
+"""Compare cache methods with kvpress on a decoder: ``python benchmarks/compare_presses.py FOLDER``.
+
+``FOLDER`` is Gemma 3 270M, made by ``benchmarks/pocket/parts.py``. Prefixes of 1,000 to 8,000
+tokens of the Python manual are compressed by the methods of vlmfast here, and by those of kvpress
+in ``presses.py``, which ``--kvpress`` runs with the Python of ``make kvpress``. The
+tokens that follow are read in one forward pass over the compressed cache.
+
+============  ==================================================================================
+``kl``        KL divergence of the next token's distribution from that of the full model, mean
+``top1``      fraction of positions at which both rank the same token first
+``nll``       negative log-likelihood of the text's own next token, mean
+``slots``     slots that are held in the layers without a window, as a fraction of all
+``passkeys``  fraction of ten passkeys, at ten depths of a prefix, that are answered. They are asked
+              for after the compression
+============  ==================================================================================
+
+Both sides compress the layers without a sliding window alone, as kvpress does for Gemma 3, and keep
+equally many slots. ``all layers`` compresses the others too, which is what vlmfast does by default;
+it then refuses ``streamingllm`` on Gemma 3. Positions of the text after the prefix continue.
+Drafters continue prefixes greedily. Rows are logged in ``--logs`` and not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import texts
+import torch
+import transformers
+from decoder import opened
+from texts import Log, Text
+from torch import Tensor
+
+from vlmfast import VLM
+from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.kv import KV
+from vlmfast.core.layout import Kind, TokenLayout
+from vlmfast.core.protocols import CacheStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.stage import Stage
+from vlmfast.core.statistics import ColumnStats
+from vlmfast.core.tree import Tree
+from vlmfast.engine.attention import switched
+from vlmfast.engine.cache import KVCache
+from vlmfast.engine.compress import Compression
+from vlmfast.engine.decode import RowGroup
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.opening import open_sequence, reading
+from vlmfast.engine.prefill import Inputs, Prompt, rows_of
+from vlmfast.engine.sequence import Sequence
+from vlmfast.engine.stats import Stats
+from vlmfast.models.base import Adapter
+
+AFTER = 24  # tokens of a prefix that are text; recipes compress prompts with visual tokens alone
+ALL = ", all layers"
+METHODS = (
+    "snapkv",
+    "snapkv:window=64,kernel=5,pool=avg",
+    "pyramidkv",
+    texts.PYRAMID,
+    "streamingllm",
+    "h2o:decode=false",
+    "h2o:decode=false,recent=0",
+    "cake",
+    "vlcache",
+    "lookm",
+    f"snapkv{ALL}",
+)
+DRAFTERS = ("draft-ngram", "draft-recycle", "draft-layerskip", "draft-self")
+
+
+# --- methods -------------------------------------------------------------------------------------
+
+
+def wide_only(stage: Stage, adapter: Adapter) -> Stage:
+    """A stage that compresses the layers without a window alone, and can rotate their keys.
+
+    Layers with a window have other rotary tables, so that recipes which rotate keys of all layers
+    are refused.
+    """
+    kind: Any = type(stage)
+
+    def compress(
+        self: Any, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
+    ) -> KV:
+        if not wide(context, layer):
+            return kv
+        own = replace(context, rotate=partial(rotated, adapter, layer))
+        return kind.compress(self, own, layer, kv, stats)
+
+    def finish(self: Any, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        layers = [layer for layer in range(len(cache)) if wide(context, layer)]
+        found = kind.finish(self, context, [cache[layer] for layer in layers])
+        by = dict(zip(layers, found, strict=True))
+        return [by.get(layer, kv) for layer, kv in enumerate(cache)]
+
+    def wide(context: PrefillContext, layer: int) -> bool:
+        return context.window(layer) is None
+
+    own: dict[str, Any] = {"compress": compress}
+    if kind.finish is not CacheStage.finish:
+        own["finish"] = finish
+    made = type(kind)(kind.__name__, (kind,), own)
+    return made(**{f.name: getattr(stage, f.name) for f in fields(kind)})
+
+
+def rotated(adapter: Adapter, layer: int, keys: Tensor, delta: Tensor) -> Tensor:
+    """Keys (H, N, D) of a layer with ``delta`` (H, N) added to their rotary ids."""
+    cos, sin = adapter.tables(keys, delta, layer)
+    first, second = keys.chunk(2, dim=-1)
+    return keys * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def recipe_of(method: str, keep: float, adapter: Adapter) -> Recipe:
+    """The recipe of an entry of `METHODS`."""
+    text = method.removesuffix(ALL)
+    name, _, given = text.partition(":")
+    recipe = Recipe.parse(f"{name}:{','.join(filter(None, (f'keep={keep}', given)))}")
+    if method.endswith(ALL):
+        return recipe
+    return Recipe(tuple(wide_only(stage, adapter) for stage in recipe))
+
+
+# --- one text ------------------------------------------------------------------------------------
+
+
+class Prefilled:
+    """A prefix that was prefilled once, and what cache stages read of each layer."""
+
+    def __init__(self, vlm: VLM, text: Text) -> None:
+        self.adapter, self.text = vlm.adapter, text
+        self.engine = Engine(vlm.adapter)
+        self.prompt = prompt_of(vlm, text)
+        with recorded() as self.layers:
+            self.full, self.before = self.prefill(Recipe.parse("snapkv:1"))
+
+    def prefill(self, recipe: Recipe) -> tuple[Sequence, Tensor]:
+        """The sequence after its own prefill, and the logits (1, V) after the prefix."""
+        inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+        sequence = reading(self.adapter, inputs, recipe, time.perf_counter())
+        layout = self.prompt.layout
+        sequence.trace.begin(layout.select(layout.visual), self.adapter.depth)
+        logits = self.engine.prefiller.prefill(sequence, self.prompt, texts.ROOM)
+        return sequence, logits
+
+    def compressed(self, recipe: Recipe) -> RowGroup:
+        """The prefix as if it had been prefilled with a recipe, which must not change prefill."""
+        adapter, prompt = self.adapter, self.prompt
+        first = self.layers[0][0]
+        windows = [layer.window for layer in first.cache.layers]
+        cache = KVCache(adapter.depth, adapter.pool, windows)
+        context = replace(first, cache=cache, notes={})
+        compression = Compression.of(adapter, recipe, context, cache, Stats())
+        assert compression is not None
+        for layer, (_, query, key, value, scaling) in enumerate(self.layers):
+            cache.update(key, value, layer)
+            compression.after(layer, query, key, value, scaling)
+        compression.finish()
+        cache.freeze(texts.ROOM, prompt.full_length, base=prompt.countable())
+        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
+        return RowGroup(adapter, cache, rows_of(position), [self.full])
+
+    def logits(self, group: RowGroup) -> list[Tensor]:
+        """Logits before each token that is scored, by question; the cache stays as it is."""
+        found = []
+        for ids, count in self.text.chains():
+            found.append(group.verify([Tree.chain(ids)]).logits[0, -count:])
+        return found if self.text.questions else [torch.cat([self.before, found[0]])]
+
+
+def prompt_of(vlm: VLM, text: Text) -> Prompt:
+    """The prefix of a text, whose beginning enters as visual tokens."""
+    order = torch.arange(text.prefix)
+    visual = (order > 0) & (order < text.prefix - AFTER)
+    kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
+    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
+    embeds = vlm.adapter.embed(torch.tensor(text.ids[: text.prefix]))
+    return Prompt(embeds, layout, text.prefix, text.prefix)
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Any, ...]]]:
+    """Inside the block, collects the context, queries, keys and values of each layer."""
+    plain, layers = Compression.after, []
+
+    def after(self: Compression, layer: int, *given: Any) -> None:
+        *tensors, scaling = given
+        layers.append((self.context, *(x.clone() for x in tensors), scaling))
+        plain(self, layer, *given)
+
+    Compression.after = after  # type: ignore[method-assign]
+    try:
+        yield layers
+    finally:
+        Compression.after = plain  # type: ignore[method-assign]
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class Run:
+    """Measures texts with vlmfast and logs what is missing."""
+
+    def __init__(self, vlm: VLM, log: Log) -> None:
+        self.vlm, self.log = vlm, log
+
+    @torch.no_grad()
+    def scores(self, text: Text) -> None:
+        """Log the scores of all methods on a text."""
+        key = {"part": text.part, "prompt": text.digest}
+        missing = [
+            (method, keep)
+            for keep in texts.KEEPS
+            for method in METHODS
+            if self.log.missing(**key, method=method, keep=keep)
+        ]
+        if not missing and not self.log.missing(**key, method="none", keep=1):
+            return
+        with switched(self.vlm.model):
+            prefilled, full = Prefilled(self.vlm, text), None
+            for method, keep in [("none", 1), *missing]:
+                if method == "none":
+                    group = prefilled.full.group
+                else:
+                    group = prefilled.compressed(recipe_of(method, keep, self.vlm.adapter))
+                assert group is not None
+                logits = prefilled.logits(group)
+                if method == "none" and not text.questions:
+                    full = texts.Reference(logits[0])
+                if self.log.missing(**key, method=method, keep=keep):
+                    self.log.add(
+                        **key,
+                        method=method,
+                        keep=keep,
+                        prefix=text.prefix,
+                        slots=group.cache.lengths(),
+                        **texts.scored(text, full, logits),
+                    )
+                if method != "none":
+                    group.release()
+            prefilled.engine.prefiller.release(prefilled.full)
+
+    def cost(self, text: Text) -> None:
+        """Log time and memory of a prefill with each method."""
+        key = {"part": "cost", "prompt": text.digest}
+        prefilled = None
+        for method in ("none", *METHODS):
+            keep = 1 if method == "none" else texts.COST
+            if not self.log.missing(**key, method=method, keep=keep):
+                continue
+            recipe = Recipe()
+            if method != "none":
+                recipe = recipe_of(method, keep, self.vlm.adapter)
+            with switched(self.vlm.model):
+                prefilled = prefilled or Prefilled(self.vlm, text)
+                with texts.measured() as took:
+                    sequence, _ = prefilled.prefill(recipe)
+            assert sequence.group is not None
+            cache = sequence.group.cache
+            self.log.add(
+                **key,
+                method=method,
+                keep=keep,
+                prefix=text.prefix,
+                slots=cache.lengths(),
+                bytes=cache.held_bytes(),
+                **took,
+            )
+            prefilled.engine.prefiller.release(sequence)
+
+    def drafts(self, text: Text, new_tokens: int) -> None:
+        """Log accepted tokens and decode time of greedy answers, without and with drafters."""
+        key, plain = {"part": "drafts", "prompt": text.digest, "keep": 1}, None
+        for method in ("none", *DRAFTERS):
+            if not self.log.missing(**key, method=method) and method != "none":
+                continue
+            if method == "none" and not any(
+                self.log.missing(**key, method=name) for name in ("none", *DRAFTERS)
+            ):
+                return
+            done = self._generated(text, Recipe.parse(method), new_tokens)
+            stats, tokens = done.stats, done.tokens
+            plain = plain or tokens
+            if self.log.missing(**key, method=method):
+                self.log.add(
+                    **key,
+                    method=method,
+                    prefix=text.prefix,
+                    tokens=len(tokens),
+                    rounds=stats.rounds if method != "none" else len(tokens) - 1,
+                    accepted=stats.accepted,
+                    drafted=stats.drafted,
+                    wall=stats.time_total_s - stats.ttft_s,
+                    same=tokens == plain,
+                )
+
+    def _generated(self, text: Text, recipe: Recipe, new_tokens: int) -> Sequence:
+        ids = torch.tensor([text.ids[: text.prefix]])
+        arguments = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+        sequence = open_sequence(
+            self.vlm.adapter,
+            Inputs({"input_ids": ids}),
+            recipe,
+            arguments,
+            begin=time.perf_counter(),
+        )
+        return Engine(self.vlm.adapter).submit(sequence, lambda done: done).result()
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = texts.parser(__doc__)
+    parser.add_argument("--kvpress", type=Path, default=Path(".venv-presses/bin/python"))
+    parser.add_argument("--drafts", type=int, default=10, help="documents that drafters continue")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of drafters' answers")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    settings = texts.settings(args, transformers.__version__)
+    log = Log(args.logs / texts.VLMFAST, settings)
+    vlm, tokens = opened(args.folder)
+    run = Run(vlm, log)
+    texts.over(run, tokens, args)
+    read = texts.read_texts(tokens, args.documents, args.follow)
+    for text in [text for text in read if text.prefix == min(args.documents)][: args.drafts]:
+        run.drafts(text, args.new_tokens)
+    if not args.out:
+        return 0
+    # Its options are those that it shares.
+    shared = ("documents", "passkeys", "follow", "threads", "logs")
+    options = [f"--{name}={_text(getattr(args, name))}" for name in shared]
+    options += ["--cost", *map(str, args.cost)]
+    script = Path(__file__).with_name("presses.py")
+    subprocess.run([args.kvpress, script, args.folder, *options], check=True)
+    every = [*read, *texts.passkey_texts(tokens, args.passkeys)]
+    report = {
+        "command": shlex.join(["python", "benchmarks/compare_presses.py", *arguments]),
+        "date": time.strftime("%Y-%m-%d"),
+        "model": vlm.model.config.get_text_config().model_type,
+        **texts.joined(
+            *(texts.read_log(args.logs / n) for n in (texts.VLMFAST, texts.KVPRESS)), every
+        ),
+    }
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{prefix}:{count}" for prefix, count in value.items())
+    return str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,463 @@
+"""Texts, scores and logs of `compare_presses.py` and `presses.py`.
+
+Imports neither vlmfast nor kvpress, which need different versions of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("badger", "crane", "falcon", "gecko", "heron", "jackal", "lemur", "otter", "wolf", "yak")
+KEEPS = (0.5, 0.2, 0.1)
+COST = 0.2  # fraction of the slots that is kept where cost is measured
+PYRAMID = "pyramidkv:window=64,kernel=5,pool=avg"
+VLMFAST, KVPRESS = "vlmfast.jsonl", "kvpress.jsonl"  # logs
+ROOM = 256  # tokens for which caches have free slots at first
+PREFIXES = (1000, 2000, 4000, 8000)
+PLACES = 10  # texts of each length at most
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a prefix, which is compressed, and of what is read after it.
+
+    Parameters
+    ----------
+    ids : list of int
+        The prefix, and for a document the text that follows.
+    prefix : int
+        Length of the prefix.
+    questions : list of (list of int, list of int)
+        Of passkeys: a question about each, and its answer.
+    """
+
+    ids: list[int]
+    prefix: int
+    questions: tuple[tuple[list[int], list[int]], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Identifies the text in logs and reports."""
+        what = [self.ids, *self.questions] if self.questions else self.ids
+        return hashlib.sha256(str(what).encode()).hexdigest()[:16]
+
+    @property
+    def part(self) -> str:
+        """Of the log."""
+        return "passkeys" if self.questions else "text"
+
+    def chains(self) -> list[tuple[list[int], int]]:
+        """Ids that are read after the prefix, and after how many of the last a token is scored."""
+        if self.questions:
+            return [([*q, *answer[:-1]], len(answer)) for q, answer in self.questions]
+        after = self.ids[self.prefix : -1]
+        return [(after, len(after))]
+
+
+def manual(tokens: Any) -> list[int]:
+    """Ids of the Python manual, which every interpreter ships."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return tokens(text, add_special_tokens=False).input_ids
+
+
+def places(tokens: Any, counts: dict[int, int], follow: int) -> Iterator[tuple[int, list[int]]]:
+    """Prefixes, and ids of texts with ``follow`` more, at places that ``counts`` does not move.
+
+    Parameters
+    ----------
+    counts : dict of int to int
+        How many texts of each of `PREFIXES`, at most `PLACES`. A text of each comes first.
+    """
+    for prefix, count in counts.items():
+        if prefix not in PREFIXES or not 0 <= count <= PLACES:
+            raise SystemExit(
+                f"--documents and --passkeys: {prefix}:{count} must be one of "
+                f"{', '.join(map(str, PREFIXES))}, and at most {PLACES} texts"
+            )
+    ids = manual(tokens)
+    for number in range(PLACES):
+        for at, prefix in enumerate(PREFIXES):
+            if number < counts.get(prefix, 0):
+                place = 3 * number % PLACES + (at + 1) / len(PREFIXES)  # any few are spread
+                end = int(len(ids) * place / PLACES)
+                length = prefix + follow - 1
+                yield prefix, [tokens.bos_token_id, *ids[end - length : end]]
+
+
+def read_texts(tokens: Any, counts: dict[int, int], follow: int) -> list[Text]:
+    """Texts of the manual, with ``follow`` tokens to read after the prefix."""
+    return [Text(ids, prefix) for prefix, ids in places(tokens, counts, follow)]
+
+
+def passkey_texts(tokens: Any, counts: dict[int, int]) -> list[Text]:
+    """Texts of the manual with ten passkeys at ten depths, and a question about each."""
+    found = enumerate(places(tokens, counts, 0))
+    return [_with_passkeys(tokens, ids, random.Random(number)) for number, (_, ids) in found]
+
+
+def _with_passkeys(tokens: Any, ids: list[int], draw: random.Random) -> Text:
+    def of(text: str) -> list[int]:
+        return tokens(text, add_special_tokens=False).input_ids
+
+    names = draw.sample(NAMES, len(NAMES))
+    questions = [
+        (of(f"\nThe passkey of the {name} is"), of(f" {draw.randrange(10**4, 10**5)}"))
+        for name in names
+    ]
+    lines = [[*question, *answer, *of(".\n")] for question, answer in questions]
+    room = len(ids) - sum(map(len, lines))
+    made: list[int] = []
+    for number, line in enumerate(lines):
+        begin, end = (int(room * max(at, 0) / len(lines)) for at in (number - 0.5, number + 0.5))
+        made += [*ids[begin:end], *line]
+    made += ids[len(made) - sum(map(len, lines)) : room]
+    return Text(made, len(made), tuple(questions))
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+class Reference:
+    """What the rows of other models are compared with.
+
+    Parameters
+    ----------
+    logits : Tensor, float32, (T, V)
+        Of the full model.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.first = logits.argmax(-1)
+        self.probabilities = logits.softmax(-1)
+        # The sum of p log p, which is p times logits less their logarithmic sum.
+        self.entropy = logits.logsumexp(-1) - _dot(self.probabilities, logits)
+
+    def compared(self, logits: Tensor, ids: Sequence[int]) -> dict[str, float]:
+        """Means over the rows of a model's logits; ``ids`` are the tokens that follow them.
+
+        Returns
+        -------
+        dict
+            ``kl``, the KL divergence from the full model's distribution; ``top1``, whether both
+            rank the same token first; ``nll``, the negative log-likelihood of the text's token.
+        """
+        normal = logits.logsumexp(-1)
+        own = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        values = {
+            "kl": normal - _dot(self.probabilities, logits) - self.entropy,
+            "top1": logits.argmax(-1) == self.first,
+            "nll": normal - own,
+        }
+        return {name: float(x.double().mean()) for name, x in values.items()}
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products of each row, float64; float32 alone loses digits over a large vocabulary."""
+    parts = zip(a.split(1024, -1), b.split(1024, -1), strict=True)
+    return torch.stack([torch.linalg.vecdot(x, y) for x, y in parts]).double().sum(0)
+
+
+def scored(text: Text, full: Reference | None, found: list[Tensor]) -> dict[str, Any]:
+    """Scores of the logits before each scored token of `Text.chains`.
+
+    Returns
+    -------
+    dict
+        As of `Reference.compared`; of passkeys ``found``, whether each greedy answer is right.
+    """
+    if full is not None:
+        return full.compared(found[0], text.ids[text.prefix :])
+    answers = [answer for _, answer in text.questions]
+    pairs = zip(found, answers, strict=True)
+    return {"found": [logits.argmax(-1).tolist() == answer for logits, answer in pairs]}
+
+
+@contextmanager
+def measured() -> Iterator[dict[str, Any]]:
+    """Fills ``wall``, in seconds, and ``peak``, bytes that the block takes at most (Linux)."""
+    took: dict[str, Any] = {}
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before, start = _memory("VmRSS"), time.perf_counter()
+    yield took
+    took |= {"wall": time.perf_counter() - start, "peak": _memory("VmHWM") - before}
+
+
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+# --- logs ----------------------------------------------------------------------------------------
+
+
+class Log:
+    """Rows of measurements in a file, one JSON object a line; a second run continues it.
+
+    Parameters
+    ----------
+    path : Path
+    settings : dict
+        What all rows have in common, written first.
+
+    Raises
+    ------
+    SystemExit
+        When the file was measured with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, settings
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            before, self.rows = read_log(path)
+            if before != settings:
+                raise SystemExit(
+                    f"{path} was measured with {before}, not with {settings}; use other --logs"
+                )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without a last line that an interrupted run left unfinished.
+        lines = [json.dumps(row) + "\n" for row in (settings, *self.rows)]
+        path.write_text("".join(lines), encoding="utf-8")
+        self._done = {_key(row) for row in self.rows}
+
+    def missing(self, **key: Any) -> bool:
+        """Whether no row has this ``part``, ``prompt``, ``method`` and ``keep``."""
+        return _key(key) not in self._done
+
+    def add(self, **row: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        self._done.add(_key(row))
+
+
+def _key(row: dict[str, Any]) -> tuple:
+    return tuple(row[name] for name in ("part", "prompt", "method", "keep"))
+
+
+def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Settings and rows of a log, without an unfinished last line."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    settings, *rows = (json.loads(line) for line in lines if line.endswith("\n"))
+    return settings, rows
+
+
+def weights(folder: Path) -> str:
+    """SHA-256 of the weights in a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def counts(text: str) -> dict[int, int]:
+    """``1000:8,2000:4``: how many texts of each prefix."""
+    return {int(prefix): int(count) for prefix, count in (p.split(":") for p in text.split(","))}
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The options of both sides."""
+    made = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    made.add_argument("folder", type=Path, help="a Gemma 3 text model")
+    made.add_argument("--documents", type=counts, default="1000:10,2000:10,4000:10,8000:10")
+    made.add_argument("--passkeys", type=counts, default="1000:4,2000:4,4000:4,8000:4")
+    made.add_argument(
+        "--cost", type=int, nargs="*", default=PREFIXES, help="prefixes whose first text is timed"
+    )
+    made.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--logs", type=Path, default=Path("runs/presses"), help="of rows so far")
+    return made
+
+
+def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[str, Any]:
+    """What the rows of a log have in common."""
+    return {
+        "weights": weights(args.folder),
+        "dtype": "float32",
+        "follow": args.follow,
+        "threads": args.threads,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers,
+        **more,
+    }
+
+
+def over(run: Any, tokens: Any, args: argparse.Namespace) -> None:
+    """Let ``run`` measure the scores of all texts, and the cost of some."""
+    read = read_texts(tokens, args.documents, args.follow)
+    for text in [*read, *passkey_texts(tokens, args.passkeys)]:
+        run.scores(text)
+        print(f"{run.log.path}: {text.part} {text.prefix} {text.digest}", flush=True)
+    first = {text.prefix: text for text in reversed(read)}
+    for prefix in args.cost:
+        run.cost(first[prefix])
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+# Methods of both sides that are compared with each other, and whether they keep equally many slots.
+PAIRS = (
+    ("snapkv", "SnapKV", True),
+    ("snapkv:window=64,kernel=5,pool=avg", "SnapKV", True),
+    ("pyramidkv", "PyramidKV", False),
+    (PYRAMID, "PyramidKV, budgets of vlmfast", True),
+    ("streamingllm", "StreamingLLM", True),
+    ("streamingllm", "StreamingLLM, rotated", True),
+    ("h2o:decode=false", "ObservedAttention", True),
+    ("h2o:decode=false,recent=0", "ObservedAttention", True),
+)
+NOISE = 1e-3  # nats by which full models may differ: float32 in another order of summation
+
+Rows = list[dict[str, Any]]
+
+
+def joined(
+    ours: tuple[dict[str, Any], Rows], others: tuple[dict[str, Any], Rows], every: Sequence[Text]
+) -> dict[str, Any]:
+    """The report on the rows that vlmfast and kvpress have logged for the same texts.
+
+    Raises
+    ------
+    SystemExit
+        When a side lacks a text, or the sides differ in what must be equal.
+    """
+    sides = {"vlmfast": ours, "kvpress": others}
+    for name in ("weights", "dtype", "follow", "machine"):
+        if ours[0][name] != others[0][name]:
+            raise SystemExit(f"{name} differs: {ours[0][name]} and {others[0][name]}")
+    wanted = {(text.part, text.digest) for text in every}
+    found: dict[str, dict[tuple, dict[str, Any]]] = {}
+    for side, (_, rows) in sides.items():
+        found[side] = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
+        methods = {key[2:] for key in found[side]}
+        for part, prompt in sorted(wanted):
+            for key in sorted(methods):
+                if (part, prompt, *key) not in found[side]:
+                    what = " ".join(map(str, key))
+                    raise SystemExit(f"{side} has not measured {what} on {part} {prompt}")
+    noise = max(
+        abs(found["vlmfast"][key]["nll"] - row["nll"])
+        for key, row in found["kvpress"].items()
+        if key[0] == "text" and key[2] == "none"
+    )
+    if noise > NOISE:
+        raise SystemExit(f"the full models differ by {noise:.2g} nats, more than {NOISE:g}")
+    for (part, prompt, method, keep), row in found["vlmfast"].items():
+        for own, other, equal in PAIRS:
+            if own == method and equal:
+                slots = found["kvpress"][part, prompt, other, keep]["slots"]
+                if sum(slots) != sum(row["slots"]):
+                    raise SystemExit(f"{own} keeps {row['slots']} slots, {other} {slots}")
+    return {
+        "settings": {side: about for side, (about, _) in sides.items()},
+        "prompts": [
+            {"part": text.part, "prefix": text.prefix, "prompt": text.digest} for text in every
+        ],
+        "noise": noise,
+        "lines": [line for side, rows in found.items() for line in _lines(side, rows)],
+        "pairs": [pair for own, other, _ in PAIRS for pair in _differences(found, own, other)],
+        "cost": [
+            {"side": side} | row for side, (_, rows) in sides.items() for row in _part(rows, "cost")
+        ],
+        "drafts": _drafts(_part(ours[1], "drafts")),
+    }
+
+
+def _lines(side: str, rows: dict[tuple, dict[str, Any]]) -> Rows:
+    """Means by method and keep, over all prefixes and for each of them."""
+    full = {key[:2]: row for key, row in rows.items() if key[2] == "none"}
+    lines = []
+    for method, keep in dict.fromkeys(key[2:] for key in rows):
+        own = [row for key, row in rows.items() if key[2:] == (method, keep)]
+        for prefix in (None, *sorted({row["prefix"] for row in own})):
+            of = [row for row in own if prefix in (None, row["prefix"])]
+            line: dict[str, Any] = {"side": side, "method": method, "keep": keep, "prefix": prefix}
+            texts, keys = _part(of, "text"), _part(of, "passkeys")
+            line |= {"documents": len(texts), "passkey texts": len(keys)}
+            for name in ("kl", "top1", "nll"):
+                line[name] = mean(row[name] for row in texts)
+            line["slots"] = mean(_share(row, full[row["part"], row["prompt"]]) for row in of)
+            if keys:
+                line["passkeys"] = mean(mean(row["found"]) for row in keys)
+                line["by depth"] = [mean(x) for x in zip(*(r["found"] for r in keys), strict=True)]
+            lines.append(line)
+    return lines
+
+
+def _share(row: dict[str, Any], full: dict[str, Any]) -> float:
+    """Slots of the longest layers, which are those without a window, as a fraction."""
+    pairs = list(zip(row["slots"], full["slots"], strict=True))
+    longest = max(full["slots"])
+    return sum(kept for kept, of in pairs if of == longest) / sum(
+        of for _, of in pairs if of == longest
+    )
+
+
+def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other: str) -> Rows:
+    """KL of ``own`` minus that of ``other``, text by text: mean and 95 % interval."""
+    lines = []
+    for keep in KEEPS:
+        pairs = [
+            row["kl"] - found["kvpress"]["text", prompt, other, keep]["kl"]
+            for (part, prompt, method, kept), row in found["vlmfast"].items()
+            if (part, method, kept) == ("text", own, keep)
+        ]
+        if not pairs:
+            continue
+        middle = mean(pairs)
+        variance = sum((x - middle) ** 2 for x in pairs) / max(len(pairs) - 1, 1)
+        half = 1.96 * (variance / len(pairs)) ** 0.5
+        line = {"vlmfast": own, "kvpress": other, "keep": keep, "documents": len(pairs)}
+        lines.append(line | {"kl": middle, "interval": [middle - half, middle + half]})
+    return lines
+
+
+def _drafts(rows: Rows) -> Rows:
+    """Of each drafter: accepted tokens per forward pass, and the plain decode time over its own."""
+    lines = []
+    plain = [row for row in rows if row["method"] == "none"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        lines.append(
+            {
+                "method": method,
+                "documents": len(own),
+                "tokens": sum(row["tokens"] for row in own),
+                "accepted per pass": sum(r["accepted"] for r in own)
+                / sum(r["rounds"] for r in own),
+                "speedup": sum(row["wall"] for row in plain) / sum(row["wall"] for row in own),
+                "same": sum(row["same"] for row in own),
+            }
+        )
+    return lines
+
+
+def _part(rows: Iterable[dict[str, Any]], name: str) -> Rows:
+    return [row for row in rows if row["part"] == name]
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

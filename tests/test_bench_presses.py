@@ -1,0 +1,268 @@
+"""`benchmarks/compare_presses.py`: logs, their continuation and their joining, without kvpress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from closeness import apart, close, network
+from tiny_families import llava_around
+from vlmfast import VLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+texts = pytest.importorskip("texts")
+compare = pytest.importorskip("compare_presses")
+
+SETTINGS = {"weights": "w", "dtype": "float32", "follow": 4, "machine": "m"}
+PREFIX, FOLLOW = 120, 12
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        assert not add_special_tokens
+
+        return SimpleNamespace(input_ids=[2 + ord(letter) % 50 for letter in text])
+
+
+def row(part: str, prompt: str, method: str, keep: float, **more: Any) -> dict[str, Any]:
+    slots = [int(keep * 100), 20, int(keep * 100)]
+    found = {"part": part, "prompt": prompt, "method": method, "keep": keep, "prefix": 1000}
+    scores = {"kl": 0.0, "top1": 1.0, "nll": 2.0} if part == "text" else {"found": [True] * 10}
+    return found | {"slots": slots} | scores | more
+
+
+@pytest.fixture
+def every() -> list[Any]:
+    return [
+        texts.Text([1, 2, 3], 2),
+        texts.Text([1, 2, 4], 2),
+        texts.Text([5, 6], 2, (([7], [8]),)),
+    ]
+
+
+@pytest.fixture
+def sides(every: list[Any]) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Complete logs of both sides, in which SnapKV is a little worse in kvpress."""
+    found: dict[str, Any] = {}
+    for side, method, kl in (("vlmfast", "snapkv", 0.1), ("kvpress", "SnapKV", 0.3)):
+        rows = []
+        for number, text in enumerate(every):
+            rows.append(row(text.part, text.digest, "none", 1))
+            for keep in texts.KEEPS:
+                more = (
+                    {"kl": kl + 0.1 * number} if text.part == "text" else {"found": [False, True]}
+                )
+                rows.append(row(text.part, text.digest, method, keep, **more))
+        found[side] = SETTINGS, rows
+    return found
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def test_texts_do_not_depend_on_how_many_there_are() -> None:
+    few = texts.read_texts(Letters(), {1000: 1, 2000: 1}, 5)
+    many = texts.read_texts(Letters(), {1000: 3, 2000: 2}, 5)
+    assert [(text.prefix, len(text.ids)) for text in few] == [(1000, 1005), (2000, 2005)]
+    assert [text.digest for text in many[:2]] == [text.digest for text in few]
+    assert len({text.digest for text in many}) == 5
+    with pytest.raises(SystemExit, match="1000:11 must be one of"):
+        texts.read_texts(Letters(), {1000: 11}, 5)
+
+
+def test_passkeys_are_at_ten_depths() -> None:
+    (text,) = texts.passkey_texts(Letters(), {1000: 1})
+    assert len(text.ids) == text.prefix == 1000
+    places = []
+    for question, answer in text.questions:
+        line = [*question, *answer]
+        at = [n for n in range(1000) if text.ids[n : n + len(line)] == line]
+        assert len(at) == 1
+        places += at
+    assert places == sorted(places)
+    assert len(places) == 10
+    gaps = [b - a for a, b in pairwise(places)]
+    assert max(gaps) - min(gaps) < 10  # names differ in length
+    assert len({tuple(answer) for _, answer in text.questions}) == 10
+
+
+def test_scores_equal_their_definitions() -> None:
+    torch.manual_seed(0)
+    full, own = torch.randn(2, 7, 3000, dtype=torch.float64).mul(3).unbind()
+    ids = list(range(7))
+    expected, log = full.log_softmax(-1), own.log_softmax(-1)
+    found = texts.Reference(full.float()).compared(own.float(), ids)
+    kl = (expected.exp() * (expected - log)).sum(-1).mean()
+    nll = -log[range(7), ids].mean()
+    largest = float(log.abs().max())
+    close(torch.tensor(found["kl"]), kl, dtype=torch.float32, terms=3000, scale=largest)
+    close(torch.tensor(found["nll"]), nll, dtype=torch.float32, terms=3000, scale=largest)
+    assert found["top1"] == float((full.argmax(-1) == own.argmax(-1)).double().mean())
+    assert texts.Reference(full.float()).compared(full.float(), ids)["top1"] == 1
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def test_log_continues_without_an_unfinished_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = texts.Log(path, SETTINGS)
+    log.add(**row("text", "a", "snapkv", 0.5))
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"part": "text", "prom')
+    again = texts.Log(path, SETTINGS)
+    assert again.rows == log.rows
+    assert not again.missing(part="text", prompt="a", method="snapkv", keep=0.5)
+    assert again.missing(part="text", prompt="a", method="snapkv", keep=0.2)
+    again.add(**row("text", "b", "snapkv", 0.5))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [SETTINGS, *again.rows]
+
+
+def test_log_of_other_settings_is_refused(tmp_path: Path) -> None:
+    texts.Log(tmp_path / "log.jsonl", SETTINGS)
+    with pytest.raises(SystemExit, match=r"was measured with .*; use other --logs"):
+        texts.Log(tmp_path / "log.jsonl", SETTINGS | {"weights": "others"})
+
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+def test_both_sides_are_joined(sides: Any, every: list[Any]) -> None:
+    report = texts.joined(sides["vlmfast"], sides["kvpress"], every)
+    (line,) = (
+        line
+        for line in report["lines"]
+        if (line["side"], line["method"], line["keep"], line["prefix"])
+        == ("vlmfast", "snapkv", 0.5, None)
+    )
+    assert line["kl"] == pytest.approx(0.15)
+    assert line["slots"] == 0.5  # of the long layers
+    assert (line["documents"], line["passkey texts"], line["passkeys"]) == (2, 1, 0.5)
+    assert line["by depth"] == [0, 1]
+    assert [pair["keep"] for pair in report["pairs"]] == list(texts.KEEPS)
+    for pair in report["pairs"]:
+        assert (pair["kl"], pair["documents"]) == (pytest.approx(-0.2), 2)
+        assert pair["interval"] == [pytest.approx(-0.2), pytest.approx(-0.2)]
+
+
+def test_text_that_one_side_lacks_is_refused(sides: Any, every: list[Any]) -> None:
+    lost = sides["kvpress"][1].pop()
+    with pytest.raises(SystemExit, match=f"kvpress has not measured SnapKV.*{lost['prompt']}"):
+        texts.joined(sides["vlmfast"], sides["kvpress"], every)
+
+
+def test_texts_that_were_not_asked_for_are_left_out(sides: Any, every: list[Any]) -> None:
+    report = texts.joined(sides["vlmfast"], sides["kvpress"], every[1:])
+    assert [prompt["prompt"] for prompt in report["prompts"]] == [t.digest for t in every[1:]]
+    assert {pair["documents"] for pair in report["pairs"]} == {1}
+
+
+def test_unequal_slots_are_refused(sides: Any, every: list[Any]) -> None:
+    sides["kvpress"][1][1]["slots"][0] += 1
+    with pytest.raises(SystemExit, match=r"snapkv keeps .* slots, SnapKV"):
+        texts.joined(sides["vlmfast"], sides["kvpress"], every)
+
+
+def test_full_models_that_differ_are_refused(sides: Any, every: list[Any]) -> None:
+    sides["kvpress"][1][0]["nll"] += 2 * texts.NOISE
+    with pytest.raises(SystemExit, match=r"the full models differ by 0\.002 nats"):
+        texts.joined(sides["vlmfast"], sides["kvpress"], every)
+    sides["kvpress"] = SETTINGS | {"weights": "others"}, sides["kvpress"][1]
+    with pytest.raises(SystemExit, match="weights differs: w and others"):
+        texts.joined(sides["vlmfast"], sides["kvpress"], every)
+
+
+# --- vlmfast's side -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def vlm() -> VLM:
+    model, processor = llava_around("clip_vision_model", "gemma3_text")
+    return VLM(model.requires_grad_(False), processor)
+
+
+@pytest.fixture(scope="module")
+def prefilled(vlm: VLM) -> Any:
+    torch.manual_seed(0)
+    ids = torch.randint(5, 30, (PREFIX + FOLLOW,)).tolist()
+    with compare.switched(vlm.model):
+        return compare.Prefilled(vlm, texts.Text(ids, PREFIX))
+
+
+@pytest.mark.parametrize("method", compare.METHODS)
+def test_compressing_afterwards_equals_compressing_in_prefill(
+    vlm: VLM, prefilled: Any, method: str
+) -> None:
+    name = method.replace("window=64,", "window=8,")
+    name = name.replace("snapkv, all", "snapkv:window=8, all")
+    name = {"snapkv": "snapkv:window=8", "cake": "cake:window=8"}.get(name, name)
+    recipe = compare.recipe_of(name, 0.5, vlm.adapter)
+    with compare.switched(vlm.model):
+        group = prefilled.compressed(recipe)
+        sequence, _ = prefilled.prefill(recipe)
+        assert group.cache.lengths() == sequence.group.cache.lengths()
+        (found,), (expected,) = prefilled.logits(group), prefilled.logits(sequence.group)
+        (full,) = prefilled.logits(prefilled.full.group)
+    terms, scale = network(vlm.model, PREFIX), float(full.abs().max())
+    close(found[1:], expected[1:], terms=terms, scale=scale)
+    apart(found[1:], full[1:], terms=terms, scale=scale)
+    windows = vlm.adapter.windows
+    kept, whole = group.cache.lengths(), prefilled.full.group.cache.lengths()
+    for window, own, of in zip(windows, kept, whole, strict=True):
+        assert (own < of) is (window is None or method.endswith(compare.ALL))
+
+
+@pytest.mark.parametrize("method", ["snapkv:window=8", "h2o:decode=false", "streamingllm", "lookm"])
+def test_given_fraction_of_the_slots_is_kept(vlm: VLM, prefilled: Any, method: str) -> None:
+    with compare.switched(vlm.model):
+        group = prefilled.compressed(compare.recipe_of(method, 0.4, vlm.adapter))
+    wide = vlm.adapter.windows.index(None)
+    assert group.cache.lengths()[wide] == int(0.4 * PREFIX)
+
+
+def test_only_missing_rows_are_measured(
+    vlm: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "METHODS", ("h2o:decode=false", "streamingllm"))
+    torch.manual_seed(0)
+    ids = torch.randint(5, 30, (PREFIX + FOLLOW,)).tolist()
+    document = texts.Text(ids, PREFIX)
+    asked = texts.Text(ids[:PREFIX], PREFIX, (([6, 7], [8, 9]), ([6], [7])))
+    log = texts.Log(tmp_path / "log.jsonl", SETTINGS)
+    run = compare.Run(vlm, log)
+    for text in (document, asked):
+        run.scores(text)
+        run.cost(text)
+    rows = [(row["part"], row["method"], row["keep"]) for row in log.rows]
+    names = ("h2o:decode=false", "streamingllm")
+    scored = [("none", 1), *((name, keep) for keep in texts.KEEPS for name in names)]
+    cost = [("none", 1), *((name, texts.COST) for name in names)]
+    parts = {"text": scored, "cost": cost, "passkeys": scored}
+    assert rows[:7] == [("text", *of) for of in scored]
+    assert sorted(rows) == sorted((p, *of) for p in parts for of in parts[p] * (1 + (p == "cost")))
+    monkeypatch.setattr(compare, "Prefilled", None)  # nothing is prefilled again
+    for text in (document, asked):
+        compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS)).scores(text)
+        compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS)).cost(text)
+
+
+def test_drafters_give_the_plain_answer(vlm: VLM, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    text = texts.Text(torch.randint(5, 30, (PREFIX,)).tolist(), PREFIX)
+    log = texts.Log(tmp_path / "log.jsonl", SETTINGS)
+    compare.Run(vlm, log).drafts(text, 8)
+    assert [row["method"] for row in log.rows] == ["none", *compare.DRAFTERS]
+    assert all(row["same"] and row["tokens"] == 8 for row in log.rows)
+    assert [line["same"] for line in texts._drafts(log.rows)] == [1] * 5
