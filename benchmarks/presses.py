@@ -51,7 +51,7 @@ class Method:
     eager : bool
         Whether it reads the attention matrix, which only eager attention returns.
     rotated : bool
-        Whether it numbers the kept slots anew.
+        Whether it renumbers the kept slots.
     same : str
         Method of vlmfast in `compare_presses.py` whose slots the press must keep, by layer.
     """

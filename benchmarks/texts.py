@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import random
 import time
@@ -191,12 +192,13 @@ def scored(text: Text, full: Reference | None, found: list[Tensor]) -> dict[str,
 
 @contextmanager
 def measured() -> Iterator[dict[str, Any]]:
-    """Fills ``wall``, in seconds, and ``peak``, bytes that the block takes at most (Linux)."""
+    """Fills ``wall``, in seconds, ``load``, of the machine, and ``peak``, bytes at most (Linux)."""
     took: dict[str, Any] = {}
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before, start = _memory("VmRSS"), time.perf_counter()
     yield took
-    took |= {"wall": time.perf_counter() - start, "peak": _memory("VmHWM") - before}
+    took |= {"wall": time.perf_counter() - start, "load": os.getloadavg()[0]}
+    took["peak"] = _memory("VmHWM") - before
 
 
 def _memory(name: str) -> int:
@@ -416,7 +418,7 @@ def _share(row: dict[str, Any], full: dict[str, Any]) -> float:
 
 
 def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other: str) -> Rows:
-    """KL of ``own`` minus that of ``other``, text by text: mean and 95 % interval."""
+    """KL of ``own`` minus that of ``other``, text by text: mean, least and most."""
     lines = []
     for keep in KEEPS:
         pairs = [
@@ -426,11 +428,9 @@ def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other:
         ]
         if not pairs:
             continue
-        middle = mean(pairs)
-        variance = sum((x - middle) ** 2 for x in pairs) / max(len(pairs) - 1, 1)
-        half = 1.96 * (variance / len(pairs)) ** 0.5
         line = {"vlmfast": own, "kvpress": other, "keep": keep, "documents": len(pairs)}
-        lines.append(line | {"kl": middle, "interval": [middle - half, middle + half]})
+        line |= {"kl": mean(pairs), "least": min(pairs), "most": max(pairs)}
+        lines.append(line)
     return lines
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -358,27 +359,46 @@ _PRESSES = (
 )
 
 
-def presses(prefix: int | None = None, named: Sequence[tuple[str, str]] = _PRESSES) -> str:
-    """KL divergence, equal first tokens and slots of cache methods beside those of kvpress."""
-    found = {
-        (line["side"], line["method"], line["keep"]): line
-        for line in _presses()["lines"]
-        if line["prefix"] == prefix
-    }
-    keeps = sorted({keep for _, method, keep in found if method != "none"}, reverse=True)
-    rows = [["KL / same top-1 token", *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
-    for side, method in named:
-        cells = []
-        for keep in keeps:
-            line = found[side, method, keep]
-            cell = f"{line['kl']:.3f} / {100 * line['top1']:.0f} %"
-            if abs(line["slots"] - keep) > 0.005:  # budgets of its own
-                cell += f" ({100 * line['slots']:.0f} %)"
-            cells.append(cell)
+def presses() -> str:
+    """KL divergence, equal first tokens and perplexity of cache methods beside those of kvpress."""
+
+    def cell(line: dict[str, Any]) -> str:
+        kept = f" ({100 * line['slots']:.0f} %)" if line["slots"] < 0.98 * line["keep"] else ""
+        perplexity = math.exp(line["nll"])
+        return f"{line['kl']:.3f} / {100 * line['top1']:.0f} % / {perplexity:.1f}{kept}"
+
+    return _pressed("KL / same top-1 token / perplexity", cell)
+
+
+def passkeys() -> str:
+    """Passkeys that each method still finds."""
+
+    def cell(line: dict[str, Any]) -> str:
+        return f"{10 * line['passkey texts'] * line['passkeys']:.0f}"
+
+    return _pressed("passkeys found", cell)
+
+
+def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
+    """A row for each method and a column for each fraction of slots, over all prefixes."""
+    lines = [line for line in _presses()["lines"] if line["prefix"] is None]
+    found = {(line["side"], line["method"], line["keep"]): line for line in lines}
+    keeps = sorted({line["keep"] for line in lines if line["method"] != "none"}, reverse=True)
+    rows = [[title, *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
+    for side, method in _PRESSES:
         name, comma, rest = method.partition(", ")
-        rows.append(
-            [f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}", *cells]
-        )
+        label = f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
+        rows.append([label, *(cell(found[side, method, keep]) for keep in keeps)])
+    return _table(rows)
+
+
+def drafters() -> str:
+    """Accepted tokens of drafters on the same texts."""
+    rows = [["drafter", "accepted tokens per forward pass", "same tokens as without"]]
+    for line in _presses()["drafts"]:
+        if line["method"] != "none":
+            same = f"{line['same']} of {line['documents']}"
+            rows.append([f"`{line['method']}`", f"{line['accepted per pass']:.2f}", same])
     return _table(rows)
 
 
@@ -483,6 +503,9 @@ TABLES = {
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): gpu_kernels,
+    ("docs/presses.md", "presses"): presses,
+    ("docs/presses.md", "passkeys"): passkeys,
+    ("docs/presses.md", "drafters"): drafters,
     ("docs/accuracy.md", "positions"): positions,
     ("docs/accuracy.md", "fresh"): fresh,
     ("docs/robustness.md", "attacked"): robustness,
