@@ -48,7 +48,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
-from vlmfast.core.statistics import ColumnStats
+from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
@@ -89,25 +89,26 @@ def wide_only(stage: Stage, adapter: Adapter) -> Stage:
     are refused.
     """
     kind: Any = type(stage)
+    wide = [layer for layer, window in enumerate(adapter.windows) if window is None]
+
+    def text_stats(self: Any, depth: int) -> dict[int, ColumnRequest]:
+        wanted = kind.text_stats(self, depth)
+        return {layer: request for layer, request in wanted.items() if layer in wide}
 
     def compress(
         self: Any, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        if not wide(context, layer):
+        if layer not in wide:
             return kv
         own = replace(context, rotate=partial(rotated, adapter, layer))
         return kind.compress(self, own, layer, kv, stats)
 
     def finish(self: Any, context: PrefillContext, cache: list[KV]) -> list[KV]:
-        layers = [layer for layer in range(len(cache)) if wide(context, layer)]
-        found = kind.finish(self, context, [cache[layer] for layer in layers])
-        by = dict(zip(layers, found, strict=True))
+        found = kind.finish(self, context, [cache[layer] for layer in wide])
+        by = dict(zip(wide, found, strict=True))
         return [by.get(layer, kv) for layer, kv in enumerate(cache)]
 
-    def wide(context: PrefillContext, layer: int) -> bool:
-        return context.window(layer) is None
-
-    own: dict[str, Any] = {"compress": compress}
+    own: dict[str, Any] = {"text_stats": text_stats, "compress": compress}
     if kind.finish is not CacheStage.finish:
         own["finish"] = finish
     made = type(kind)(kind.__name__, (kind,), own)

@@ -6,6 +6,8 @@ Imports neither vlmfast nor kvpress, which need different versions of transforme
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -13,7 +15,7 @@ import platform
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -194,6 +196,9 @@ def scored(text: Text, full: Reference | None, found: list[Tensor]) -> dict[str,
 def measured() -> Iterator[dict[str, Any]]:
     """Fills ``wall``, in seconds, ``load``, of the machine, and ``peak``, bytes at most (Linux)."""
     took: dict[str, Any] = {}
+    gc.collect()
+    with suppress(AttributeError):  # of the GNU C library: returns what is free
+        ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before, start = _memory("VmRSS"), time.perf_counter()
     yield took
