@@ -31,7 +31,7 @@ from vlmfast.cli import arguments as cli_arguments
 from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
-from vlmfast.media import load_images
+from vlmfast.media import load_image
 from vlmfast.tune import commands, data
 from vlmfast.tune.outcomes import CannotRun, ModelSource, Store
 
@@ -271,7 +271,7 @@ def test_failed_download_is_tried_again(folder: Path, monkeypatch: pytest.Monkey
     class Loading(FakeVLM):
         def _answer(self, request: Request) -> Any:
             try:
-                load_images(request.images)
+                load_image(request.images)
             except vlmfast.MediaError as error:
                 return error
             return super()._answer(request)
