@@ -271,7 +271,8 @@ def test_failed_download_is_tried_again(folder: Path, monkeypatch: pytest.Monkey
     class Loading(FakeVLM):
         def _answer(self, request: Request) -> Any:
             try:
-                load_image(request.images)
+                for image in request.images:
+                    load_image(image)
             except vlmfast.MediaError as error:
                 return error
             return super()._answer(request)

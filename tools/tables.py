@@ -389,7 +389,7 @@ def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
         name, comma, rest = method.partition(", ")
         label = f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
         rows.append([label, *(cell(found[side, method, keep]) for keep in keeps)])
-    return _table(rows)
+    return table(rows)
 
 
 def drafters() -> str:
@@ -399,7 +399,7 @@ def drafters() -> str:
         if line["method"] != "none":
             same = f"{line['same']} of {line['documents']}"
             rows.append([f"`{line['method']}`", f"{line['accepted per pass']:.2f}", same])
-    return _table(rows)
+    return table(rows)
 
 
 def _presses() -> dict[str, Any]:
