@@ -30,14 +30,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
-@dataclass
-class GivenPyramid(kvpress.PyramidKVPress):
-    """PyramidKV with given budgets instead of its own."""
-
-    slots: tuple[int, ...] = ()
-
-    def get_layer_budget(self, module: nn.Module, q_len: int) -> int:
-        return self.slots[module.layer_idx]
+def given_pyramid(share: float, slots: tuple[int, ...]) -> Any:
+    """PyramidKV with the budgets ``slots`` of the layers instead of its own."""
+    press = kvpress.PyramidKVPress(share)
+    press.get_layer_budget = lambda module, length: slots[module.layer_idx]
+    return press
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Method:
 METHODS = {
     "SnapKV": Method(kvpress.SnapKVPress),
     "PyramidKV": Method(kvpress.PyramidKVPress),
-    "PyramidKV, budgets of vlmfast": Method(GivenPyramid, same=texts.PYRAMID),
+    "PyramidKV, budgets of vlmfast": Method(given_pyramid, same=texts.PYRAMID),
     "StreamingLLM": Method(kvpress.StreamingLLMPress),
     "StreamingLLM, rotated": Method(
         lambda ratio: kvpress.KeyRerotationPress(kvpress.StreamingLLMPress(ratio)), rotated=True
