@@ -81,6 +81,7 @@ def test_mask_is_the_transitive_closure(tree: Tree) -> None:
 @given(trees())
 def test_paths_lead_from_root_to_leaves(tree: Tree) -> None:
     rows = [tree.path(leaf) for leaf in tree.leaves()]
+    assert rows == [above(tree, leaf) for leaf in tree.leaves()]
     assert set().union(*rows) == set(range(len(tree)))
     # A tree is determined by its paths.
     again = Tree.of_paths(tree.tokens[0], [[tree.tokens[at] for at in row[1:]] for row in rows])

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parts import PocketError, check_sum
+from parts import PocketError, check_folder, check_sum
 from PIL import Image
 
 from vlmfast.core.files import replace_text
 
 VERSION = 1  # of the folder
+_NOTE = "objects.json"
 RELEASE = "16.0.0"
 SIDE = 64  # of a drawing, in pixels
 CATEGORIES = ("Animals & Nature", "Food & Drink", "Travel & Places", "Objects", "Activities")
@@ -121,8 +122,8 @@ def read(folder: Path, tokenizer: Any) -> Objects:
     PocketError
         If `make` has not made the folder, or another version of it has.
     """
-    _check(folder)
-    if not (folder / "objects.json").exists():
+    check_folder(folder, _NOTE, VERSION)
+    if not (folder / _NOTE).exists():
         raise PocketError(f"{folder} has no drawings; `objects.py` makes them")
     files: dict[str, dict[str, Path]] = {}
     for entry in json.loads((folder / "emoji.json").read_text(encoding="utf-8")):
@@ -138,19 +139,6 @@ def _name(entry: Mapping[str, Any]) -> str:
     drawn = all(entry[f"has_img_{style}"] for style in STYLES)
     usable = drawn and entry["category"] in CATEGORIES and name.replace(" ", "").isalpha()
     return name if usable and not any(word in name for word in SIMILAR) else ""
-
-
-def _check(folder: Path) -> None:
-    note = folder / "objects.json"
-    if not note.exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise PocketError(f"{folder} is not empty and was not made by this command")
-        return
-    made = json.loads(note.read_text(encoding="utf-8")).get("version")
-    if made != VERSION:
-        raise PocketError(
-            f"{folder} is of version {made}, this command makes version {VERSION}; remove it"
-        )
 
 
 def download(package: str, folder: Path) -> Path:
@@ -217,8 +205,8 @@ def make(folder: Path, archives: Path | None = None) -> Path:
     Path
     """
     target = folder / "objects"
-    _check(target)
-    if (target / "objects.json").exists():
+    check_folder(target, _NOTE, VERSION)
+    if (target / _NOTE).exists():
         return target
     part = folder / "objects.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -233,7 +221,7 @@ def make(folder: Path, archives: Path | None = None) -> Path:
             unpack(path, name, part)
     licences = "".join(f"- {name}: {style.licence}\n" for name, style in STYLES.items())
     replace_text(part / "NOTICE.md", f"Licences of the drawings:\n\n{licences}")
-    replace_text(part / "objects.json", json.dumps({"version": VERSION}) + "\n")
+    replace_text(part / _NOTE, json.dumps({"version": VERSION}) + "\n")
     part.rename(target)
     return target
 

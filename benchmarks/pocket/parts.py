@@ -82,22 +82,22 @@ def check_sum(name: str, files: Sequence[Path], expected: str) -> None:
         raise PocketError(f"{name} has SHA-256 {found}, expected is {expected}")
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that another version of this script has made.
+def check_folder(folder: Path, name: str = "pocket.json", version: int = VERSION) -> None:
+    """Refuse a folder that another version of a script has made; ``name`` is its note.
 
     Raises
     ------
     PocketError
     """
-    note = folder / "pocket.json"
+    note = folder / name
     if not note.exists():
         if folder.exists() and any(of.suffix != ".part" for of in folder.iterdir()):
             raise PocketError(f"{folder} is not empty and was not made by this command")
         return
     made = json.loads(note.read_text(encoding="utf-8")).get("version")
-    if made != VERSION:
+    if made != version:
         raise PocketError(
-            f"{folder} is of version {made}, this command makes version {VERSION}; use a new folder"
+            f"{folder} is of version {made}, this command makes version {version}; use a new folder"
         )
 
 

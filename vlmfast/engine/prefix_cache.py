@@ -169,7 +169,8 @@ class PrefixCache:
             entry = self._entries.get(key)
             self._count(key.kind, "misses" if entry is None else "hits")
             if entry is not None:
-                self._use(entry)
+                self._used(entry)
+                entry.pins += 1
             return entry
 
     def has(self, key: Key) -> bool:
@@ -202,9 +203,8 @@ class PrefixCache:
                 return None
             entry = self._entries[best]
             if use:
-                self._use(entry)
-            else:
-                entry.pins += 1
+                self._used(entry)
+            entry.pins += 1
             return entry
 
     def remove(self, key: Key) -> None:
@@ -249,13 +249,8 @@ class PrefixCache:
                 self._end(entry, ended)
             self._make_room(0, ended)  # the limit may have been lowered meanwhile
 
-    def keys(self, kind: str, tenant: str) -> list[Key]:
-        """The keys of all entries of a kind, the most recently used first."""
-        with self._locked():
-            return [k for k in reversed(self._entries) if k[:2] == (kind, tenant)]
-
-    def within(self, kind: str, tenant: str, scope: Any) -> list[Key]:
-        """Those of one scope, the most recently used first."""
+    def keys(self, kind: str, tenant: str, scope: Any = None) -> list[Key]:
+        """The keys of one scope, the most recently used first."""
         with self._locked():
             return [*reversed(self._groups.get((kind, tenant, scope), OrderedDict()))]
 
@@ -321,10 +316,9 @@ class PrefixCache:
 
     # --- under the lock --------------------------------------------------------------------------
 
-    def _use(self, entry: Entry) -> None:
+    def _used(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
         self._groups[entry.key.group].move_to_end(entry.key)
-        entry.pins += 1
 
     def _count(self, kind: str, name: str) -> None:
         counts = self._counts.setdefault(kind, {})

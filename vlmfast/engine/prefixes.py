@@ -221,7 +221,7 @@ class Prefixes:
         size, entry = prefix.bytes, None
         if scope is not None and size <= self.cache.limit and windows == list(self.adapter.windows):
             beginning = Beginning(tuple(prefix.ids), prefix.least)
-            for key in self.cache.within(KIND, scope.tenant, scope.content):
+            for key in self.cache.keys(KIND, scope.tenant, scope.content):
                 if beginning.contains(key.content):
                     self.cache.remove(key)
             key = Key(KIND, scope.tenant, beginning, scope.content)
@@ -267,7 +267,7 @@ class Prefixes:
         if scope is None:
             return []
         found: dict[Beginning, Prefix] = {}
-        for key in self.cache.within(KIND, scope.tenant, scope.content):
+        for key in self.cache.keys(KIND, scope.tenant, scope.content):
             count = key.content.shared(ids)
             entry = self.cache.find(key) if count else None
             if entry is not None:
