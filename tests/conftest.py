@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,18 +115,33 @@ def _left_out(item: pytest.Item, number: int, count: int) -> bool:
 @functools.cache
 def _comparing(path: Path) -> frozenset[str]:
     """Names of a module that compare: those of `closeness`, and functions that use one."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    inside = {module: names for module in _imported(text) if (names := _of_helper(module, path))}
+    if not inside:
+        return frozenset()
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            inside = _of_helper(node.module, path)
-            found |= {of.asname or of.name for of in node.names if of.name in inside}
-        elif isinstance(node, ast.Import):
-            found |= {of.asname or of.name for of in node.names if _of_helper(of.name, path)}
-    parts = {name: _mentioned(node) for node in tree.body for name in _defined(node)}
+    parts: dict[str, set[str]] = {}
+    for definition in ast.parse(text).body:
+        used: set[str] = set()  # names that it reads; fixtures are among its arguments
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.arg):
+                used.add(node.arg)
+            elif isinstance(node, ast.ImportFrom):
+                names = inside.get(node.module or "", ())
+                found |= {of.asname or of.name for of in node.names if of.name in names}
+            elif isinstance(node, ast.Import):
+                found |= {of.asname or of.name for of in node.names if of.name in inside}
+        parts |= dict.fromkeys(_defined(definition), used)
     while more := {name for name, used in parts.items() if name not in found and used & found}:
         found |= more
     return frozenset(found)
+
+
+def _imported(text: str) -> set[str]:
+    """Modules that a text may import; without a dot, as helpers are."""
+    return set(re.findall(r"^\s*(?:from|import) (\w+)\b(?!\.)", text, re.MULTILINE))
 
 
 def _of_helper(module: str, path: Path) -> frozenset[str]:
@@ -141,12 +157,6 @@ def _defined(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return [of.id for of in targets if isinstance(of, ast.Name)]
-
-
-def _mentioned(node: ast.stmt) -> set[str]:
-    """Names that a definition reads; fixtures are among its arguments."""
-    names = {of.id for of in ast.walk(node) if isinstance(of, ast.Name)}
-    return names | {of.arg for of in ast.walk(node) if isinstance(of, ast.arg)}
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def replay(lines: list[dict[str, Any]], family: str, *, cached: bool = True) -> 
     assert not wrong, "\n".join(wrong[:5])
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", recorded.FAMILIES)
 def test_answers_match_the_record(family: str) -> None:
     replay(QUICK, family)

@@ -61,7 +61,7 @@ def asked(vlm: VLM, media: dict[str, Any], recipe: str) -> list[int]:
     return vlm.ask("what is here ?", **media, recipe=recipe, **LENGTH).token_ids
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("tower", "decoder", "family"),
     [
@@ -134,6 +134,7 @@ def test_windows_of_a_language_model() -> None:
 # --- what is found --------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("tower", "specials"), SPECIALS.items())
 def test_blocks_attention_and_special_rows(tower: str, specials: int) -> None:
     vlm = VLM(*llava_around(tower, "llama"))
@@ -173,6 +174,7 @@ def test_layout_from_a_size_is_that_of_an_answer(tower: str, strategy: str) -> N
             assert torch.equal(getattr(found.layout, name), getattr(wanted, name)), name
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_attention_and_norms_of_a_language_model(decoder: str) -> None:
     """What is found makes the model's own queries and logits."""

@@ -120,7 +120,7 @@ def test_padded_batch_equals_hugging_face(pair):
 
 
 # Every two of family, recipe and side meet; the other half is slow.
-@pytest.mark.cases(14)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("pair", "recipe", "side"),
     [
@@ -156,6 +156,7 @@ def test_each_row_equals_its_single_answer(pair, recipe, side):
             assert answer.stats.equivalent_tokens < 0.6 * answer.stats.visual_tokens_in
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", VIDEOS)
 def test_videos_and_images_go_to_their_rows(family):
     model, processor = BUILD[family]()
@@ -509,6 +510,7 @@ def test_lower_attachment_cannot_reattach(llava):
     assert "generate" not in vars(model)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0)])
 def test_attachments_detach_in_any_order(llava, order):
     model, processor = llava
@@ -556,7 +558,7 @@ def test_attachment_is_not_reentrant(llava):
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -650,6 +652,7 @@ def test_lost_placeholders_of_views_are_refused(lost):
         model.generate(**inputs, max_new_tokens=2)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [

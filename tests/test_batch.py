@@ -85,6 +85,7 @@ def test_the_requests_differ(singles):
     assert len({tuple(a.stats.kv_tokens_per_layer) for a in singles}) > 10
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "batch_size", [1, 8, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)]
 )
@@ -121,6 +122,7 @@ REDUCERS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", REDUCERS)
 def test_a_ragged_batch_under_a_reducer_between_layers(vlm, method):
     """The same method three times, with other settings in each row."""
@@ -216,6 +218,7 @@ def test_videos_and_images_in_one_batch(vlm):
 # --- prefill -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_requests_are_taken_as_rows_become_free(vlm, batch_size):
     ended, ahead = [], []

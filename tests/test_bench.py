@@ -275,6 +275,7 @@ def test_prompt_has_the_announced_length(job: end_to_end.Job) -> None:
     assert ids.shape[1] == end_to_end.MODELS["tiny-shape"].prompt
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", [end_to_end.HF, end_to_end.STATIC, "none", "hired:0.2"])
 def test_every_variant_passes_the_check(
@@ -315,6 +316,7 @@ def command(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_run_resumes_where_it_stopped(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,6 +420,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("name", "grid"), [
     ("clip-vit-l-14-336", (2, 16, 42)), ("siglip-so400m-14-384", (2, 16, 42)),
     ("qwen2.5-vl", (4, 32, 56)),

@@ -91,6 +91,7 @@ class Clock:
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command_reports_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

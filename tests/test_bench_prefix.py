@@ -31,6 +31,7 @@ def run(tmp_path: Path, *more: str) -> tuple[int, list[dict[str, Any]]]:
     return code, json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_all_parts(one_family: None, tmp_path: Path) -> None:
     code, rows = run(tmp_path, "--models", "tiny")
     assert code == 0 and {row["name"] for row in rows} == set(prefix.NAMES)

@@ -230,6 +230,7 @@ def test_given_fraction_of_the_slots_is_kept(vlm: VLM, prefilled: Any, method: s
     assert group.cache.lengths()[wide] == int(0.4 * PREFIX)
 
 
+@pytest.mark.slow
 def test_only_missing_rows_are_measured(
     vlm: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

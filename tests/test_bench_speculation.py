@@ -83,6 +83,7 @@ def test_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> No
     assert first.at == row.prefix[first.prompt] < row.lengths[first.prompt]
 
 
+@pytest.mark.slow
 def test_audit_command(
     unmoved: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ class Paired:
         monkeypatch.setattr(sampling, "_ranked", other)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_near_tie_is_a_bug_only_when_strict(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
     vlm = Paired(monkeypatch).vlm
@@ -211,6 +213,7 @@ def test_trees_follow_recorded_answers() -> None:
     assert (wrong.depth, len(wrong)) == (4, 12)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["recorded 1", "recorded 1 + layer", "recorded 0"])
 def test_recorded_acceptance_meets_the_rate(job_and_args: tuple[Any, Any], name: str) -> None:
     job, args = job_and_args
@@ -251,6 +254,7 @@ def viewed() -> dict[str, Any]:
     return draft_views.case(vlm, 3, 150, draft_views.parse([*argv, "--device", "cpu"]))
 
 
+@pytest.mark.slow
 def test_rehearsed_drafts_meet_their_rate(viewed: dict[str, Any]) -> None:
     right, wrong = viewed["rows"]["1"], viewed["rows"]["0"]
     assert right["identical"] == wrong["identical"] == 1
@@ -391,6 +395,7 @@ def test_targets() -> None:
     assert speculation.aims(parts) == []
 
 
+@pytest.mark.slow
 def test_run_resumes_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

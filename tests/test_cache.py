@@ -569,6 +569,7 @@ def test_cropping_beyond_the_length_is_refused(grouped):
     run.cache.clone().crop(run.prompt.full_length)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "recipe", [(), Own(), "h2o:0.6", "kivi:residual=8,group=4", "zipcache:page=8"]
 )
@@ -795,7 +796,7 @@ COSTS = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", COSTS)
 def test_bytes_equal_those_of_the_contents(grouped, case):
     run = started(grouped, COSTS[case])
@@ -1015,7 +1016,7 @@ def test_pool_frees_shapes_that_were_not_used_for_long():
     assert take(1) is not others[0]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe", [None, "snapkv:keep=0.8,window=4", "h2o:0.6", "kivi:residual=8,group=4"]
 )

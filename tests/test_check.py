@@ -97,7 +97,7 @@ def test_grids(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kernel", CASES)
 def test_kernels_pass_in_the_interpreter(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(_triton.triton, _triton._Absent) or worker._interpreter_fails():

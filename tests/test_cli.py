@@ -644,6 +644,7 @@ def test_closed_pipe_is_quiet() -> None:
     assert done.returncode == 141
 
 
+@pytest.mark.slow
 def test_process_prints_a_single_json_document(ask) -> None:
     command = [sys.executable, "-m", "vlmfast", *ask("--json", "--recipe", "hired:0.3")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)

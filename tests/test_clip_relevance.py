@@ -50,6 +50,7 @@ def num_terms(judge: open_clip_models.Clip) -> int:
 # --- the judge -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 def test_texts_and_images_equal_open_clip(judge) -> None:
     import open_clip
 

@@ -367,6 +367,7 @@ def expire(handle: Any) -> None:
     handle.sequence.deadline = 0.0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.PREFILL, Phase.DECODE])
 @pytest.mark.parametrize(
     ("end", "error"),
@@ -435,6 +436,7 @@ FAILING = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", FAILING)
 def test_an_error_belongs_to_its_own_request(vlm: VLM, what: str) -> None:
     others = [request(1, tokens=9), request(2, "h2o:0.6", tokens=9)]
@@ -759,6 +761,7 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
     assert steps >= 4  # of four layers and the blocks of the tower
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("block", "pause", "chunk", "interrupted"),
     [
@@ -803,7 +806,7 @@ def test_short_prompts_are_not_interrupted(
     assert any(inside) is interrupted
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("family", first(*STATES))
 def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     model, processor = builders()[family]()

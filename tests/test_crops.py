@@ -171,7 +171,7 @@ def test_crops_are_those_of_hireds_content(model) -> None:
 # --- every family with crops ----------------------------------------------------------------------
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_remaining_tokens_equal_the_full_model(vlm, case) -> None:
     media = CASES[case]
@@ -207,7 +207,7 @@ def test_remaining_tokens_equal_the_full_model(vlm, case) -> None:
                     close(got.keys[~gone], expected.keys[~gone], terms=terms)
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
 def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
     for keep in (0.0, 0.5, 1.0):
@@ -226,7 +226,7 @@ def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
         assert tower == len(crops) + sum(round(keep * count) for count in crops)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("positions", ["keep", "compact"])
 def test_answers_equal_those_with_tokens_dropped_after_the_tower(vlm, positions) -> None:
     for media in CASES.values():
@@ -242,6 +242,7 @@ def test_answers_equal_those_with_tokens_dropped_after_the_tower(vlm, positions)
             close(one.logprob, other.logprob, torch.float32, terms=20000, scale=10.0)
 
 
+@pytest.mark.cases(3)
 def test_keep_1_is_identity(vlm) -> None:
     for media in CASES.values():
         plain, _, answer = looked(vlm, **media)
@@ -342,6 +343,7 @@ def test_batches_equal_single_requests(model) -> None:
         assert answer.token_ids == alone.token_ids, recipe
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["crops:0", "crops:0.25+hired:budget=0.5", "crops+tome:0.5"])
 def test_sessions_equal_single_requests(tmp_path, recipe) -> None:
     model = VLM(*build_llava_next())

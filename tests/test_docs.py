@@ -403,6 +403,7 @@ def test_drafters_show_their_accepted_drafts(tools, made) -> None:
     assert "Not measured" in made["methods/draft-vispec.md"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("word", ["tome", "kivi"])
 def test_curves_are_plain_svg(tools, word: str) -> None:
     report = tools.pages.measured(word, tools.pages.reports())[0]

@@ -246,7 +246,7 @@ def marked(command: Command) -> Any:
     return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "command", [marked(c) for c in RUN if program(c.text) == "vlmfast"], ids=str
 )
@@ -274,6 +274,7 @@ def test_shortened_command_runs(command: Command, capsys: pytest.CaptureFixture[
     assert "| `none` |" in capsys.readouterr().out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "command", [c for c in RUN if program(c.text) == "make" and c.words[1] == "ask"], ids=str
 )
@@ -336,7 +337,7 @@ def skipped(block: Block) -> bool:
     return any(re.search(pattern, block.text) for pattern in NOT_RUN_PYTHON)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("page", [page for page in PYTHON if page not in ELSEWHERE])
 def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture[str]) -> None:
     """Page by page in one namespace, in order."""

@@ -167,6 +167,7 @@ def test_the_pairs_are_covered() -> None:
     assert len(PAIRS) < len(PRODUCT) / 10
 
 
+@pytest.mark.cases(30)
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
 def test_pairs(models: Models, case: tuple) -> None:
     check(models, case)

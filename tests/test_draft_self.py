@@ -267,6 +267,7 @@ def chains(monkeypatch) -> list[Chain]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "method", ["snapkv:0.5,window=8", "pyramidkv:0.5", "h2o:0.5,decode=false", "vlcache:0.4"]
 )

@@ -125,6 +125,7 @@ def hf_logits(vlm: VLM, tensors: dict, tokens: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
 def test_none_equals_hugging_face(every, case):
     run = start(every, **CASES[case])
@@ -135,7 +136,7 @@ def test_none_equals_hugging_face(every, case):
     apart(control[1:], expected[1:], terms=sums(run))
 
 
-@pytest.mark.cases(15)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "generation",
@@ -460,6 +461,7 @@ def test_length_limits_and_stop_strings(vlm):
     assert vlm.ask("what ?", make_image(0), max_length=length + 5).token_ids == full.token_ids[:5]
 
 
+@pytest.mark.cases(1)
 def test_stream_yields_the_pieces_of_the_answer(vlm):
     expected = vlm.ask("what ?", make_image(0), max_new_tokens=8)
     *pieces, answer = vlm.stream("what ?", make_image(0), max_new_tokens=8)

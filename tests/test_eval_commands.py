@@ -327,6 +327,7 @@ def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     assert "| `grid` | grid: 3 samples failed" in capsys.readouterr().out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("words", "dtype"), [((), "auto"), (("--dtype", "float32"), "float32")])
 def test_the_model_has_the_dtype_that_was_asked_for(tmp_path, fake, words, dtype):
     run("shapes", "--limit", 1, "--out", tmp_path, *words)
@@ -532,6 +533,7 @@ def test_cache_methods_in_sessions(tmp_path, tiny):
     assert not any("error" in s for s in kept.samples.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_shipped_model_is_above_chance(tmp_path, tiny, limit):
     """Far above chance, and random selection measurably costs accuracy."""

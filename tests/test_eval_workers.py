@@ -234,6 +234,7 @@ sys.exit(main([*words, "--shard", shard]))
 """
 
 
+@pytest.mark.slow
 def test_two_shards_one_killed_and_repeated_give_the_bytes_of_a_whole_run(tmp_path, capsys):
     """Answers byte for byte, and the report too where the times are the same."""
     from vlmfast.cli import main

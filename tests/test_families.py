@@ -92,7 +92,7 @@ def vlm(request) -> VLM:
     return built(request.param)
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_families_pass_the_kit(name):
     if name == "smolvlm":
@@ -289,6 +289,7 @@ def close(
 # --- nothing dropped -----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("case", CASES)
 def test_none_equals_hugging_face(vlm, case):
     case = served(vlm, case)
@@ -449,6 +450,7 @@ def readable(kept: dict, layers: list[KVLayer], size: int) -> list[torch.Tensor]
     return masks
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("case", PICTURED)
 def test_cache_stages_equal_the_dense_reference(vlm, case, kept):
     case = served(vlm, case)
@@ -462,6 +464,7 @@ def test_cache_stages_equal_the_dense_reference(vlm, case, kept):
     close(vlm, run, "cache", got, dense(everything, read=read), dense(everything))
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("case", ["no image", *PICTURED])
 def test_tree_logits_equal_the_dense_reference(vlm, case):
     """Checking a tree equals decoding each of its paths alone."""
@@ -770,6 +773,7 @@ def test_every_family_has_an_adapter():
     assert set(BUILD) | {"llava", "llava_next"} <= set(families())
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("name", [name for name in BUILD if name not in ("llava", "llava_next")])
 def test_processor_of_another_family_is_refused(name):
     model, _ = BUILD[name]()
@@ -919,6 +923,7 @@ def test_video_block_by_block():
     assert max(answer.stats.kv_tokens_per_layer) <= 120
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", EACH)
 def test_stages_unsupported_by_a_tower(name):
     """Work inside the tower: an answer, or an error that names what the tower lacks."""

@@ -107,6 +107,7 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     assert sum("capture" not in what for what in judged) == 4
 
 
+@pytest.mark.slow
 def test_error_is_reported_and_the_next_part_runs(ran: tuple) -> None:
     codes, result = ran
     assert codes[0] == 1

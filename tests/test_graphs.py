@@ -52,7 +52,7 @@ def vlm(monkeypatch) -> VLM:
     return captured_by_stand_in(VLM(*build_llava()), monkeypatch)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) -> None:
     for seed in (0, 1):
@@ -213,6 +213,7 @@ def test_ragged_requests_capture_few_steps(plain: VLM, vlm: VLM, recipes, kinds,
     assert graphs.captured == before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("batch_size", [3, 5])
 def test_batch_size_need_not_be_a_power_of_two(plain: VLM, vlm: VLM, batch_size: int) -> None:
     requests = ragged(2 * batch_size, ["none"])
@@ -414,6 +415,7 @@ def test_a_length_of_the_capture_is_detected(plain: VLM, vlm: VLM, monkeypatch) 
     assert got[:2] == wanted[:2] and got != wanted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("part", ["_inputs", "_outputs"])
 def test_moved_inputs_and_outputs_are_detected(captured: VLM, part: str) -> None:
     given = {"images": make_image(seed=0), "max_new_tokens": 4}
@@ -454,6 +456,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_steps_that_cannot_be_captured_are_detected(captured: VLM, fault: str) -> None:
     act, message = FAULTS[fault]

@@ -188,7 +188,7 @@ def answered(vlm: VLM, case: str, recipe: str) -> list[tuple[str, vlmfast.Answer
     return [(case, vlm.ask(QUESTION, **media, recipe=recipe, **LENGTH, **sampled))]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", sorted(BUILD))
 def test_keep_1_is_identity(name: str, read: list[Ids]) -> None:
     vlm, ran = opened(name), 0
@@ -428,7 +428,7 @@ def test_answer_ids_follow_when_the_last_time_is_dropped() -> None:
     checked(vlm, stages, "a video", [False, False, False, True])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", MROPE)
 def test_a_session_numbers_as_ask_does(name: str, between: bool) -> None:

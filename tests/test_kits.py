@@ -55,6 +55,7 @@ class FailsOnBadInput(Llava):
         super().__init__(model, processor)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
@@ -157,6 +158,7 @@ class Forgets(First):
         return left[: self.target(tokens)].sort().values
 
 
+@pytest.mark.cases(2)
 @pytest.mark.cold
 @pytest.mark.parametrize(
     ("stage", "check"),

@@ -221,7 +221,7 @@ def noise() -> Tensor:
     return noise_of(2024)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @ways
 def test_drafted_answers_have_the_distribution_and_equal_plain_ones(
     way: Way, noise: Tensor
@@ -320,7 +320,7 @@ def fresh(noise: Tensor) -> Tensor:
     return noise_of(99, len(noise))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("error", "law"),

@@ -189,7 +189,7 @@ def test_growing_does_not_synchronize():
     assert changes(watch) == [at, at + 1]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("rope_type", rope_types.TYPES)
 def test_rotary_tables_do_not_synchronize(rope_type, width):
@@ -247,6 +247,7 @@ def test_lengths_read_by_the_host_are_detected(monkeypatch):
         steps(*decoder([()], rope_type="dynamic"), 1)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", COMPLAINS)
 def test_host_tensors_are_detected(case):
     assert watched([(Uneven(), Does(COMPLAINS[case]))], 2).complaints

@@ -71,6 +71,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", ["lmms-eval-0.7.3", "vlmevalkit"])
 def test_media_are_messages(vlm, folder, mode):
     task = find_task("mmmu", data=folder, mode=mode)

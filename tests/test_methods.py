@@ -65,7 +65,7 @@ def small_openclip(tmp_path_factory):
         yield
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REDUCERS)
 def test_reducers_support_all_media(tiny, name, turn) -> None:
@@ -80,7 +80,7 @@ def test_reducers_support_all_media(tiny, name, turn) -> None:
         assert len(answer.trace.entered) >= stats.visual_tokens_per_layer[0], case
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_methods_support_all_media(tiny, name) -> None:
     """The cache is smaller, and an answer is generated from it."""
@@ -154,7 +154,7 @@ def test_cache_share_is_met(tiny, name) -> None:
         assert share * 0.95 < kept < share * 1.06 + text
 
 
-@pytest.mark.cases(11)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_deterministic(tiny, name) -> None:
     stage = with_budget(name, 0.3)
@@ -166,7 +166,7 @@ def test_methods_are_deterministic(tiny, name) -> None:
     assert runs[0].stats.kv_bytes == runs[1].stats.kv_bytes
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", CACHES)
 def test_small_cache_changes_the_answer(tiny, name) -> None:
     """The control of the identity tests: keeping 1/40 changes the answer."""
@@ -292,6 +292,7 @@ def full_answers(tiny) -> dict[str, Any]:
     return {case: tiny.ask("what ?", **media, **more) for case, media in cases.items()}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafters_do_not_change_answers(tiny, full_answers, name) -> None:
     stage = stage_class(name)()

@@ -87,7 +87,7 @@ def test_similarity_2_is_identity(vlm, media) -> None:
     assert len(merged) < len(tokens)
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(10)
 def test_all_windows_merge_into_one_token(vlm, media) -> None:
     """Also tokens outside of whole windows, which stay, in every view of every image."""
     plain, stats = looked(vlm, **media)
@@ -106,6 +106,7 @@ def test_all_windows_merge_into_one_token(vlm, media) -> None:
             assert len(mine) == len(counts)
 
 
+@pytest.mark.cases(12)
 def test_budget_limits_the_windows(vlm, media) -> None:
     """Of the tower's tokens at least the budget's fraction is left."""
     stage = merging(budget=0.7)
@@ -119,7 +120,7 @@ def test_budget_limits_the_windows(vlm, media) -> None:
     assert len(tokens) < len(plain) or small
 
 
-@pytest.mark.cases(60)
+@pytest.mark.cases(17)
 @pytest.mark.parametrize("recipe", ["mustdrop:0.5", "mustdrop:0.5+divprune:0.6", "mustdrop+hired"])
 def test_in_recipes(vlm, media, recipe) -> None:
     answer = vlm.ask("what is here ?", **media, recipe=recipe, max_new_tokens=2)

@@ -405,6 +405,7 @@ def test_a_test_that_fails_anyway_kills_nothing(
     assert (row["result"], row["by"]) == ("killed", "FAILED tests/test_rule.py::test_size")
 
 
+@pytest.mark.slow
 def test_declarations_have_tests_that_no_recording_finds(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:
@@ -417,6 +418,7 @@ def test_declarations_have_tests_that_no_recording_finds(
     assert runner.judge(replace(inside, after="(False)"))["by"] == "no test runs this line"
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_recorded_again(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:

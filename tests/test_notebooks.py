@@ -78,6 +78,7 @@ def test_quickstart(kernel) -> None:
     assert "image/png" in kinds_of(shown)
 
 
+@pytest.mark.slow
 def test_add_a_method(kernel) -> None:
     notebook = read("add_a_method")
     (source,) = (cell.source for cell in notebook.cells if "class Unusual" in cell.source)

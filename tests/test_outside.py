@@ -65,6 +65,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_working_packages_pass_the_kits(installed: list[str], tiny: VLM) -> None:
     assert {"large", "draft-repeat"} < set(registry.stage_names())
     assert "vipllava" in families()

@@ -275,6 +275,7 @@ def test_rate_warms_up_and_decays() -> None:
     assert rates == sorted(rates[:40]) + rates[40:800] + sorted(rates[800:], reverse=True)
 
 
+@pytest.mark.slow
 def test_from_parts_to_answers(
     drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

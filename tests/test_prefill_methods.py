@@ -212,7 +212,7 @@ METHODS = {
 }
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_images", [1, 2])
 def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:

@@ -150,7 +150,7 @@ def shown(answer: vlmfast.Answer) -> dict[str, Any]:
 # --- features: equal answers ---------------------------------------------------------------------
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("vlm", "recipe"), PAIRS, indirect=["vlm"])
 def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
     """Several images, one of them twice, in another order: tokens, trace and statistics."""
@@ -166,14 +166,14 @@ def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
         assert again.stats.cached_tokens == again.stats.visual_tokens_in > 0
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 def test_other_images_have_other_answers(vlm: VLM) -> None:
     """Control of the test above: the features of another image change the answer."""
     answers = {tuple(asked(vlm, image_of(seed)).token_ids) for seed in range(6)}
     assert len(answers) > 1
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ["none", "flashvid:0.4", "visionzip:0.3", "tome:budget=0.5"])
 @pytest.mark.parametrize(
     "vlm",
@@ -192,6 +192,7 @@ def test_video(vlm: VLM, recipe: str) -> None:
     assert shown(asked(vlm, None, recipe, **more)) == shown(cold(vlm, None, recipe, **more))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("vlm", ["llava_next_video", "qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_images_and_video_in_one_prompt(vlm: VLM) -> None:
     frames = [image_of(20 + i, (40, 40)) for i in range(4)]
@@ -213,7 +214,7 @@ def test_images_and_video_in_one_prompt(vlm: VLM) -> None:
         assert again.stats.cached_tokens == again.stats.visual_tokens_in
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["llava", "llava_next_video", "qwen3_vl", "internvl", "tiny"])
 def test_statistics_of_images_are_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stages read of images from the cache is what they read of the tower."""
@@ -412,6 +413,7 @@ CHANGES: dict[str, Callable[[VLM], None]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_model_is_not_answered_from_old_features(
     change: str, llava: VLM, tower: Tower, monkeypatch: pytest.MonkeyPatch
@@ -694,6 +696,7 @@ def test_exhausted_memory_frees_entries(llava: VLM, monkeypatch: pytest.MonkeyPa
 # --- arguments -----------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("bytes", [-1, 1.5, "1 GB", True, float("nan")])
 def test_bad_limit_is_refused(llava: VLM, bytes: Any) -> None:
     for build in (
@@ -756,6 +759,7 @@ def test_bench_is_cold(llava: VLM, tower: Tower) -> None:
     assert tower.since() == [1] * 9
 
 
+@pytest.mark.slow
 def test_evaluation_is_cold(llava: VLM, tower: Tower, tmp_path: Any) -> None:
     for more in ({}, {"session": True}, {"batch_size": 2}):
         evaluate(llava, "shapes", "none", tmp_path / str(len(more)), 1, **more)
@@ -974,6 +978,7 @@ TestStore = Store.TestCase
 TestStore.settings = STORE
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("planted", ["pins", "bytes", "release"])
 def test_planted_defects_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of `Store`: eviction of entries in use, a lost byte, a second release."""

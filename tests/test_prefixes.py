@@ -142,6 +142,7 @@ def _fits(vlm: VLM) -> bool:
     return all(window is None for window in vlm.adapter.windows)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ALONE)
 def test_compressed_prompts_are_not_shared(vlm: VLM, recipe: str) -> None:
     """The question takes part in the compression."""
@@ -193,7 +194,7 @@ def test_ten_questions_about_each_image_prefill_it_once(vlm: VLM) -> None:
     assert len(entries(vlm)) == len(images)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5+draft-ngram", "draft-layerskip"])
 def test_rows_do_not_write_what_is_stored(vlm: VLM, recipe: str) -> None:
     asked(vlm, QUESTIONS[0], recipe)
@@ -261,6 +262,7 @@ def test_changed_weights_are_noticed(vlm: VLM, change: str) -> None:
     assert answer.token_ids == cold(vlm, QUESTIONS[1]).token_ids
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("history", [True, False])
 def test_an_open_session_notices_changed_weights(
     vlm: VLM, monkeypatch: pytest.MonkeyPatch, history: bool
@@ -453,6 +455,7 @@ def tiny() -> VLM:
     return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_answer_is_not_tokenized_again(tiny: VLM, method: str) -> None:
     """Its ids are kept, although its text has others."""
@@ -470,6 +473,7 @@ def test_an_answer_is_not_tokenized_again(tiny: VLM, method: str) -> None:
     assert second.stats.prompt_reused == consumed
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rewritten_history_is_read_from_there_on(tiny: VLM, method: str) -> None:
     """The template drops what the answer begins with: a model's thoughts, for example."""

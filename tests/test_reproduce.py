@@ -218,6 +218,7 @@ def test_limit_widens_the_tolerance_and_has_its_own_folder(fake: Fake, capsys) -
     assert "limit was 100 and is None; use another --out" in capsys.readouterr().err
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
@@ -278,6 +279,7 @@ def test_incomplete_result_is_measured_again(fake: Fake) -> None:
     assert len(fake.calls) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

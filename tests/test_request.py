@@ -206,6 +206,7 @@ def test_generation_configs_merge_like_hugging_face(vlm):
 # --- texts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "internvl", "idefics3"])
 def test_placeholder_in_text_raises(family):
     vlm = VLM(*tiny_families.builders()[family]())

@@ -97,6 +97,7 @@ def test_without_a_guard_nothing_changes() -> None:
         assert torch.equal(stage_class(name)().best(scores, [5, 6, 7]), best(scores, [5, 6, 7]))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", GUARDED)
 def test_guard_keeps_the_budget(tiny, scene, name) -> None:
     plain, one = kept(tiny, scene, f"{name}:budget=0.11")
@@ -159,6 +160,7 @@ def test_invalid_guards_are_refused(recipe, reason) -> None:
 # --- attacks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [HIRED, "divprune:budget=0.11"])
 def test_attack_lowers_the_margin_more_than_noise(tiny, scene, recipe) -> None:
     attack = SelectionAttack(tiny, Recipe.parse(recipe))
@@ -314,6 +316,7 @@ def few(tiny, monkeypatch):
     monkeypatch.setattr(Robustness, "docs", first)
 
 
+@pytest.mark.slow
 def test_every_perturbation_is_run(tmp_path, few, capsys) -> None:
     assert evaluate(tmp_path, "--json", str(tmp_path / "found.json")) == 0
     numbers = json.loads((tmp_path / "found.json").read_text())

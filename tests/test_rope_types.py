@@ -54,6 +54,7 @@ def wanted(kind: str) -> dict[str, list[int]]:
     return {question: generated(kind, question) for question in (SHORT, LONG)}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("of", TYPES)
 def test_every_type_gives_the_tokens_of_generate(of: str) -> None:
     vlm = VLM(*build(of))
@@ -62,6 +63,7 @@ def test_every_type_gives_the_tokens_of_generate(of: str) -> None:
     assert vlm.ask(SHORT, **given()).token_ids == generated(of, SHORT)
 
 
+@pytest.mark.cases(1)
 def test_earlier_and_concurrent_sequences_change_nothing(vlm: VLM, wanted) -> None:
     """A long prompt, a short one, and both in one batch."""
     for question in (LONG, SHORT, LONG):
@@ -97,7 +99,7 @@ def test_drafted_tokens_have_the_tables_of_single_ones(vlm: VLM, wanted) -> None
         assert got.token_ids == wanted[question] and got.stats.accepted > 10
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 def test_kernels_give_the_same_tokens(kind: str, wanted, monkeypatch) -> None:
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     count, question = 4, SHORT + " " * 13

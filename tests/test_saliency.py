@@ -116,7 +116,7 @@ def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
 
 
 # Every two of family, recipe and medium meet; the other half is slow.
-@pytest.mark.cases(70)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("vlm", "recipe", "case"),
     [
@@ -139,7 +139,7 @@ def test_documented_recipes_run_on_every_family(vlm, recipe, case):
         assert stats.equivalent_tokens < stats.visual_tokens_in
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 def test_bench_runs_on_every_family(vlm):
     rows = bench(vlm, new_tokens=2, repeats=1)
     assert len(rows) == 1 + len(RECIPES_OF_BENCH)
@@ -147,6 +147,7 @@ def test_bench_runs_on_every_family(vlm):
     assert rows[-1].saliency == SOURCES[family(vlm)]  # hired+pyramiddrop
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_demo_default_runs_on_every_family(vlm, kind):
     name = {"image": "picture.png", "video": "clip.mp4"}[kind]
@@ -158,6 +159,7 @@ def test_demo_default_runs_on_every_family(vlm, kind):
     assert answer.canonical_recipe == str(vlm.recipe(default)) != "none"
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip:0.3", "scope:0.3", "flashvid:0.3"])
 def test_images_and_videos_in_one_prompt(vlm, recipe):
     media = VIDEO if family(vlm) == "smolvlm" else BOTH
@@ -165,6 +167,7 @@ def test_images_and_videos_in_one_prompt(vlm, recipe):
     assert 0 < answer.stats.equivalent_tokens < 0.5 * answer.stats.visual_tokens_in
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("shape", [(20, 2000, 3), (2000, 20, 3)])
 def test_long_narrow_images(vlm, shape):
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -206,7 +209,7 @@ def test_saliency_sources(vlm):
             vlm.ask("what ?", **IMAGE, recipe=f"hired:saliency={source}")
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", ["image", "video", "both"])
 def test_saliency_is_aligned_with_patches(vlm, case):
     """Changing a patch before the projector changes the tokens that receive its saliency."""

@@ -124,6 +124,7 @@ def _cold(request: pytest.FixtureRequest) -> None:
 # --- context of a question -----------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 def test_without_history_answers_equal_ask(family):
     image, other = image_for(family), image_for(family, 1)
     expected = [family.ask(q, image, **ASK).token_ids for q in QUESTIONS]
@@ -153,6 +154,7 @@ def test_with_history_answers_equal_chat(family):
         assert family.ask(QUESTIONS[-1], image, **ASK).token_ids != answer.token_ids
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ["hired:0.3", "visionzip", "grid:0.5,positions=compact"])
 def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     image = make_image()
@@ -171,7 +173,7 @@ def test_query_independent_reducers_reuse_the_cache(random_vlm, recipe):
     assert [single.token_ids for single in expected] != full
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe",
     ["pyramiddrop", "fastv", "mustdrop", "snapkv:keep=0.5,window=8", "hired:0.5+fastv"],
@@ -239,7 +241,7 @@ def test_cached_answer_is_reused_if_retokenization_matches(tiny, recipe):
     assert count["rows"] == second.stats.prompt_fed + second.stats.generated_tokens - 1
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SMALL.values(), ids=SMALL)
 def test_questions_use_the_compressed_images(recipe, history):
@@ -403,7 +405,7 @@ RESTORED = [None, "hired:0.3", "h2o:0.5", "pyramiddrop", "mustdrop", "downsample
 
 
 # Every two of family, recipe and history meet; the other half is slow.
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("random_vlm", "recipe", "history"),
     [
@@ -483,7 +485,7 @@ def test_least_recently_used_session_is_evicted():
     assert len(vlm._sessions.open) == 0
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [None, *SMALL.values()], ids=["none", *SMALL])
 def test_eviction_does_not_change_answers(vlm, recipe):
     image = make_image()
@@ -503,7 +505,7 @@ def test_eviction_does_not_change_answers(vlm, recipe):
 SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", **SMALL}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
 def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
@@ -724,6 +726,7 @@ def spoil(patch, step: str, error: BaseException, at: int = 1) -> None:
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=["full disk", "interrupt"])
 @pytest.mark.parametrize(
     ("step", "at"), [("open", 1), ("write", 1), ("write", 7), ("fsync", 1), ("replace", 1)]
@@ -875,6 +878,7 @@ def test_errors_leave_the_session_unchanged(vlm):
     assert s not in vlm._sessions.open
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", [None, SMALL["h2o"], "snapkv:keep=0.5,window=8"])
 @pytest.mark.parametrize("history", [True, False])
 def test_interrupted_answer_leaves_the_session_usable(vlm, recipe, history):

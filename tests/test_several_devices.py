@@ -84,7 +84,7 @@ def placed(model: Any, last: int, **other: str) -> Any:
     return accelerate.dispatch_model(model, parts, main_device="cuda:0", force_hooks=True)
 
 
-def pair(built: Any) -> tuple[VLM, VLM]:
+def pair(built: Any = tiny_models.build_llava) -> tuple[VLM, VLM]:
     """The same model on one device and on two."""
     one, two = (
         VLM(placed(model, last), own) for last, (model, own) in enumerate((built(), built()))
@@ -134,30 +134,34 @@ def test_cache_is_where_its_layer_is(monkeypatch):
         found.append([layer.length.tolist() for layer in layers])
 
     monkeypatch.setattr(RowGroup, "release", released)
-    _, two = pair(tiny_models.build_llava)
+    _, two = pair()
     asked(two)
     assert found[0] == [("cuda:0", "cuda:0")] * 2 + [("cuda:1", "cuda:1")] * 2
     assert found[1] == [found[1][0]] * 4
 
 
-def test_several_requests_sessions_and_long_videos():
-    one, two = pair(tiny_models.build_llava)
+def test_several_requests():
+    requests = [
+        Request(QUESTION, images=IMAGE, recipe="snapkv:keep=0.6,window=4"),
+        Request("what is here, and what is there ?", images=IMAGE, recipe="h2o:0.8"),
+        Request("and here ?", images=IMAGE),
+    ]
+    one, two = ([a.token_ids for a in vlm.ask_many(requests, max_new_tokens=4)] for vlm in pair())
+    assert one == two
+
+
+@pytest.mark.slow
+def test_sessions_and_long_videos():
     frames = [tiny_models.make_image(seed=i) for i in range(6)]
     answers = []
-    for vlm in (one, two):
-        requests = [
-            Request(QUESTION, images=IMAGE, recipe="snapkv:keep=0.6,window=4"),
-            Request("what is here, and what is there ?", images=frames[0], recipe="h2o:0.8"),
-            Request("and here ?", images=frames[:2]),
-        ]
-        many = vlm.ask_many(requests, max_new_tokens=6)
+    for vlm in pair():
         with vlm.session(images=IMAGE, recipe="snapkv:keep=0.8,window=4") as session:
             turns = [session.ask(text, max_new_tokens=6) for text in ("what ?", "and then ?")]
         long = vlm.ask(
             "what ?", video=frames, max_kv_tokens=150, max_new_tokens=6, progress=False,
             recipe="draft-ngram",
         )  # fmt: skip
-        answers.append([answer.token_ids for answer in (*many, *turns, long)])
+        answers.append([answer.token_ids for answer in (*turns, long)])
     assert answers[0] == answers[1]
 
 

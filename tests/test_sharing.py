@@ -342,6 +342,7 @@ def test_failed_upload_is_one_line(hub: FakeHub, weights: StageWeights) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_environment_variables_of_the_client(tmp_path: Path) -> None:
     """A process with ``HF_ENDPOINT`` uploads and downloads without any other setting."""
     code = (

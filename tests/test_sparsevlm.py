@@ -99,6 +99,7 @@ def recipe_text(recycle: bool, positions: str) -> str:
     return f"sparsevlm:layers=2/3,budget=0.5,recycle={str(recycle).lower()},positions={positions}"
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("positions", ["compact", "keep"])
 @pytest.mark.parametrize("recycle", [True, False])
 @pytest.mark.parametrize("num_images", [1, 2])

@@ -213,7 +213,7 @@ def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> Ro
     return sequence.group
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
 def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
     wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
@@ -273,6 +273,7 @@ def test_tree_logits_equal_single_steps(llava: VLM) -> None:
 # --- end of an answer ----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", range(1, 9))
 def test_max_new_tokens_is_exact(llava: VLM, tokens: int) -> None:
     wanted = llava.ask(QUESTION, **given())
@@ -280,6 +281,7 @@ def test_max_new_tokens_is_exact(llava: VLM, tokens: int) -> None:
     assert got.token_ids == wanted.token_ids[:tokens]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("at", range(8))
 def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
     wanted = llava.ask(QUESTION, **given())
@@ -405,7 +407,7 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
     return found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("vlm", "size", "way"), halves([2, 5]), indirect=["vlm"])
 def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     """Each row has its own tree or none, and its own end."""
@@ -418,6 +420,7 @@ def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     assert sum(a.stats.accepted for a in got) > 10
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "lookm:0.8", "kivi:bits=4,group=4,residual=8"])
 def test_sessions_with_drafts(llava: VLM, recipe: str) -> None:
     questions = [QUESTION, "and now ?", "what else ?"]
@@ -468,6 +471,7 @@ class Listens(Knows):
         return drafting
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5", "pyramiddrop"])
 def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
     """Features and aux_hidden_states belong to rows of the pruned prompt, then to tree nodes."""
@@ -600,7 +604,7 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
 # --- half precision ------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
 def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
     """Near ties are decoded with the cache of plain decoding, even if tree keys have drifted."""
@@ -658,6 +662,7 @@ def pages(monkeypatch) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [*PAGED, "zipcache:page=8"])
 def test_strict_answers_quantize_what_single_tokens_write(recipe, drifting, pages) -> None:
     """A tree's last bits never enter a page."""
@@ -675,6 +680,7 @@ def test_strict_answers_quantize_what_single_tokens_write(recipe, drifting, page
             assert got.token_ids == wanted.token_ids
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [*PAGED, "zipcache:page=8"])
 def test_strict_answers_are_drafted_up_to_the_first_page(llava, recipe: str) -> None:
     """Without near ties; the tokens before the page are decoded again, all others once."""
@@ -688,6 +694,7 @@ def test_strict_answers_are_drafted_up_to_the_first_page(llava, recipe: str) -> 
     assert short.stats.accepted == 2 and short.stats.speculation == "knows"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "kivi:bits=4,group=4,residual=64"])
 def test_strict_answers_of_a_session_leave_what_single_tokens_write(
     recipe, drifting, monkeypatch
@@ -719,6 +726,7 @@ def test_strict_answers_of_a_session_leave_what_single_tokens_write(
     assert answered(knows, strict=True)[0].token_ids == wanted.token_ids
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["h2o:0.7", "cake:0.7", "streamingllm:0.7"])
 def test_evictions_at_every_token_disable_drafts(llava, recipe: str) -> None:
     wanted = llava.ask(QUESTION, recipe=recipe, **given())
@@ -892,6 +900,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
 def test_injected_bugs_are_detected(bug, llava: VLM, monkeypatch) -> None:
     more = given(**WAYS[PLANTED[bug]])

@@ -57,6 +57,7 @@ def alone(vlm: VLM, request: Request) -> list[int]:
     return answer.token_ids
 
 
+@pytest.mark.cases(1)
 def test_rows_of_a_batch_have_their_own_states(vlm: VLM) -> None:
     asked = requests()
     wanted = [alone(vlm, request) for request in asked]
@@ -117,6 +118,7 @@ def test_states_are_copied_and_not_cut(vlm: VLM) -> None:
         assert bool((twin.next(torch.tensor([[60]])) == first).all())
 
 
+@pytest.mark.cases(1)
 def test_bytes_are_those_of_the_slots(vlm: VLM) -> None:
     answer = vlm.ask(QUESTION, IMAGES, max_new_tokens=2)
     stats, layers = answer.stats, vlm.adapter.state_layers

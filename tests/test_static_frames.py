@@ -128,6 +128,7 @@ def test_refresh_1_is_identity(vlm) -> None:
     assert answer.token_ids == plain.token_ids
 
 
+@pytest.mark.cases(5)
 def test_video_of_one_frame_and_images_are_left_alone(vlm) -> None:
     for media in (video(0), {"images": noise(3)}):
         full, _, plain = looked(vlm, **media)

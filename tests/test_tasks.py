@@ -515,6 +515,7 @@ def samples(folder: Path) -> dict:
     return read(folder).samples
 
 
+@pytest.mark.slow
 def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     out, file = tmp_path / "o", tmp_path / "n.json"
     recipe_flags = ("--recipe", "random", "--recipe", "downsample", "--recipe", "hired")

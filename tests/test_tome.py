@@ -81,6 +81,7 @@ def tower_by_hand(vlm: VLM, pixels: Tensor, stage: ToMe) -> tuple[Tensor, Tensor
     return hidden, where
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 @pytest.mark.parametrize("text", ["tome:0.4", "tome:0.4,proportional_attention=false", "tome:r=3"])
 def test_prompt_equals_reference_tower(build, text) -> None:

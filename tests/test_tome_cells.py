@@ -89,7 +89,7 @@ def looked(vlm: VLM, *stages, asked=(), **media) -> tuple:
 # --- every family ---------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(11)
+@pytest.mark.cases(4)
 def test_keep_1_is_identity(vlm, media):
     plain, _ = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(1.0), **media)
@@ -101,7 +101,7 @@ def test_keep_1_is_identity(vlm, media):
     assert len(merged) < len(tokens)
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(8)
 def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)
     tokens, _ = looked(vlm, ToMe(0.5), **media)
@@ -137,6 +137,7 @@ def test_r_merges_per_block(vlm):
         assert len(tokens) == (n - blocks) * views
 
 
+@pytest.mark.cases(4)
 def test_images_are_independent(vlm):
     """Images of different sizes in one prompt, and images with a video."""
     alone = [looked(vlm, ToMe(0.5), images=image)[0] for image in IMAGES]
@@ -154,7 +155,7 @@ def test_images_are_independent(vlm):
         close(rest, video.features, terms=4000)
 
 
-@pytest.mark.cases(120)
+@pytest.mark.cases(13)
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -43,7 +43,7 @@ def captures(monkeypatch) -> None:
     monkeypatch.setattr(tower, "_captures", lambda adapter: "towers" in adapter.kept)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
     plain, vlm = pair
@@ -73,6 +73,7 @@ def test_passes_over_chosen_views_are_captured(recipe: str) -> None:
         assert towers.replayed == 2 * seed + ("0.25" in recipe)
 
 
+@pytest.mark.cases(1)
 def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
     plain, vlm = pair
     towers = vlm.adapter.kept["towers"]
@@ -105,6 +106,7 @@ def test_graphs_belong_to_weights_and_autocast(pair) -> None:
     assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
 
 
+@pytest.mark.cases(1)
 def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
     """Two sessions contain the images of two replays."""
     plain, vlm = pair

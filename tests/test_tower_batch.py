@@ -51,7 +51,7 @@ def alone(build: Any, requests: list[Request]) -> tuple[VLM, list[Any]]:
     ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", sorted(first("mistral3", "glm4v", "ovis2", "paligemma")))
 def test_answers_are_those_of_one_prompt(family: str, passes: Any) -> None:
     count = 1 if family == "paligemma" else 2
@@ -76,7 +76,7 @@ def test_answers_are_those_of_one_prompt(family: str, passes: Any) -> None:
         assert answer.stats.time_vision_s > 0
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("build", "recipe"),
     [

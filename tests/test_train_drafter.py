@@ -360,6 +360,7 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
     return all(torch.equal(value, state(b)[key]) for key, value in state(a).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -388,6 +389,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, flags) -> None:
         trainer("b", "--ttt", "1")
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_freezes_the_target(tmp_path) -> None:
     flags = ("--steps", "8", "--lr", "3e-3", "--noise", "0")
     trainer = DrafterTrainer(arguments(tmp_path, *flags))
@@ -453,6 +455,7 @@ def test_invalid_options_raise(tmp_path, flags, message) -> None:
 # --- shipped drafter -----------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [DraftEagle(), DraftVispec()], ids=lambda stage: stage.name)
 def test_shipped_drafter_acceptance(tiny: VLM, stage) -> None:
     adapter = tiny.adapter

@@ -155,6 +155,7 @@ def test_invalid_options_raise(known, tmp_path, flags, message) -> None:
 # --- inputs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("number", [0, 1, 6, 7])
 def test_training_prompt_equals_inference_prompt(tiny: VLM, number: int) -> None:
     sample = loop.drawn(("image", "video"))(number)

@@ -225,6 +225,7 @@ def test_all_candidates_lose_too_much() -> None:
     assert {row.status for row in found.rows} == {"loses too much"}
 
 
+@pytest.mark.slow
 def test_confidence_holds_over_many_candidates() -> None:
     """All recipes lose 3 % where 2 % is allowed; a good one is certified by the same questions."""
     bad = [f"0.{k}/2.6/0.5" for k in range(100, 124)]

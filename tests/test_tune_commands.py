@@ -161,6 +161,7 @@ def test_strict_run_that_certifies_nothing_fails(
     assert "30 held-out questions can certify" in out.err, "also before the run"
 
 
+@pytest.mark.slow
 def test_all_methods_are_candidates_by_default(folder: Path) -> None:
     args = arguments(folder)
     args.recipes = None
@@ -228,6 +229,7 @@ def test_finished_run_asks_nothing_again(folder: Path) -> None:
     assert again.asked == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["model", "data", "max_new_tokens"])
 def test_answers_of_another_run_are_refused(folder: Path, what: str) -> None:
     commands.run(arguments(folder), FakeVLM)

@@ -130,6 +130,7 @@ def test_python_and_text_recipes_are_equivalent(vlm):
     assert by_text.recipe == in_python.recipe == "hired:0.4"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("given", ["hired:0.2", "balanced", "hired:keep=0.20+grid", "none"])
 def test_answers_name_the_recipe_as_given(vlm, given):
     image, canonical = make_image(), str(vlm.recipe(given))

@@ -565,7 +565,7 @@ CACHE = {
 }
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", CACHE)
 def test_cache_methods(vlm, kept, method):
     """Every answer token attends to the slots of a layer within the window."""
@@ -662,7 +662,7 @@ def test_zipvl_ranks_within_the_window(vlm):
 # --- drafts, batches, sessions -------------------------------------------------------------------
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:keep=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
 )
@@ -763,6 +763,7 @@ def test_batched_requests(vlm):
         assert got.token_ids == alone.token_ids
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("window", [WINDOW, 200])
 def test_multi_turn_session(window, tmp_path):
     """The images alone are longer than the window, or the conversation outgrows it."""
@@ -815,6 +816,7 @@ def test_session_returns_to_evicted_tokens(vlm):
         assert got.stats.prompt_reused == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["lookm:keep=0.9,merge=none", "kivi:bits=8,group=4,residual=16"])
 def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
     """A long question over a compressed cache equals the question fed token by token."""
@@ -918,7 +920,7 @@ def test_entropy_of_weights_below_its_offset() -> None:
 # --- captured steps and kernels ------------------------------------------------------------------
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
 )
@@ -941,6 +943,7 @@ def test_captured_steps(vlm, recipe, monkeypatch):
     assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -966,7 +969,7 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
     equal(vlm, results[1], results[0], run.inputs.tensors["input_ids"].shape[1])
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize(
     "recipe", ["none", *(CACHE[method] for method in ("snapkv", "h2o", "zipcache"))]

@@ -183,6 +183,7 @@ def with_lora(model: Any, targets: str = LORA) -> Any:
         return peft.get_peft_model(model, config).eval()
 
 
+@pytest.mark.cases(1)
 @both
 def test_lora(family):
     model, processor = build(family)
@@ -283,6 +284,7 @@ def on_meta(vlm: VLM) -> int:
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("tower", "max_memory")]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", ["layers", "auto", *SLOW])
 def test_device_map(saved, case, tmp_path):
     """Real dispatch; without a GPU, weights can be offloaded to the disk alone."""
@@ -311,6 +313,7 @@ def test_device_map(saved, case, tmp_path):
     assert vlm.adapter.signature() == plain.adapter.signature()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "llava_next"]
 )

@@ -109,7 +109,7 @@ RECIPES = (
 )
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_answers_counters_and_drawings_equal_those_of_a_model_in_the_process(
     far: RemoteVLM, tiny, image: Media, recipe: str

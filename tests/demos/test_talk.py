@@ -116,6 +116,7 @@ def test_both_answers_see_the_history(desk: Desk, image: Media, tiny) -> None:
     assert talk._sessions[RECIPE].messages[1]["content"] == talk.turns[0].texts[RECIPE]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("history", [False, True])
 def test_full_detail_uses_all_tokens(desk: Desk, image: Media, history: bool) -> None:
     ask(desk, image, history=history, recipe="grid:0.05")

@@ -69,6 +69,7 @@ def test_matches_reference(name: str, device: torch.device) -> None:
         apart(got, bare, terms=sums(args))  # control: without the bias the result differs
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["grouped", "not causal", "one row", "scaling"])
 def test_half_precision_matches_reference(

@@ -107,14 +107,14 @@ def check(arguments: tuple, mass: bool = False) -> None:
 BOTH = ("4 bit, whole", "groups")
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kinds", [(), *[(kind,) for kind in USUAL], BOTH])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_matches_reference(kinds, groups, device) -> None:
     check(case(2, 2, groups, 1, 64, 50, torch.float32, device, kinds), mass=True)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_half_precision_matches_reference(dtype, groups, device) -> None:
@@ -177,7 +177,7 @@ def test_head_dimensions_match_reference(dim: int, device) -> None:
     check(case(1, 2, 2, 1, dim, 33, torch.float32, device, ("4 bit, whole",)))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("rows", [1, 2, 7, 20])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_multiple_rows_with_bias_match_reference(rows: int, groups: int, device) -> None:
@@ -190,7 +190,7 @@ def test_long_tail_matches_reference(device) -> None:
     check(case(1, 1, 2, 1, 16, 700, torch.float32, device, ("8 bit",)), mass=True)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kinds", [("4 bit, whole", "groups"), ("odd groups",), ()])
 def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) -> None:
@@ -203,7 +203,7 @@ def test_one_tile_per_split_matches_default(kinds, groups, device, monkeypatch) 
         close(ours, other, terms=sums(arguments))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -394,6 +394,7 @@ def test_non_contiguous_inputs(device) -> None:
     check((query, segments, keys, values, mask[:, :1].expand(-1, 2, -1, -1), scaling, bias))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_golden(path: Path, device: torch.device) -> None:
     data = {name: of.to(device) for name, of in load_file(path).items()}

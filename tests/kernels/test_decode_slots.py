@@ -145,7 +145,7 @@ def test_drafts_of_a_model(device, monkeypatch) -> None:
         Request("what ?" * n, make_image(seed=n), recipe=f"draft-self:keep={0.3 * n},confidence=0")
         for n in (1, 2)
     ]
-    more = {"max_new_tokens": 5, "eos_token_id": None}
+    more = {"max_new_tokens": 3, "eos_token_id": None}
     got = vlm.ask_many(requests, **more)
     assert calls
     calls.clear()

@@ -87,6 +87,7 @@ def test_max_min_matches_greedy_loop(n: int, k: int, device: torch.device) -> No
         assert expected != sorted(expected)
 
 
+@pytest.mark.cases(1)
 def test_max_min_skips_duplicates(several: bool, device: torch.device) -> None:
     x = features(12, 8, device=device).repeat(2, 1)
     chosen = (max_min(cosine(x), 12) % 12).tolist()
@@ -149,6 +150,7 @@ def test_density_peaks_finds_clusters(device: torch.device) -> None:
     assert torch.equal(cloud[centres.cpu()][label.cpu()], cloud)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 9, 2), (30, 12, 3), (129, 4, 129)], ids=str)
 def test_density_peaks_matches_reference(sizes: tuple[int, int, int], device: torch.device) -> None:
     n, k, neighbours = sizes
@@ -240,6 +242,7 @@ def test_invalid_inputs_raise(
 # --- several programs for one matrix -------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 4), (5, 2), (14, 6)])
 def test_several_programs_match_reference(
     n: int, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -269,7 +269,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "tokens"),
     [
@@ -299,6 +299,7 @@ def test_fused_step_of_families_matches_decoder(
         compare(ForwardPass(vlm, decoder, tokens, tree))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES, "internvl", "idefics3"])
 @torch.no_grad()
@@ -372,7 +373,7 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
     assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, **linear}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", ["hook", "class", "weight"])
 @torch.no_grad()
 def test_changed_linear_layers_are_called(change: str, triton, device, monkeypatch) -> None:
@@ -408,6 +409,7 @@ def test_changed_linear_layers_are_called(change: str, triton, device, monkeypat
     assert len(called) == (0 if change == "weight" else depth)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [

@@ -65,6 +65,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("vlm", "recipe"),
     # Only dropping between layers needs more than two of them.
@@ -114,6 +115,7 @@ def test_drafting_gives_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
     assert got.token_ids == wanted and got.stats.accepted > 2 and seen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 def test_ragged_batch_tokens_match_reference(vlm: VLM, monkeypatch) -> None:
     requests = [

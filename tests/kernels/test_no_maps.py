@@ -72,6 +72,7 @@ def maps(vlm: VLM, recipe: str) -> list:
     return [entry for entry in watch.found if entry[1][-1] not in (64, 128)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("vlm", "recipe"), RECIPES, indirect=["vlm"])
 @pytest.mark.usefixtures("triton")
 def test_no_attention_map_is_materialized(vlm: VLM, recipe: str) -> None:

@@ -110,6 +110,7 @@ def test_trees_need_a_mask_without_ancestor_bits(vlm: VLM, seen: Seen, monkeypat
     assert "mask" in seen.kinds and max(seen.masks) > 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.usefixtures("triton")

@@ -52,6 +52,7 @@ def cells(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return table.to(device), there.to(device)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (9, 1, 8), (40, 4, 300), (50, 9, 72), (60, 40, 24)])
 def test_cell_average_matches_reference(
@@ -72,6 +73,7 @@ def test_cell_average_matches_reference(
         apart(got, cell_average_ref(rows, weight.flip(0), table, there), terms=m)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 8, 1), (30, 4, 64, 8), (25, 9, 600, 2), (60, 40, 24, 3), (12, 17, 72, 1)]
 )

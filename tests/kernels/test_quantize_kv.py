@@ -62,7 +62,7 @@ KEYS = [(2, 0), (4, 0), (8, 0), (2, 32), (4, 24), (8, 8)]
 VALUES = [(2, None), (4, None), (8, None), (4, 8)]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bits", "group"), KEYS)
 @pytest.mark.parametrize("stored", TYPES)
 def test_keys_match_reference(bits, group, stored, device):
@@ -76,7 +76,7 @@ def test_keys_match_reference(bits, group, stored, device):
     assert not same(quantize_keys(other, bits, group, dtype=stored), expected)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bits", "group"), VALUES)
 @pytest.mark.parametrize("stored", TYPES)
 def test_values_match_reference(bits, group, stored, device):
@@ -200,6 +200,7 @@ def test_empty_slots_and_heads(shape, group, device):
     assert packed.shape == (*shape[:-1], 8) and step.shape == (*shape[:-1], 2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("prefix", "runner", "changed"),
     [

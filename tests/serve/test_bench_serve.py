@@ -178,6 +178,7 @@ def test_a_run_with_transformers(tmp_path: Path) -> None:
     assert all(row["median"] > 0.9 for row in report["rows"] if row["name"] == "memory")
 
 
+@pytest.mark.slow
 def test_all_parts(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     quick = {"pause": 0.002}
     fakes |= {"none": quick, "balanced": quick | {"salt": "balanced"}, serve.TRANSFORMERS: quick}

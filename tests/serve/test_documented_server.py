@@ -104,6 +104,7 @@ def answers(part: Command) -> str:
     return next((of for route, of in routes.items() if route in part.text), '"finish_reason"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "parts"),
     [

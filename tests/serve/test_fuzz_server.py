@@ -202,6 +202,7 @@ def test_failed_streams_of_responses_blame_the_request(
         assert event["response"]["error"]["code"] == code
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("values", ["tokens=100000", "paths=1000000000", "tokens=16,paths=16"])
 def test_large_drafts_are_refused(target: Target, values: str) -> None:
     """Buffers of the whole batch would be allocated for them."""
@@ -387,6 +388,7 @@ def conforms(
     return seen
 
 
+@pytest.mark.slow
 def test_defects_are_found_by_the_document(target: Target) -> None:
     """The controls: a route that raises, another status, and another content."""
     url, server = target.served.url, target.served.server

@@ -90,7 +90,7 @@ def is_complete(vlm: VLM, answer: Any) -> bool:
 # --- answers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_answers_follow_their_schema(
@@ -122,6 +122,7 @@ def test_answers_without_a_grammar_do_not_parse(vlm: VLM) -> None:
         json.loads(ask(vlm, None).text)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_json_objects(vlm: VLM, grammars: Grammars, seed: int) -> None:
     processor = grammars.processor({"type": "json_object"})
@@ -139,6 +140,7 @@ def test_an_endless_schema_ends_by_its_length(vlm: VLM, grammars: Grammars) -> N
     assert answer.text.startswith('{"next":') and answer.text.count("{") > 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "seed": 5}])
 def test_drafts_do_not_change_the_answer(
     vlm: VLM, grammars: Grammars, sampled: dict[str, Any]

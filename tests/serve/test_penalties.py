@@ -75,6 +75,7 @@ def test_the_prompt_does_not_count() -> None:
     assert found.tolist() == [[0.0, -1.5, -2.0, 0.0]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "draft-ngram"])
 def test_penalties_change_an_answer(vlm: VLM, recipe: str) -> None:
     def answer(presence: float, frequency: float) -> list[int]:

@@ -200,6 +200,7 @@ def test_servers_that_cannot_start_exit_with_one_line(tmp_path: Path) -> None:
 # --- how it ends ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
     """Keys, the log, a request whose headers stall, and a signal while an answer is streamed."""
     file = tmp_path / "keys"

@@ -131,6 +131,7 @@ def whole(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.cases(1)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_add_up_to_the_whole_decode(tokenizer: Any, data: st.DataObject) -> None:
@@ -320,6 +321,7 @@ def test_stops_against_a_plain_search(text: str, stops: list[str]) -> None:
     assert stream.stopped == any(stop in text for stop in stops)
 
 
+@pytest.mark.cases(3)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_stops_of_every_tokenizer(tokenizer: Any, data: st.DataObject) -> None:
@@ -395,6 +397,7 @@ def test_threads_share_a_stream(vlm: VLM) -> None:
 # --- in the engine -------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "draft-ngram"])
 def test_stream_of_an_answer(vlm: VLM, recipe: str) -> None:
     ask = {"images": make_image(), "recipe": recipe, "max_new_tokens": 40}
