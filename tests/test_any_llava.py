@@ -157,6 +157,7 @@ def test_blocks_attention_and_special_rows(tower: str, specials: int) -> None:
     assert answer.stats.visual_tokens_in == adapter.patches() + max(specials - 1, 0)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("strategy", ["default", "full"])
 @pytest.mark.parametrize("tower", SPECIALS)
 def test_layout_from_a_size_is_that_of_an_answer(tower: str, strategy: str) -> None:

@@ -398,6 +398,7 @@ def asked(vlm: VLM, recipe: str, **media):
     return vlm.ask("what?", recipe=recipe, max_new_tokens=4, **media)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("budget", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("positions", ["keep", "compact"])
 def test_budgets_are_met(vlm: VLM, budget: float, positions: str) -> None:

@@ -224,6 +224,7 @@ for name, shape in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_broken_case_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

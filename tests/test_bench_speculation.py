@@ -266,6 +266,7 @@ def test_rehearsed_drafts_meet_their_rate(viewed: dict[str, Any]) -> None:
     assert 0 < draft < step
 
 
+@pytest.mark.slow
 def test_cases_as_a_table(viewed: dict[str, Any]) -> None:
     lines = draft_views.markdown(viewed).splitlines()
     assert lines[0].startswith("| 3 x 150 tokens") and len(lines) == 4

@@ -78,7 +78,7 @@ CASES = [
 ]
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_chunks_give_the_answer_of_one_pass(family: str, recipe: str, first_logits) -> None:
     model, processor = builders()[family]()

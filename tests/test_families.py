@@ -289,7 +289,7 @@ def close(
 # --- nothing dropped -----------------------------------------------------------------------------
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("case", CASES)
 def test_none_equals_hugging_face(vlm, case):
     case = served(vlm, case)
@@ -511,7 +511,7 @@ def test_drafted_answers_are_unchanged(vlm):
             assert drafted.stats.accepted > 2
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
 def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
     """Rows of different images and lengths in one batch."""

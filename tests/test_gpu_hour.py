@@ -116,6 +116,7 @@ def test_error_is_reported_and_the_next_part_runs(ran: tuple) -> None:
     assert result["rows"][-1]["what"] == "serve: whole time, s"
 
 
+@pytest.mark.slow
 def test_run_of_one_part_keeps_the_rows_of_others(ran: tuple) -> None:
     codes, result = ran
     assert codes[1] == 0  # of its own rows: the failure is that of an earlier run

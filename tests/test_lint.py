@@ -134,7 +134,7 @@ def alternating(cases: dict, first: int) -> list:
 
 
 # Each recipe is stepped or verified in the fast run, with one row or with two.
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("rows", "case"), alternating(RECIPES, 0))
 def test_no_step_synchronizes_with_the_host(case, rows):
     """From the second step on all are alike; alone, and with a row without decode stages."""
@@ -144,7 +144,7 @@ def test_no_step_synchronizes_with_the_host(case, rows):
     assert changes(watch) == []
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("rows", "case"), alternating(RECIPES, 1))
 def test_no_draft_verification_synchronizes_with_the_host(case, rows):
     """A round on the device, from the tree's tokens to the logits of its nodes."""

@@ -87,6 +87,7 @@ def test_media_are_messages(vlm, folder, mode):
         evaluate(vlm, task, session=True)
 
 
+@pytest.mark.slow
 def test_batches_equal_single_questions_and_results_name_the_version(vlm, folder, tmp_path):
     task = find_task("mmmu", data=folder, mode="lmms-eval")
     runs = [evaluate(vlm, task, out=tmp_path / str(n), batch_size=n) for n in (1, 3)]

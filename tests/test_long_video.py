@@ -393,6 +393,7 @@ def test_frames_are_chosen_as_without_a_cap(vlm, video_file, monkeypatch):
         vlm.ask(QUESTION, video=str(video_file), num_frames=3, fps=1, max_kv_tokens=HUGE)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("decoder", ["av", "decord"])
 @pytest.mark.parametrize("container", ["mp4", "mkv", "avi", "mpg"])
 def test_parts_of_a_video_equal_those_of_the_whole(tmp_path, decoder, container):

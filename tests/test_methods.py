@@ -260,7 +260,7 @@ CACHE_STACKS = (
 )
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("recipe", "case", "positions"), in_turn(CACHE_STACKS))
 def test_stacked_cache_methods_use_less_memory_than_each_alone(
     tiny, recipe, case, positions
@@ -292,7 +292,7 @@ def full_answers(tiny) -> dict[str, Any]:
     return {case: tiny.ask("what ?", **media, **more) for case, media in cases.items()}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafters_do_not_change_answers(tiny, full_answers, name) -> None:
     stage = stage_class(name)()

@@ -109,6 +109,7 @@ def test_identity_survives_edits_elsewhere(mutations: Any) -> None:
     assert replace(before[0], file="other.py").key != before[0].key
 
 
+@pytest.mark.slow
 def test_sample_is_seeded_and_stratified(mutations: Any) -> None:
     strata = tuple(mutations.STRATA)
     drawn = mutations.sample(ROOT, strata, 30, seed=0)

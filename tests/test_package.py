@@ -68,6 +68,7 @@ def test_public_names() -> None:
         _ = vlmfast.nonsense
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
 def test_overlay_is_a_function_not_a_module(first: str) -> None:
     """The module of that name must not shadow the function, in any order of access."""

@@ -190,6 +190,7 @@ def test_encoding_continues_after_the_last_complete_file(
         patches.Patches(tmp_path, "check", make_pocket(), drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a", "b"])
 def test_resuming_equals_an_uninterrupted_run(
     kind: str, drawn: Any, encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

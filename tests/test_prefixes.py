@@ -120,7 +120,7 @@ def tensors(vlm: VLM, key: Key) -> list[torch.Tensor]:
 # --- prompts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("family", "recipe"), pairs(SHARED), indirect=["family"])
 def test_a_second_question_is_prefilled_after_the_image(family: VLM, recipe: str) -> None:
     family.prefix_cache.clear()
@@ -418,7 +418,7 @@ def test_two_threads_ask_about_one_image(vlm: VLM) -> None:
 # --- sessions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("family", "method"), pairs(METHODS), indirect=["family"])
 def test_no_turn_prefills_the_images_again(family: VLM, method: str) -> None:
     """With every template, also where it writes an answer differently than it was generated."""

@@ -70,7 +70,7 @@ def write(found: dict[str, dict[str, str]]) -> None:
 FAST = (*tiny_families.FIRST, "lfm2_vl", "ovis2")
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in FAMILIES]
 )

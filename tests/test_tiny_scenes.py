@@ -68,6 +68,7 @@ def tokenizer_file(tokenizer, tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_examples_are_reproducible_across_processes():
     here = _fingerprint()
     random.seed(5)

@@ -83,7 +83,7 @@ def test_packed_mask_separates_questions():
     assert mask.any(1).all()  # no row without a key
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["image", "small", "video"])
 def test_packed_forward_equals_the_stock_model(packed, tokenizer_file, kind):
     """The logits of a slot equal those of the whole prompt in the stock model."""
@@ -370,6 +370,7 @@ def test_invalid_arguments_raise(tmp_path):
             training.run(_args(tmp_path, device="cuda"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("state", [b"x", {"settings": {}}, {"seed": 0, "optimizer": {}}])
 def test_file_of_another_training_is_refused(tmp_path, state, capsys):
     if isinstance(state, bytes):

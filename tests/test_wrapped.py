@@ -80,6 +80,7 @@ def dequantized(model: Any) -> Any:
     return plain
 
 
+@pytest.mark.cases(1)
 @both
 def test_int8_weights_of_torchao(family):
     model, processor = build(family)
