@@ -370,8 +370,11 @@ def _mark(answer: dict[str, Any], moved: dict[str, Any]) -> None:
     if stable < max(len(answer["tokens"]), len(moved["tokens"])):
         answer["stable"] = min(stable, answer.get("stable", stable))
     ties = {name for name in FIELDS[1:] if answer.get(name) != moved.get(name)}
-    if ties | set(answer.get("ties", ())):
-        answer["ties"] = sorted(ties | set(answer.get("ties", ())))
+    ties |= set(answer.get("ties", ()))
+    if ties:
+        answer["ties"] = sorted(ties)
+    if "kept" in ties:  # the answer read other visual tokens, even if these runs agree in it
+        answer["stable"] = 0
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -105,3 +105,11 @@ def test_tool_writes_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture)
     tool.compare(tmp_path / "one", tmp_path / "other")
     said = capsys.readouterr().out
     assert said == f"differs: kv_bytes: llava {cases[0]['recipe']} (1)\n"
+
+
+def test_answers_that_read_other_tokens_are_not_compared() -> None:
+    answer, moved = ({"tokens": [1, 2], "kept": kept, "kv_bytes": 8} for kept in "ab")
+    recorded._mark(answer, moved)
+    line = {"case": {"way": "ask"}, "answers": [answer]}
+    assert recorded.differences(line, [moved | {"tokens": [3]}]) == ([], 1)
+    assert recorded.differences(line, [moved | {"kv_bytes": 9}])[0]
