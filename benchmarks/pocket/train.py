@@ -284,19 +284,20 @@ class StageA:
         places = F.normalize(places - places.mean(0), dim=-1)
         self.scale = float(self.names.norm(dim=-1).mean())
         self.places = places * self.scale * settings.place
-        self.train = self._gathered(patches)
-        self.unseen = self._gathered(check)
+        self.train = self._gathered(patches, KINDS)
+        # Of each kind by itself: a word has many more patches than an object.
+        self.unseen = {kind: self._gathered(check, (kind,)) for kind in KINDS if check.count(kind)}
         self.groups = [list(pocket.projector.parameters())]
         self.spread = self.train[0].float().std(0)
 
-    def _gathered(self, patches: Patches) -> tuple[Tensor, Tensor, Tensor]:
+    def _gathered(self, patches: Patches, kinds: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """Features float16 (n, width), classes and cells (n,) of objects and of some background."""
         rng = np.random.default_rng(self.settings.seed)
         side = self.pocket.side
         row, column = np.divmod(np.arange(side**2), side)
         cell = row * GRID // side * GRID + column * GRID // side
         found: tuple[list, list, list] = ([], [], [])
-        for kind in KINDS:
+        for kind in kinds:
             for number in range(patches.count(kind)):
                 labels = patches.labels(kind, number)
                 empty = np.flatnonzero(labels == BACKGROUND)
@@ -346,11 +347,13 @@ class StageA:
         return loss, {"right": float(right), "error": float(error.detach())}
 
     def check(self) -> dict[str, float]:
-        features, classes, cells = self.unseen
-        some = classes < len(self.names) - 1  # objects and words
-        with torch.no_grad():
-            metrics = self._loss(features[some].float(), classes[some], cells[some])[1]
-        return {"check_right": metrics["right"]}
+        found = {}
+        for kind, (features, classes, cells) in self.unseen.items():
+            some = classes < len(self.names) - 1  # objects and words
+            with torch.no_grad():
+                metrics = self._loss(features[some].float(), classes[some], cells[some])[1]
+            found[f"check_{kind}"] = metrics["right"]
+        return found
 
     def state(self) -> dict[str, Any]:
         return {"projector": self.pocket.projector.state_dict()}
