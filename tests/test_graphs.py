@@ -77,15 +77,16 @@ def test_outputs_have_as_many_rows_as_the_batch(vlm: VLM, monkeypatch) -> None:
     run, rows = StepGraphs.run, []
 
     def counted(graphs: StepGraphs, forward: Any, aux_layers: tuple, *given: torch.Tensor) -> Any:
-        output = run(graphs, forward, aux_layers, *given)
-        rows.append((len(given[0]), len(output.logits), len(output.hidden)))
+        output = run(graphs, forward, (0,), *given)
+        aux = output.aux_hidden_states
+        rows.append((len(given[0]), len(output.logits), len(output.hidden), len(aux)))
         return output
 
     monkeypatch.setattr(StepGraphs, "run", counted)
     requests = [Request("what is here ?", make_image(seed=seed)) for seed in range(3)]
     vlm.ask_many(requests, batch_size=3, max_new_tokens=4, eos_token_id=None)
     assert rounded(3) > 3
-    assert (3, 3, 3) in rows and all(len(set(sizes)) == 1 for sizes in rows)
+    assert (3, 3, 3, 3) in rows and all(len(set(sizes)) == 1 for sizes in rows)
 
 
 def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:

@@ -184,6 +184,7 @@ def test_vlmevalkit_on_videos():
         ("(C) is what the answer is", "C"),  # no letter follows the words
         ("it is B) like DNA", "B"),  # the last letter of a word
         ("it is B) like A", "A"),
+        ("As C", "C"),  # the first letter of a word
     ],
 )
 def test_lmms_eval_ranks_the_forms_of_a_letter(response, letter):
