@@ -15,6 +15,7 @@ from helpers_layout import REQUEST, make_image, stats_of
 from tiny_models import build_llava
 from vlmfast import VLM
 from vlmfast.compressors.budget import solve
+from vlmfast.compressors.encoder.mustdrop import dual_attention
 from vlmfast.compressors.tokens.hired import HiRED
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.protocols import DrafterStage
@@ -24,7 +25,7 @@ from vlmfast.core.tree import Tree
 from vlmfast.engine.kv_layer import KVLayer, bucket
 from vlmfast.engine.rounds import Rounds
 from vlmfast.errors import RecipeError
-from vlmfast.eval.scorers import mmmu, video_mme
+from vlmfast.eval.scorers import mmmu, share, video_mme
 
 # Allowed values of every parameter with a range: those of the papers, and where code would fail.
 RANGES = {
@@ -157,10 +158,22 @@ def test_mmmu_reads_an_options_text_from_six_words_on(words: int, found: bool) -
     assert not found or parsed.answer == "B"
 
 
+def test_the_mean_of_no_samples_is_zero() -> None:
+    assert share([]) == 0.0
+    assert share([1, 0, 0, 1]) == 0.5
+
+
 def test_lmms_eval_knows_four_letters() -> None:
     for letter in "ABCD":
         assert video_mme.parse_choice(f"({letter})", mode="lmms-eval").answer == letter
     assert video_mme.parse_choice("(E)", mode="lmms-eval") == ("", False)
+
+
+@pytest.mark.parametrize(("unit", "kept"), [(1.0, False), (2.0, True), (3.0, True)])
+def test_mustdrop_keeps_a_token_that_meets_its_global_threshold(unit: float, kept: bool) -> None:
+    """Of a sum of 16, an eighth is 2."""
+    g = torch.tensor([unit, 16 - unit])
+    assert dual_attention(g, torch.zeros(2), 0.125, 0.5).tolist() == [kept, True]
 
 
 @pytest.mark.parametrize(("target", "nearest"), [(12, 10), (14.9, 10), (15.1, 20), (18, 20)])

@@ -445,6 +445,9 @@ def test_image_with_one_view_is_left_alone() -> None:
     tokens, _, answer = looked(vlm, Crops(0.0), images=image)
     assert torch.equal(tokens.features, full.features)
     assert answer.stats.views_encoded == 1
+    # Beside an image with several views, it and the view of that whole image are encoded.
+    stats = vlm.ask("what ?", [image, WIDE], recipe="crops:0", max_new_tokens=1).stats
+    assert (stats.views_encoded, stats.views > 2) == (2, True)
 
 
 def test_prompt_without_images(model) -> None:

@@ -107,13 +107,13 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
     """Single tokens and trees of several widths alternate in the same buffers."""
     given = {"images": make_image(seed=0), "max_new_tokens": 40, "eos_token_id": None}
     wanted = plain.ask("what is here ?", recipe=recipe, **given).token_ids
-    knows = Knows(answer=tuple(wanted), cycle=True)
-    for _ in range(2):
+    for beside in (2, 2, 6):
+        knows = Knows(answer=tuple(wanted), cycle=True, beside=beside)
         got = vlm.ask("what is here ?", recipe=Recipe.of(recipe) + knows, **given)
         assert got.token_ids == wanted and got.stats.accepted > 10
-    (graph, *_) = vlm.adapter.kept["graphs"]._idle
-    widths = {width for _, width, *_ in graph._replays}
-    assert widths <= {1, 2, 4, 8, 16} and len(widths) > 1
+    idle = vlm.adapter.kept["graphs"]._idle
+    widths = {width for graph in idle for _, width, *_ in graph._replays}
+    assert widths <= {1, 2, 4, 8, 16, 32} and {16, 32} < widths
 
 
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
