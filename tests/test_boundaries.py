@@ -96,6 +96,17 @@ def test_ranges_of_parameters(allowed: str) -> None:
                         assert refused(stage, name, (value,) if several else value) == allowed
 
 
+def test_defaults_are_values_and_docs_are_texts() -> None:
+    for method in stage_names():
+        for name, field in stage_class(method).__dataclass_fields__.items():
+            if doc := field.metadata.get("doc"):
+                assert " " in doc, (method, name)
+                assert not isinstance(field.default, str) or " " not in field.default, (
+                    method,
+                    name,
+                )
+
+
 def refused(stage: type, name: str, value: Any) -> str:
     """The range that a value is out of; another text if another rule of the method forbids it."""
     try:

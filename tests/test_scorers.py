@@ -146,7 +146,7 @@ def test_vlmevalkit():
         "A blue bus": "A", "a blue bus": "B", "Both A and C": "Z", "Z": "Z", "\\boxed{B}": "B",
         "a blue bus and a red car": "Z", "D because of this and that and more": "Z",
         "Cannot determine the answer B": "Z", "Failed to obtain answer via API. a blue bus": "B",
-        "it is a blue bus " + 100 * "x": "Z", "": "Z",
+        "it is a blue bus " + 100 * "x": "Z", "": "Z", "Z a blue bus": "Z",
     }.items():  # fmt: skip
         assert vlmevalkit.match(response, choose) == letter, response
         assert mmmu.parse_choice(response, OPTIONS, "vlmevalkit", guess=drawn_by("")) == (
@@ -170,7 +170,6 @@ def test_vlmevalkit_on_videos():
     assert letter("a blue bus") == "B"
     assert letter("nothing") == "Z"
     assert letter("a blue bus", ["a red car", "a blue bus"]) == "Z"  # options without letters
-    # Its list of phrases is shorter than that of the authors.
     assert letter("The correct answer") == "Z" != ""
     assert video_mme.parse_choice("The correct answer").answer == ""
 
@@ -185,6 +184,7 @@ def test_vlmevalkit_on_videos():
         ("it is B) like DNA", "B"),  # the last letter of a word
         ("it is B) like A", "A"),
         ("As C", "C"),  # the first letter of a word
+        ("it is B) 5mA", "B"),
     ],
 )
 def test_lmms_eval_ranks_the_forms_of_a_letter(response, letter):
@@ -336,5 +336,8 @@ def test_pope_counts():
     close(found["pope_f1_score"], 2 / 3, terms=4)
     assert found["pope_yes_ratio"] == 0.4
     assert pope.metrics(samples, "lmms-eval")["pope_yes_ratio"] == 0.5  # of the targets
+    # As many hits as misses.
+    halves = [sample(a, float(a == "yes"), target="yes", answer=a) for a in ("yes", "no")]
+    assert pope.metrics(halves, "official")["pope_recall"] == 0.5
     nothing = pope.metrics([sample("1", 0.0, answer="no", target="no")], "official")
     assert nothing["pope_precision"] == nothing["pope_recall"] == nothing["pope_f1_score"] == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -120,6 +121,13 @@ def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> Non
     if recipe not in SINGLE:
         assert accepted >= {1, 2, 3, 4}
         assert rejected >= ({1, 2, 3} if recipe in PAGED else {1, 2, 3, 4})  # pages shorten rounds
+
+
+def test_time_of_verification_is_within_that_of_the_answer(llava: VLM) -> None:
+    wanted = llava.ask(QUESTION, **given())
+    start = time.perf_counter()
+    stats = drafted(llava, wanted, **given()).stats
+    assert 0 < stats.time_verify_s < time.perf_counter() - start
 
 
 @pytest.mark.cases(1)

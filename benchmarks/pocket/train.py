@@ -285,7 +285,7 @@ class StageA:
         self.scale = float(self.names.norm(dim=-1).mean())
         self.places = places * self.scale * settings.place
         self.train = self._gathered(patches, KINDS)
-        # Of each kind by itself: a word has many more patches than an object.
+        # Of each kind alone: a word has many more patches than an object.
         self.unseen = {kind: self._gathered(check, (kind,)) for kind in KINDS if check.count(kind)}
         self.groups = [list(pocket.projector.parameters())]
         self.spread = self.train[0].float().std(0)

@@ -9,6 +9,7 @@ from typing import Any
 from . import Parsed, check_mode, letters, share, vlmevalkit
 
 # Removed from answers. Two pairs are joined, because all copies of the code miss a comma there.
+# VLMEvalKit's list lacks the last two; without a capital from A to D they change no letter.
 _PHRASES = (
     "The best answer is",
     "The correct answer is",
@@ -18,8 +19,9 @@ _PHRASES = (
     "Best answer:Best option:",
     "Answer:",
     "Option:",
+    "The correct answer",
+    "The correct option",
 )
-_MORE_PHRASES = ("The correct answer", "The correct option")
 
 
 def parse_choice(response: str, options: Sequence[str] = (), mode: str = "official") -> Parsed:
@@ -36,8 +38,7 @@ def parse_choice(response: str, options: Sequence[str] = (), mode: str = "offici
     if check_mode(mode) == "lmms-eval":
         letter = _ranked(response, letters(4))
     else:
-        phrases = _PHRASES + (_MORE_PHRASES if mode == "official" else ())
-        letter = _first(response, phrases)
+        letter = _first(response)
         if mode == "vlmevalkit" and not letter:
             lettered = zip(letters(len(options)), options, strict=True)
             parts = {x: option.partition(f"{x}.") for x, option in lettered}
@@ -46,10 +47,10 @@ def parse_choice(response: str, options: Sequence[str] = (), mode: str = "offici
     return Parsed(letter, letter not in ("", "Z"))
 
 
-def _first(response: str, phrases: Sequence[str]) -> str:
+def _first(response: str) -> str:
     """The first capital from A to D, even within a word such as "Best"."""
     response = response.strip()
-    for phrase in phrases:
+    for phrase in _PHRASES:
         response = response.replace(phrase, "")
     match = re.search("[ABCD]", response)
     return match[0] if match else ""
