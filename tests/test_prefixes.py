@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -135,6 +136,16 @@ def test_a_second_question_is_prefilled_after_the_image(family: VLM, recipe: str
     if answers[0].stats.visual_tokens_in and _fits(family):
         visual = int(family.adapter.visual(torch.tensor(entries(family)[0])).sum())
         assert min(reused[1:]) > visual  # all of the image
+
+
+def test_the_text_after_a_reused_image_is_prefilled_in_chunks(vlm: VLM) -> None:
+    given = {"question": "word " * 40, "prefill_chunk_size": 16}
+    wanted = cold(vlm, **given)
+    asked(vlm)
+    got = asked(vlm, **given)
+    stats = got.stats
+    assert got.token_ids == wanted.token_ids and stats.prompt_reused > 0
+    assert stats.prefill_chunks == math.ceil(stats.prompt_tokens / 16) > 2
 
 
 def _fits(vlm: VLM) -> bool:

@@ -158,8 +158,8 @@ def test_vlmevalkit():
     assert vlmevalkit.match("B is my final answer", choose) == "Z"
     # Open questions become a choice between the answer and others.
     for response, right in {"Tampa": 1, "A": 1, "B": 0, "other answers": 0, "Miami": 0}.items():
-        judged = mmmu.judge(response, [], "Tampa", "open", "vlmevalkit", guess=drawn_by(""))
-        assert judged[1] == right, response
+        parsed, score = mmmu.judge(response, [], "Tampa", "open", "vlmevalkit", guess=drawn_by(""))
+        assert score == right and parsed.found == (parsed.answer != "Z"), response
 
 
 def test_vlmevalkit_on_videos():
@@ -185,6 +185,7 @@ def test_vlmevalkit_on_videos():
         ("it is B) like A", "A"),
         ("As C", "C"),  # the first letter of a word
         ("it is B) 5mA", "B"),
+        ("the answer is A or B or (A)", "B"),  # the words count more than brackets
     ],
 )
 def test_lmms_eval_ranks_the_forms_of_a_letter(response, letter):
