@@ -231,6 +231,14 @@ def test_missing_images_are_refused() -> None:
         ClipRelevance(0.3).reduce(tokens, stats, REQUEST)
 
 
+def test_the_default_model_is_that_of_the_paper() -> None:
+    """CLIP ViT-L/14 at 336 pixels with OpenAI's weights, for every method that asks for it."""
+    shared = open_clip_models.model_param(), open_clip_models.pretrained_param()
+    names = [field.default for field in shared]
+    assert names == ["ViT-L-14-336-quickgelu", "openai"]
+    assert [ClipRelevance().model, ClipRelevance().pretrained] == names
+
+
 def test_recipe_round_trips() -> None:
     for text in ("clip-relevance", "clip-relevance:0.2,model=ViT-B-32,pretrained=/a/b.pt"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
