@@ -141,10 +141,11 @@ def test_cache_is_where_its_layer_is(monkeypatch):
 
 
 def test_several_requests():
+    frames = [tiny_models.make_image(seed=i) for i in range(2)]
     requests = [
         Request(QUESTION, images=IMAGE, recipe="snapkv:keep=0.6,window=4"),
-        Request("what is here, and what is there ?", images=IMAGE, recipe="h2o:0.8"),
-        Request("and here ?", images=IMAGE),
+        Request("what is here, and what is there ?", images=frames[0], recipe="h2o:0.8"),
+        Request("and here ?", images=frames),
     ]
     one, two = ([a.token_ids for a in vlm.ask_many(requests, max_new_tokens=4)] for vlm in pair())
     assert one == two
