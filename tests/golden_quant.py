@@ -146,7 +146,7 @@ def kivi(data: Reader, meta: Reader) -> None:
             restored(back, stored, x, dim, equal, dtype)
             # Where a code differs, ours is as near to the original value.
             size = x.abs().amax(dim, keepdim=True)
-            ours, stored = ((of.double() - x.double()).abs() for of in (back, stored))
+            ours, stored = ((of.double() - x.double()).abs().cpu() for of in (back, stored))
             assert bool((ours <= stored + tolerance(dtype, STEP, size)).all())
 
 

@@ -460,10 +460,10 @@ def gpu_steps() -> str:
     return table(rows)
 
 
-def gpu_kernels() -> str:
+def gpu_kernels(gpu: str) -> str:
     """Kernels on a GPU at LLaVA-NeXT 7B's shape."""
     rows = [["kernel", "time", "floor", "reference", "PyTorch's own"]]
-    for key, row in _measured("kernels-nvidia-h200")["rows"].items():
+    for key, row in _measured(f"kernels-{gpu}")["rows"].items():
         name, shape = key.rsplit(" | ", 1)
         if shape != "B" or not row["check"]["passed"] or not row["floor"]:
             continue
@@ -502,7 +502,8 @@ TABLES = {
     ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
-    ("docs/gpu.md", "kernels"): gpu_kernels,
+    ("docs/gpu.md", "kernels"): partial(gpu_kernels, "nvidia-h200"),
+    ("docs/gpu.md", "kernels-h100"): partial(gpu_kernels, "nvidia-h100-80gb-hbm3"),
     ("docs/presses.md", "presses"): presses,
     ("docs/presses.md", "passkeys"): passkeys,
     ("docs/presses.md", "drafters"): drafters,
