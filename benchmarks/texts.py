@@ -31,7 +31,8 @@ PYRAMID = "pyramidkv:window=64,kernel=5,pool=avg"
 VLMFAST, KVPRESS = "vlmfast.jsonl", "kvpress.jsonl"  # logs
 ROOM = 256  # tokens for which caches have free slots at first
 PREFIXES = (1000, 2000, 4000, 8000)
-PLACES = 10  # texts of each length at most
+PLACES = 10  # of texts of each length
+BETWEEN = 9  # further places between them; texts of up to 2,000 tokens share none with the others
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -86,19 +87,23 @@ def places(tokens: Any, counts: dict[int, int], follow: int) -> Iterator[tuple[i
     Parameters
     ----------
     counts : dict of int to int
-        How many texts of each of `PREFIXES`, at most `PLACES`. A text of each comes first.
+        How many texts of each of `PREFIXES`, at most 19. A text of each comes first.
     """
+    most = PLACES + BETWEEN
     for prefix, count in counts.items():
-        if prefix not in PREFIXES or not 0 <= count <= PLACES:
+        if prefix not in PREFIXES or not 0 <= count <= most:
             raise SystemExit(
                 f"--documents and --passkeys: {prefix}:{count} must be one of "
-                f"{', '.join(map(str, PREFIXES))}, and at most {PLACES} texts"
+                f"{', '.join(map(str, PREFIXES))}, and at most {most} texts"
             )
     ids = manual(tokens)
-    for number in range(PLACES):
+    for number in range(most):
         for at, prefix in enumerate(PREFIXES):
             if number < counts.get(prefix, 0):
-                place = 3 * number % PLACES + (at + 1) / len(PREFIXES)  # any few are spread
+                place = 3 * number % PLACES  # any few are spread
+                if number >= PLACES:
+                    place = 2 * number % BETWEEN + 0.375
+                place += (at + 1) / len(PREFIXES)
                 end = int(len(ids) * place / PLACES)
                 length = prefix + follow - 1
                 yield prefix, [tokens.bos_token_id, *ids[end - length : end]]
@@ -286,7 +291,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     """The options of both sides."""
     made = argparse.ArgumentParser(description=doc.partition("\n")[0])
     made.add_argument("folder", type=Path, help="a Gemma 3 text model")
-    made.add_argument("--documents", type=counts, default="1000:10,2000:10,4000:10,8000:10")
+    made.add_argument("--documents", type=counts, default="1000:18,2000:14,4000:5,8000:3")
     made.add_argument("--passkeys", type=counts, default="1000:4,2000:4,4000:4,8000:4")
     made.add_argument(
         "--cost", type=int, nargs="*", default=PREFIXES, help="prefixes whose first text is timed"

@@ -76,8 +76,16 @@ def test_texts_do_not_depend_on_how_many_there_are() -> None:
     assert [(text.prefix, len(text.ids)) for text in few] == [(1000, 1005), (2000, 2005)]
     assert [text.digest for text in many[:2]] == [text.digest for text in few]
     assert len({text.digest for text in many}) == 5
-    with pytest.raises(SystemExit, match="1000:11 must be one of"):
-        texts.read_texts(Letters(), {1000: 11}, 5)
+
+
+def test_later_texts_lie_between_the_others() -> None:
+    most = texts.PLACES + texts.BETWEEN
+    found = texts.read_texts(Letters(), dict.fromkeys(texts.PREFIXES, most), 16)
+    assert len({text.digest for text in found}) == len(found) == 4 * most
+    # None is read after the same tokens as another, whatever their prefixes.
+    assert len({tuple(text.ids[-15:]) for text in found}) == len(found)
+    with pytest.raises(SystemExit, match=r"1000:20 must be one of .* and at most 19 texts"):
+        texts.read_texts(Letters(), {1000: most + 1}, 16)
 
 
 def test_passkeys_are_at_ten_depths() -> None:

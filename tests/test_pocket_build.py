@@ -161,4 +161,4 @@ def test_missing_and_older_parts_are_named(tmp_path: Path) -> None:
 
 def test_missing_training_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: .* has no checkpoint; `train\.py` writes it"):
-        build.main([str(tmp_path), str(tmp_path), str(tmp_path / "out")])
+        build.main([str(tmp_path), str(tmp_path / "out"), "--run", str(tmp_path)])

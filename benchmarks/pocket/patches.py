@@ -12,7 +12,8 @@ import torch
 from build import Pocket
 from objects import Objects
 from parts import PocketError
-from scenes import FRAMES, KINDS, WORDS, Layout, draw, layout, seed_of
+from scenes import KINDS, WORDS, Layout, draw, layout, seed_of
+from torch.utils.data import DataLoader, Dataset
 
 from vlmfast.core.files import make_folder, replace_text, replacing
 
@@ -70,7 +71,7 @@ class Patches:
         """Index in `classes` of what a patch shows, or -1, int16, shape (frames * patches,)."""
         return self._shards[kind][number // SHARD][1][number % SHARD]
 
-    def fill(self, kind: str, count: int, deadline: float = float("inf")) -> None:
+    def fill(self, kind: str, count: int, deadline: float = float("inf"), workers: int = 0) -> None:
         """Encode at least ``count`` layouts of a kind, or as many as there is time for.
 
         Parameters
@@ -79,9 +80,18 @@ class Patches:
         count : int
         deadline : float
             Time of `time.monotonic` after which no file is begun.
+        workers : int
+            Processes that draw; with 0 this one draws.
         """
-        while self.count(kind) < count and time.monotonic() < deadline:
-            self._encode(kind, len(self._shards[kind]))
+        missing = range(len(self._shards[kind]), -(-count // SHARD))
+        if not missing or time.monotonic() >= deadline:
+            return
+        for number, drawn in zip(
+            missing, loader(_Drawn(self, kind, missing), workers), strict=True
+        ):
+            if time.monotonic() >= deadline:
+                return
+            self._encode(kind, number, *drawn)
             self._open(kind)
 
     def _paths(self, kind: str, number: int) -> tuple[Path, Path]:
@@ -98,31 +108,61 @@ class Patches:
         self._shards[kind].append(pair)
         return True
 
-    def _encode(self, kind: str, number: int) -> None:
-        layouts = [self.layout(kind, number * SHARD + i) for i in range(SHARD)]
-        frames = FRAMES if kind == "video" else 1
-        side = self.pocket.side
-        features, labels = [], np.empty((SHARD, frames * side**2), np.int16)
-        for at, of in enumerate(layouts):
-            images, owners = draw(of, self.objects)
-            labels[at] = patch_labels(of, owners, side, self.classes)
-            features.append(images)
-        flat = [image for images in features for image in images]
-        rows = torch.cat([self._forward(flat[i : i + SHARD]) for i in range(0, len(flat), SHARD)])
-        encoded = rows.reshape(SHARD, frames * side**2, -1).to("cpu", torch.float16).numpy()
-        for path, array in zip(self._paths(kind, number), (labels, encoded), strict=True):
+    def drawn(self, kind: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels and labels of the layouts of a file.
+
+        Returns
+        -------
+        pixels : torch.Tensor
+            As the tower takes them, shape (layouts * frames, 3, size, size).
+        labels : torch.Tensor
+            int16, shape (layouts, frames * patches).
+        """
+        images, labels = [], []
+        for at in range(number * SHARD, (number + 1) * SHARD):
+            of = self.layout(kind, at)
+            frames, owners = draw(of, self.objects)
+            labels.append(patch_labels(of, owners, self.pocket.side, self.classes))
+            images += frames
+        pixels = self.pocket.processor.image_processor(images, return_tensors="pt").pixel_values
+        return pixels, torch.from_numpy(np.stack(labels))
+
+    def _encode(self, kind: str, number: int, pixels: torch.Tensor, labels: torch.Tensor) -> None:
+        rows = torch.cat([self._forward(some) for some in pixels.split(SHARD)])
+        shape = (SHARD, labels.shape[1], -1)
+        encoded = rows.reshape(shape).to("cpu", torch.float16).numpy()
+        for path, array in zip(self._paths(kind, number), (labels.numpy(), encoded), strict=True):
             with replacing(path) as file:
                 np.save(file, array)
 
-    def _forward(self, images: Sequence) -> torch.Tensor:
+    def _forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """What the projector receives from the model, shape (images, patches, width)."""
         pocket = self.pocket
-        pixels = pocket.processor.image_processor(images, return_tensors="pt").pixel_values
         device = next(pocket.tower.parameters()).device
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             output = pocket.tower(pixels.to(device), output_hidden_states=True)
         layer = pocket.model.config.vision_feature_layer
         return output.hidden_states[layer][:, 1:].float()
+
+
+class _Drawn(Dataset):
+    """Files of a kind, before the tower."""
+
+    def __init__(self, patches: Patches, kind: str, numbers: Sequence[int]) -> None:
+        self.patches, self.kind, self.numbers = patches, kind, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.patches.drawn(self.kind, self.numbers[at])
+
+
+def loader(items: Dataset, workers: int) -> DataLoader:
+    """The items of a data set in order, made ahead by processes if ``workers`` is not 0."""
+    # They share what the data set holds, models as well, and use no GPU.
+    context = "fork" if workers else None
+    return DataLoader(items, batch_size=None, num_workers=workers, multiprocessing_context=context)
 
 
 def patch_labels(of: Layout, owners: np.ndarray, side: int, classes: Sequence[str]) -> np.ndarray:

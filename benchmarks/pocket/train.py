@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,18 +30,27 @@ import numpy as np
 import objects
 import torch
 from build import Pocket, prompt
-from checkpoints import Curve, load_checkpoint, save_checkpoint
+from checkpoints import CURVE, Curve, load_checkpoint, save_checkpoint
 from parts import PocketError
-from patches import BACKGROUND, Patches
+from patches import BACKGROUND, Patches, loader
 from scenes import CELLS, GRID, KINDS, Question, questions
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from vlmfast.core.files import make_folder
 
 IGNORED = -100  # label of tokens without loss
 # Arguments of the command with their least values.
-LEAST = {"scenes": 1, "words": 0, "videos": 0, "steps_a": 1, "steps_b": 1, "checkpoint_every": 1}
+LEAST = {
+    "scenes": 1,
+    "words": 0,
+    "videos": 0,
+    "steps_a": 1,
+    "steps_b": 1,
+    "checkpoint_every": 1,
+    "workers": 0,
+}
 WARM_UP, DECAY = 40, 0.2  # steps, and the share of the steps at whose end the rate is zero
 
 
@@ -256,8 +265,11 @@ class Stage(Protocol):
     def start(self) -> None:
         """Prepare weights before the first step."""
 
-    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
-        """Loss of a new batch, and what the curve reports of it."""
+    def batches(self, start: int, steps: int) -> Iterable[Any]:
+        """A new batch for every step from ``start``, which follows from the number of the step."""
+
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
+        """Loss of a batch, and what the curve reports of it."""
 
     def check(self) -> dict[str, float]:
         """Accuracy on layouts that are not trained on."""
@@ -267,6 +279,11 @@ class Stage(Protocol):
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
+
+
+def _random(stage: Stage, step: int) -> np.random.Generator:
+    """Numbers of a step, the same whether the training was interrupted or not."""
+    return np.random.default_rng([stage.settings.seed, ord(stage.name), step])
 
 
 class StageA:
@@ -288,7 +305,8 @@ class StageA:
         # Of each kind alone: a word has many more patches than an object.
         self.unseen = {kind: self._gathered(check, (kind,)) for kind in KINDS if check.count(kind)}
         self.groups = [list(pocket.projector.parameters())]
-        self.spread = self.train[0].float().std(0)
+        some = self.train[0][:: 1 + len(self.train[0]) // 2**20].float()
+        self.mean, self.spread = some.mean(0), some.std(0)
 
     def _gathered(self, patches: Patches, kinds: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
         """Features float16 (n, width), classes and cells (n,) of objects and of some background."""
@@ -313,31 +331,34 @@ class StageA:
                     rows.append(value)
         if not found[0]:
             raise PocketError(f"{patches.folder} has no patches; give more time")
-        features, classes, cells = (torch.from_numpy(np.concatenate(rows)) for rows in found)
+        features, classes, cells = (
+            torch.from_numpy(np.concatenate(rows)).to(self.names.device) for rows in found
+        )
         return features, classes, cells
 
     def start(self) -> None:
         """Fold mean and spread of the features into the first layer."""
         first = self.pocket.projector.linear_1
         with torch.no_grad():
-            device = first.weight.device
-            mean = self.train[0].float().mean(0).to(device)
-            first.weight.div_(self.spread.to(device).clamp_min(1e-4))
-            first.bias.sub_(first.weight @ mean)
+            first.weight.div_(self.spread.clamp_min(1e-4))
+            first.bias.sub_(first.weight @ self.mean)
 
-    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+    def batches(self, start: int, steps: int) -> Iterable[np.random.Generator]:
+        return (_random(self, step) for step in range(start, steps))
+
+    def loss(self, batch: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
         features, classes, cells = self.train
-        at = torch.from_numpy(rng.integers(len(features), size=self.batch))
-        noise = rng.standard_normal((self.batch, features.shape[1]), dtype=np.float32)
-        noisy = features[at].float() + 0.1 * self.spread * torch.from_numpy(noise)
+        device = features.device
+        at = torch.from_numpy(batch.integers(len(features), size=self.batch)).to(device)
+        draws = torch.Generator(device).manual_seed(int(batch.integers(2**63)))
+        noise = torch.randn(self.batch, features.shape[1], generator=draws, device=device)
+        noisy = features[at].float() + 0.1 * self.spread * noise
         return self._loss(noisy, classes[at], cells[at])
 
     def _loss(
         self, features: Tensor, classes: Tensor, cells: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        device = self.names.device
-        classes, place = classes.to(device), self.places[cells.to(device)]
-        out = self.pocket.projector(features.to(device)) - place
+        out = self.pocket.projector(features) - self.places[cells]
         # Logits are half the squared distances to the names, but for a constant. Cosines instead
         # would tell the names apart too, with vectors of lengths that the decoder cannot read.
         logits = (out @ self.names.T - self.names.pow(2).sum(-1) / 2) / (self.scale**2 / 20)
@@ -370,8 +391,16 @@ class StageB:
     shares = ((0.25, 0.6), (0.5, 0.3), (1.0, 0.1))  # of an image's patches, with probabilities
     kinds = (("scene", 0.8), ("word", 0.1), ("video", 0.1))
 
-    def __init__(self, pocket: Pocket, patches: Patches, check: Patches, settings: Settings):
+    def __init__(
+        self,
+        pocket: Pocket,
+        patches: Patches,
+        check: Patches,
+        settings: Settings,
+        workers: int = 0,
+    ):
         self.pocket, self.patches, self.settings = pocket, patches, settings
+        self.workers = workers
         torch.manual_seed(settings.seed)
         self.adapted = build.add_adapter(pocket)
         adapter = [of for of in self.adapted.parameters() if of.requires_grad]
@@ -408,13 +437,20 @@ class StageB:
     def start(self) -> None:
         """New LoRA weights change nothing."""
 
-    def loss(self, rng: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
+    def batches(self, start: int, steps: int) -> Iterable[Batch]:
+        return loader(_Batches(self, range(start, steps)), self.workers)
+
+    def batch(self, step: int) -> Batch:
+        """Layouts of one kind, one share of their patches."""
+        rng = _random(self, step)
         kinds = [(kind, weight) for kind, weight in self.kinds if self.patches.count(kind)]
         weights = np.array([weight for _, weight in kinds])
         kind = kinds[rng.choice(len(kinds), p=weights / weights.sum())][0]
         numbers = rng.integers(self.patches.count(kind), size=self.settings.batch).tolist()
         share = self.shares[rng.choice(len(self.shares), p=[p for _, p in self.shares])][0]
-        batch = self._batch(self.patches, kind, numbers, share, bool(rng.integers(2)), rng)
+        return self._batch(self.patches, kind, numbers, share, bool(rng.integers(2)), rng)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         loss, right = answer_loss(self.pocket, batch)
         return loss, {"right": float(right.float().mean())}
 
@@ -440,6 +476,19 @@ class StageB:
         self.pocket.projector.load_state_dict(state["projector"])
         if "adapter" in state:
             set_peft_model_state_dict(self.adapted, state["adapter"])
+
+
+class _Batches(Dataset):
+    """Batches of stage ``b``."""
+
+    def __init__(self, stage: StageB, steps: Sequence[int]) -> None:
+        self.stage, self.steps = stage, steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, at: int) -> Batch:
+        return self.stage.batch(self.steps[at])
 
 
 def rate(step: int, steps: int) -> float:
@@ -489,7 +538,7 @@ def fit(
         betas=(0.9, 0.98),
         weight_decay=0.0,
     )
-    rng, step = np.random.default_rng([stage.settings.seed, ord(stage.name)]), 0
+    step = 0
     state = load_checkpoint(path)
     if state is None:
         stage.start()
@@ -500,8 +549,8 @@ def fit(
             )
         stage.load(state)
         optimizer.load_state_dict(state["optimizer"])
-        rng.bit_generator.state, step = state["random"], state["step"]
-    curve, begin = Curve(folder / "curve.jsonl", stage.name, step), clock()
+        step = state["step"]
+    curve, begin = Curve(folder / CURVE, stage.name, step), clock()
 
     def save() -> None:
         save_checkpoint(
@@ -510,15 +559,16 @@ def fit(
                 "settings": settings,
                 "step": step,
                 "optimizer": optimizer.state_dict(),
-                "random": rng.bit_generator.state,
                 **stage.state(),
             },
         )
 
     trained = [of for group in stage.groups for of in group]
     recent: list[dict[str, float]] = []
-    while step < steps and clock() < deadline:
-        loss, metrics = stage.loss(rng)
+    for batch in stage.batches(step, steps):
+        if clock() >= deadline:
+            break
+        loss, metrics = stage.loss(batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
@@ -565,22 +615,25 @@ def train(args: argparse.Namespace, settings: Settings) -> None:
     for kind in KINDS:
         count = getattr(args, f"{kind}s")
         for part, number in (("check", min(count, 32)), ("train", count)):
-            parts[part].fill(kind, number, deadline)
+            parts[part].fill(kind, number, deadline, args.workers)
             print(f"{part}: {parts[part].count(kind)} {kind}s encoded", flush=True)
             if parts[part].count(kind) < number:
                 print("the time is over; repeat the command to continue")
                 return
-    for made, steps in ((StageA, args.steps_a), (StageB, args.steps_b)):
-        if made.name not in args.stage:
+    for name, steps in (("a", args.steps_a), ("b", args.steps_b)):
+        if name not in args.stage:
             continue
-        stage = made(pocket, parts["train"], parts["check"], settings)
-        if made is StageB:
+        stage: Stage
+        if name == "a":
+            stage = StageA(pocket, parts["train"], parts["check"], settings)
+        else:
+            stage = StageB(pocket, parts["train"], parts["check"], settings, args.workers)
             before = load_checkpoint(args.run / "a.pt")
             if before is None:
                 raise PocketError(f"{args.run} has no checkpoint of stage a; run it first")
             pocket.projector.load_state_dict(before["projector"])
         done = fit(stage, args.run, steps, deadline, args.checkpoint_every)
-        print(f"stage {made.name}: {done} of {steps} steps", flush=True)
+        print(f"stage {name}: {done} of {steps} steps", flush=True)
         if done < steps:
             print("the time is over; repeat the command to continue")
             return
@@ -599,6 +652,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scenes", type=int, default=6000, help="layouts to encode")
     parser.add_argument("--words", type=int, default=800, help="layouts with a word")
     parser.add_argument("--videos", type=int, default=320)
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that draw and prepare batches"
+    )
     standard = asdict(Settings())
     for name, value in standard.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)

@@ -6,7 +6,7 @@ import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -189,8 +189,20 @@ def add_eval(parser: ArgumentParser) -> None:
     )
 
 
-def run_eval(args: Namespace) -> int:
-    """Run ``vlmfast eval`` and return the exit code."""
+def run_eval(
+    args: Namespace, find: Callable[..., Task] | None = None, program: str = "vlmfast"
+) -> int:
+    """Run ``vlmfast eval`` and return the exit code.
+
+    Parameters
+    ----------
+    args : Namespace
+        Of a parser that `add_eval` has prepared.
+    find : callable, optional
+        From a task's name and options to the task; by default `find_task`.
+    program : str
+        What is typed before the arguments. Results record it.
+    """
     from .results import writable, write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
@@ -198,7 +210,8 @@ def run_eval(args: Namespace) -> int:
 
     # Check all arguments before loading a model.
     own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
-    tasks = [find_task(name, **own) for name in dict.fromkeys(args.tasks)]
+    tasks = [(find or find_task)(name, **own) for name in dict.fromkeys(args.tasks)]
+    args.command = f"{program} {shlex.join(sys.argv[1:])}"
     shard = chosen(args.shard)
     if args.batch_size < 1 or (args.session and args.batch_size > 1):
         raise VLMFastError(
@@ -461,7 +474,7 @@ def _evaluate(
             max_errors=args.max_errors,
             model=args.model,
             weights=weights,
-            command=shlex.join(["vlmfast", *sys.argv[1:]]),
+            command=args.command,
             progress=is_first(),
         )
     except TooManyErrors:

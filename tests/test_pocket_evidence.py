@@ -1,0 +1,77 @@
+"""`benchmarks/pocket/evidence.py`: questions about unseen layouts, by ``vlmfast eval``."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_pocket import (
+    SIZE,
+    PocketError,
+    build,
+    evidence,
+    make_objects,
+    make_pocket,
+    objects,
+    save_parts,
+    scenes,
+)
+from vlmfast.eval.report import write_report
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_objects(tmp_path_factory.mktemp("objects"))
+
+
+def test_questions_follow_from_unseen_layouts(drawn: Any) -> None:
+    task = evidence.Scenes(drawn, SIZE, ("scene", "video"))
+    docs = task.docs(3, 1)
+    assert len({doc.doc_id for doc in docs}) == len(docs) == 3 * (5 + 3)
+    assert [doc for doc in docs if doc in task.docs(2, 1)] == task.docs(2, 1)
+    for doc in docs:
+        kind, number = doc.media_id.split("-")
+        assert int(number) >= evidence.STRIDE  # of this seed
+        seed = scenes.seed_of("test", kind, int(number))
+        of = scenes.layout(seed, kind, drawn.drawings("train"), SIZE)
+        rng = random.Random(seed)
+        answers = {scenes.question(of, type_, rng).answer for type_ in scenes.TYPES[kind]}
+        assert doc.target in answers
+        assert task.judge(doc, f" {doc.target}\n")["score"] == 1
+        assert task.judge(doc, f"{doc.target} and more")["score"] == 0
+        media, grey = task.media(doc, None), task.media(doc, "question-only")
+        single = doc.modality == "image"
+        assert media.keys() == ({"images"} if single else {"video", "num_frames"})
+        image = media["images"] if single else media["video"][0]
+        blank = grey["images"] if single else grey["video"][0]
+        assert image.size == blank.size == (SIZE, SIZE)
+        assert len(blank.getcolors()) == 1 < len(image.getcolors(SIZE**2))
+    assert {doc.target for doc in docs} != {doc.target for doc in task.docs(3, 0)}
+    for name, arguments in (("limit", (0, 0)), ("seed", (1, -1))):
+        with pytest.raises(PocketError, match=f"{name} is .* must be at least"):
+            task.docs(*arguments)
+
+
+def test_recipes_are_evaluated_and_reported(
+    drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(objects, "read", lambda *_: drawn)
+    folder, model, out = save_parts(tmp_path / "parts"), tmp_path / "model", tmp_path / "runs"
+    build.save(make_pocket(), model, {"stage": "a", "step": 0}, folder, "float32")
+    command = ["pocket", "--parts", str(folder), "--model", str(model), "--device", "cpu"]
+    command += ["--dtype", "float32", "--kind", "scene", "--recipe", "random:0.5", "--draws", "1"]
+    command += ["--limit", "2", "--out", str(out), "--json", str(tmp_path / "found.json")]
+    assert evidence.main(command) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["task"] == "pocket" and set(found["recipes"]) == {"none", "random:0.5"}
+    metas = [json.loads(path.read_text()) for path in out.rglob("meta.json")]
+    assert metas and all(meta["options"]["kinds"] == ["scene"] for meta in metas)
+    text, files = write_report(out, tmp_path / "report")
+    assert "random:0.5" in text and all(file.exists() for file in files)
+    capsys.readouterr()
+    assert evidence.main([*command, "--mode", "official"]) == 2
+    assert "task pocket has no option mode" in capsys.readouterr().err
