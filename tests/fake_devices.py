@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,14 @@ class Placed(Tensor):
     value: Tensor
 
     @staticmethod
-    def __new__(cls, value: Tensor, device: torch.device) -> Placed:
+    def __new__(
+        cls, value: Tensor, device: torch.device | None = None, requires_grad: bool = False
+    ) -> Placed:
+        # accelerate calls the class of a weight with its value, also to leave it on ``meta``.
+        if value.device.type == "meta":
+            return nn.Parameter(value, requires_grad=requires_grad)
+        device = value.device if device is None else device
+        value = value.value if isinstance(value, Placed) else value
         made = Tensor._make_wrapper_subclass(
             cls,
             value.size(),
@@ -39,7 +46,7 @@ class Placed(Tensor):
             storage_offset=value.storage_offset(),
             dtype=value.dtype,
             device=device,
-            requires_grad=False,
+            requires_grad=requires_grad,
         )
         made.value = value
         return made
@@ -48,6 +55,9 @@ class Placed(Tensor):
 
     def tolist(self) -> Any:
         return self.value.tolist()
+
+    def data_ptr(self) -> int:
+        return self.value.data_ptr()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Placed({self.value}, {self.device})"
@@ -109,7 +119,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = torch.device(asked)
     else:
         target = next(iter(devices), CPU)
-    if asked is not None:
+    if asked is not None and target.type != "meta":
         kwargs = {**kwargs, "device": CPU}
         flat, spec = tree_flatten((args, kwargs))
     inner = [x.value if isinstance(x, Placed) else x for x in flat]
@@ -122,7 +132,9 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _on(value: Tensor, device: torch.device) -> Tensor:
-    return value if device == CPU or isinstance(value, Placed) else Placed(value, device)
+    if device.type in ("cpu", "meta") or isinstance(value, Placed):
+        return value
+    return Placed(value, device)
 
 
 @contextmanager

@@ -49,9 +49,8 @@ from documented import (
     stray_options,
     whole,
 )
+from vlmfast import compressors
 from vlmfast.cli import commands as cli
-from vlmfast.compressors import evictor, guard, reducer, select
-from vlmfast.core import contexts, layout, params, protocols, stage, statistics
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
 
@@ -65,6 +64,7 @@ PYTHON = {page: found for page, text in PAGES.items() if (found := python_blocks
 # Commands that are checked and not run, and why. Each line must match a command (see the test).
 NOT_RUN = {
     r"--model (?!tiny\b)": "online: a hub id, or a model of the reader's",
+    r"^make ask MODEL=pocket$": "needs the packages of `make pocket`",
     r"^vlmfast check": "half a minute, and it writes a file; tests/test_check.py runs its parts",
     r"^vlmfast demo": "serves until it is stopped",
     r"^vllm serve": "another project's server; make test-vllm runs the plug-in",
@@ -99,12 +99,13 @@ NOT_RUN_PYTHON = {
     r'"cuda"': "needs a GPU",
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
     r"push_to_hub": "online: tests/test_sharing.py uploads to a local hub",
+    r'check_stage\("(large|draft-repeat)|VipLlava': "needs the package of the page, which "
+    "tests/test_outside.py installs before it runs the block",
 }
 QUESTION, IMAGE = "What is in the bottom left?", "examples/picture.png"
-CORE = (contexts, layout, params, protocols, stage, statistics)
-# The names in `add-a-method`'s fragments: the imports of every method's file.
+# The names in `add-a-method`'s fragments.
 OF_METHODS = {
-    **{k: v for m in (evictor, guard, reducer, select, *CORE) for k, v in vars(m).items()},
+    **{name: getattr(compressors, name) for name in compressors.__all__},
     "dataclass": dataclass,
     "ClassVar": ClassVar,
 }

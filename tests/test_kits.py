@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 
 import tiny_models
 from vlmfast import VLM
-from vlmfast.compressors import EncodeStage, Reducer, param
+from vlmfast.compressors import (
+    EncodeStage,
+    MediaStage,
+    Reducer,
+    budget_param,
+    param,
+    positions_param,
+)
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.models import llava
 from vlmfast.testing import CheckFailed, check_family, check_stage
@@ -31,6 +39,39 @@ class Reversed(Llava):
         found = super().encode(inputs, context)
         found.features = [one.flip(0) for one in found.features]
         return found
+
+
+class Writes(Llava):
+    """Changes a weight with each forward pass of the tower."""
+
+    def encode(self, inputs, context):
+        found = super().encode(inputs, context)
+        self.projector().linear_2.bias.data.mul_(-3)
+        return found
+
+
+class CountsRows(Llava):
+    """Rotary ids are counted, whichever rows are left of the prompt."""
+
+    def decoder_kwargs(self, layout, extra):
+        count = torch.arange(layout.position.shape[-1])
+        layout.position.copy_(layout.position[:, :1] + count)
+        return super().decoder_kwargs(layout, extra)
+
+
+class BeginsAlways(Llava):
+    """Text is embedded where it begins a prompt, not where it follows images of a session."""
+
+    def embed_around(self, ids):
+        found = super().embed_around(ids)
+        return found if ids[0, 0] == tiny_models.BOS_ID else torch.zeros_like(found)
+
+
+class FirstRow(Llava):
+    """All rows of a batch continue with the token of the first one."""
+
+    def embed(self, ids):
+        return super().embed(ids[:1].expand_as(ids))
 
 
 class InOneRow(Llava):
@@ -62,6 +103,10 @@ class FailsOnBadInput(Llava):
         (Stretched, r"equality: no image: "),
         (Reversed, r"equality: one image: "),
         (Fails, r"equality: three images: raised \w+: "),
+        (Writes, r"identity: random:1, three images: \[.*\] instead of "),
+        (CountsRows, r"drops: random:0\.5, three images: logits differ by "),
+        (BeginsAlways, r"session: three images: \[.*\] instead of "),
+        (FirstRow, r"batch: .*, .*: \[.*\] instead of "),
         (InOneRow, r"layout: three images: two tokens have the same grid position"),
         (InPixels, r"layout: three images: boxes of tokens must lie within the image"),
         (FailsOnBadInput, r"bad input: a tokenizer as processor: raised AttributeError"),
@@ -135,6 +180,30 @@ class DropsNothing(First):
 
 
 @dataclass(frozen=True)
+class DropsAtBudget1(EncodeStage):
+    """Keeps half of the tokens; it has no ``keep``, and a budget that it does not read."""
+
+    name: ClassVar[str] = "drops-at-budget-1"
+    paper: ClassVar[str] = "ours"
+    positions: str = positions_param("keep")
+    budget: float | None = budget_param()
+
+    def select_tokens(self, tokens, geometry, stats, request):
+        return tokens.layout.patches.nonzero().flatten()[::2]
+
+
+@dataclass(frozen=True)
+class ChoosesAll(MediaStage):
+    """Chooses all frames."""
+
+    name: ClassVar[str] = "chooses-all"
+    paper: ClassVar[str] = "ours"
+
+    def frames(self, video, question):
+        return list(range(video.frames))
+
+
+@dataclass(frozen=True)
 class DropsAlways(First):
     """Keeps half of the tokens, whatever it was told."""
 
@@ -169,7 +238,9 @@ class Forgets(First):
         (Unbounded, r"bad input: keep=0.0: raised nothing, not RecipeError"),
         (FailsOnVideos, r"media: a video: raised IndexError: no tokens"),
         (DropsNothing, r"effect: it changes nothing"),
+        (ChoosesAll, r"effect: it changes nothing"),
         (DropsAlways, r"identity: keep=1, "),
+        (DropsAtBudget1, r"identity: budget=1, "),
         (Forgets, r"equality: "),
     ],
 )
@@ -181,10 +252,21 @@ def test_broken_stages(stage: Callable[..., Any], check: str, tiny: VLM) -> None
 def of_short_prompts(name: str) -> Any:
     """A method of vlmfast; the defaults of cache methods are for longer prompts."""
     stage = stage_class(name)()
-    if all(part.protocol != "cache" for part in stage.expand()):
+    if all(part.protocol not in ("cache", "media") for part in stage.expand()):
         return stage
-    keeps = {"keep": 0.8, "tsp": 0.9, "residual": 32}
+    keeps = {"keep": 0.8, "tsp": 0.9, "residual": 32, "n": 2}
     return replace(stage, **{f.name: keeps[f.name] for f in fields(stage) if f.name in keeps})
+
+
+WITHOUT_KEEP = {"frames-clip", "kivi", "static-frames", "zipcache", "zipvl"}
+
+
+def passes(stage: Any, tiny: VLM) -> None:
+    report = check_stage(stage, tiny, max_new_tokens=4)
+    assert {"declaration", "effect", "equality: the same request again"} < report.names()
+    assert ("identity" in report.names(ran=False)) == (stage.name in WITHOUT_KEEP)
+    ran = any(name.startswith("identity: ") for name in report.names())
+    assert ran == (stage.name not in WITHOUT_KEEP)
 
 
 @pytest.mark.slow
@@ -192,5 +274,16 @@ def of_short_prompts(name: str) -> Any:
     "name", [name for name in sorted(stage_names()) if not stage_class(name).other_model]
 )
 def test_methods_pass_the_kit(name: str, tiny: VLM) -> None:
-    report = check_stage(of_short_prompts(name), tiny, max_new_tokens=4)
-    assert {"declaration", "effect", "equality: the same request again"} < report.names()
+    passes(of_short_prompts(name), tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(stage_names()) if stage_class(name).other_model]
+)
+def test_methods_with_another_model_pass_the_kit(name: str, tiny: VLM, tmp_path: Path) -> None:
+    """With a tiny OpenCLIP model."""
+    import tiny_clip
+
+    model, pretrained = tiny_clip.build(tmp_path)
+    passes(replace(of_short_prompts(name), model=model, pretrained=pretrained), tiny)

@@ -6,12 +6,15 @@ They are built and installed into a temporary folder, as pip installs them anywh
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -21,7 +24,8 @@ import vlmfast
 from vlmfast import VLM, ModelError, RecipeError
 from vlmfast.core import outside, registry
 from vlmfast.core.recipe import Recipe
-from vlmfast.models import adapter_class, families
+from vlmfast.core.registry import stage_class
+from vlmfast.models import _own, adapter_class, families
 from vlmfast.testing import check_family, check_stage
 
 HERE = Path(__file__).parent / "outside"
@@ -184,35 +188,139 @@ def test_guides_show_the_packages(package: str) -> None:
 
 
 def test_public_names_exist() -> None:
-    import importlib
-
     for name in sorted(PUBLIC):
         module = importlib.import_module(name)
         assert module.__all__ == sorted(module.__all__)
         assert all(getattr(module, public) is not None for public in module.__all__)
         with pytest.raises(AttributeError, match="no_such_name"):
             module.no_such_name  # noqa: B018
+        # A module of this name would replace it as soon as it is imported.
+        assert not set(module.__all__) & {info.name for info in iter_modules(module.__path__)}
+
+
+# --- what the guides and vlmfast's own methods import --------------------------------------------
+
+# Documented under their own paths: modules of `vlmfast.compressors` have these names.
+IN_MODULES = {("vlmfast.compressors.cover", "cover"), ("vlmfast.core.views", "cells")}
+# What methods and families of vlmfast import that others do not need.
+OWN = {
+    ("vlmfast.compressors", "clip"),  # loads OpenCLIP models
+    ("vlmfast.core.saliency", "BLOCKS"),  # choices of a parameter
+    ("vlmfast.kernels.quantize_kv", "BITS"),
+    ("vlmfast.kernels.quantize_kv", "check"),
+    ("vlmfast.models._parts", "tower_parts"),  # `Composed` calls it
+    ("vlmfast.models.base", "Model"),  # a type for annotations alone
+}
+
+
+def origins() -> set[tuple[str, str]]:
+    """Module and name of all that the public packages give."""
+    found = {(name, public) for name in PUBLIC for public in importlib.import_module(name).__all__}
+    found |= {(getattr(importlib.import_module(m), n).__module__, n) for m, n in found}
+    return found | {("vlmfast", name) for name in vlmfast.__all__}
+
+
+def names(code: str, package: str = "") -> set[tuple[str, str]]:
+    """Module and name of all that a program of ``package`` imports from vlmfast."""
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(code))):
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            module = ".".join([*(above if node.level else ()), *filter(None, [node.module])])
+            found |= {(module, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+    return {(module, name) for module, name in found if module.split(".")[0] == "vlmfast"}
+
+
+def programs(page: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="the pages are not part of this distribution")
+@pytest.mark.parametrize("page", WORKING.values())
+def test_guides_import_public_names(page: str) -> None:
+    imports = set().union(*map(names, programs(page)))
+    assert imports and imports <= origins() | IN_MODULES
+    # Neither do their texts lead to private modules, nor to others of vlmfast as files.
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert not re.findall(r"\bvlmfast[/.][\w/.]*\b_\w+|\w+/_\w+\.py|compressors/\w+\.py", text)
+    # Base classes and arguments that the tables name.
+    package = {"add-a-method.md": "compressors", "add-a-family.md": "models"}.get(page, "drafters")
+    public = importlib.import_module(f"vlmfast.{package}").__all__
+    cells = " ".join(line for line in text.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`([A-Z][a-z]+\w*)(?:`|\()", cells))
+    assert named and named <= set(public)
+
+
+def test_private_imports_are_found() -> None:
+    code = (
+        "from vlmfast.models import Composed\nfrom vlmfast.models._composed import Composed\n"
+        "from vlmfast.compressors import top, guard\nimport vlmfast.core.kv\n"
+    )
+    assert names(code) - {(m, n) for m, n in origins() if m in PUBLIC} == {
+        ("vlmfast.models._composed", "Composed"),
+        ("vlmfast.compressors", "guard"),
+        ("vlmfast.core.kv", ""),
+    }
+    assert names("from ..base import Adapter", "vlmfast.models.tiny") == {
+        ("vlmfast.models.base", "Adapter")
+    }
+
+
+def test_own_methods_and_families_need_public_names_alone() -> None:
+    """Those of vlmfast could be packages of their own."""
+    known, root, seen = origins() | IN_MODULES | OWN, Path(vlmfast.__file__).parent, set()
+    methods = [stage_class(name).__module__ for name in registry.stage_names()]
+    methods = [name for name in methods if name.startswith("vlmfast.compressors.")]
+    for module in (*methods, *(f"vlmfast.models.{name}" for name in _own())):
+        file = root.joinpath(*module.split(".")[1:])
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        own = module.removesuffix(".stage")  # the folder of a trained method
+        seen |= {
+            (where, name)
+            for where, name in names(file.read_text(encoding="utf-8"), package)
+            # Other methods, and the adapters of other families.
+            if not where.startswith((own, *methods)) and name != "FamilyAdapter"
+        }
+    assert {("vlmfast.compressors.guard", "Guarded"), ("vlmfast.core.kv", "KV")} < seen
+    assert sorted(seen - known) == []
+    assert seen >= IN_MODULES | OWN  # none is listed in vain
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="the pages are not part of this distribution")
+def test_public_names_are_documented() -> None:
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    shown = {tuple(path.rsplit(".", 1)) for path in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    assert sorted({(m, n) for m, n in origins() if m not in ("vlmfast", *PUBLIC)} - shown) == []
+    assert shown >= IN_MODULES
 
 
 # --- the guides, in an environment of their own --------------------------------------------------
 
-CHECKS = {
-    "large": "from vlmfast.testing import check_stage\nprint(check_stage('large:0.3'))",
-    "repeat": "from vlmfast.testing import check_stage\nprint(check_stage('draft-repeat'))",
-    "vipllava": "import test_outside\nfrom vlmfast.testing import check_family\n"
-    "print(check_family(*test_outside.vipllava()))",
-}
 
+def written(page: str, folder: Path) -> str:
+    """Write a package as a page shows it: its first program and its ``pyproject.toml``.
 
-def written(page: str, folder: Path) -> None:
-    """The files of a package as a page shows them: its first program, and its pyproject.toml."""
+    Returns the argument of the page's ``pip install``, the folder that is written.
+    """
     text = (DOCS / page).read_text(encoding="utf-8")
     project = re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
-    programs = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```bash\npip install (\./[\w-]+)\n```", text, re.MULTILINE)
     (name,) = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
-    folder.mkdir()
-    (folder / "pyproject.toml").write_text(project, encoding="utf-8")
-    (folder / name).write_text(next(p for p in programs if p.startswith('"""')), encoding="utf-8")
+    (folder / shown).mkdir()
+    (folder / shown / "pyproject.toml").write_text(project, encoding="utf-8")
+    program = next(program for program in programs(page) if program.startswith('"""'))
+    (folder / shown / name).write_text(program, encoding="utf-8")
+    return shown
+
+
+def check_of(page: str) -> str:
+    """The program that checks the package of a page."""
+    (found,) = (program for program in programs(page) if "vlmfast.testing import" in program)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +332,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     if not DOCS.is_dir():
         pytest.skip("the pages are not part of this distribution")
-    sources = [folder / package for package in WORKING]
-    for package, source in zip(WORKING, sources, strict=True):
-        written(WORKING[package], source)
+    sources = [written(page, folder) for page in WORKING.values()]
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
     python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     own = subprocess.run(
@@ -236,22 +342,24 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = [str(Path(vlmfast.__file__).parents[1]), *(p for p in sys.path if "-packages" in p)]
     (Path(own) / "found.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
     how = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    subprocess.run([python, "-m", "pip", "install", *how, *sources], check=True, timeout=300)
+    command = [python, "-m", "pip", "install", *how, *sources]
+    subprocess.run(command, cwd=folder, check=True, timeout=300)
     return python
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", WORKING)
 def test_guides_work_word_by_word(environment: Path, package: str, tmp_path: Path) -> None:
-    """What a page shows is all that its package needs."""
+    """What a page shows is all that its package needs: to be installed, found and checked."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env["PYTHONPATH"] = str(HERE.parent)  # for the small model of ViP-LLaVA
     done = subprocess.run(
-        [environment, "-c", CHECKS[package]],
+        [environment, "-c", check_of(WORKING[package])],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "checks passed" in done.stdout and "CheckFailed" not in done.stderr
+    of = {"large": "large:0.3", "repeat": "draft-repeat", "vipllava": "vipllava"}[package]
+    assert done.stdout.startswith(of) and "checks passed" in done.stdout
+    assert "CheckFailed" not in done.stderr
     listed = subprocess.run(
         [environment, "-c", "import vlmfast, vlmfast.models as m\n"
          "print([x['name'] for x in vlmfast.methods()], m.families())"],

@@ -6,6 +6,7 @@ its tensors are on different devices. accelerate dispatches the models.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,6 +117,51 @@ def test_answers_are_those_of_one_device(family, recipes):
 @pytest.mark.parametrize("family", BUILD)
 def test_answers_of_all_methods(family):
     check(family, (*RECIPES, *MORE))
+
+
+# Weights on the host, which are loaded to the device for each forward pass.
+ON_HOST = {
+    "layers": ("layers.1", "layers.2"),
+    "tower and head": ("vision_tower", "multi_modal_projector", "visual", "lm_head"),
+}
+EACH = [(family, parts, RECIPES[:3]) for family in ("llava", "qwen2_5_vl") for parts in ON_HOST]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("family", "parts", "recipes"), [("llava", "layers", RECIPES[1:2]), *SLOW])
+def test_offloaded_weights(family, parts, recipes):
+    """Equal to the model whose weights are all on the device."""
+    (model, processor), (other, _) = BUILD[family](), BUILD[family]()
+    offloaded = VLM(placed(model, 0, **dict.fromkeys(ON_HOST[parts], "cpu")), processor)
+    plain = VLM(placed(other, 0), processor)
+    on_meta = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
+    own = [end for end in ON_HOST[parts] if any(f"{end}." in name for name in on_meta)]
+    assert on_meta and all(any(f"{end}." in name for end in own) for name in on_meta)
+    assert str(offloaded.adapter.device) == "cuda:0" and not offloaded.adapter.split
+    for recipe in recipes:
+        assert asked(offloaded, recipe) == asked(plain, recipe), recipe
+    # Nothing stays on the device.
+    assert on_meta == [n for n, weight in model.named_parameters() if weight.device.type == "meta"]
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_auto_splits_no_layer(family):
+    """As the page says: tower, projector and embedding first if they fit, and whole layers."""
+    from transformers.integrations.accelerate import _get_device_map
+
+    model, _ = BUILD[family]()
+    whole = sum(weight.nbytes for weight in model.parameters())
+    used = set()
+    for share in (0.3, 0.7, 0.8, 0.9):
+        memory = {0: int(share * whole), 1: 2 * whole}
+        found = _get_device_map(model, "auto", memory, None)
+        used |= {(share, device) for device in found.values()}
+        inside = [name for name in found if re.search(r"language_model\.layers\.\d+\.", name)]
+        assert not inside
+        first = [name for name in found if re.search("vision|visual|project|embed_tokens", name)]
+        assert ({found[name] for name in first} == {0}) is (share > 0.3)
+    assert {(0.7, 0), (0.7, 1)} < used
 
 
 def test_none_equals_hugging_face():

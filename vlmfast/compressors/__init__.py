@@ -15,8 +15,6 @@ __getattr__, __dir__, __all__ = public_names(
             "CacheStage DecodeStage EncodeStage InEncoderStage MediaStage PrefillStage Slots "
             "ViewStage"
         ),
-        "vlmfast.compressors.reducer": "Reducer",
-        "vlmfast.compressors.evictor": "Evictor",
         "vlmfast.core.params": (
             "budget_param param positions_param proportional_attention_param saliency_param "
             "weights_param"
@@ -27,11 +25,29 @@ __getattr__, __dir__, __all__ = public_names(
             "ColumnRequest ColumnStats ItemGeometry StatRequest VisionStats"
         ),
         "vlmfast.core.saliency": "Saliency SaliencyRequest",
+        "vlmfast.core.counting": "ImageLayout TokenCount existing inexact newlines",
         "vlmfast.core.kv": "KV",
-        "vlmfast.core.training": "Training",
+        "vlmfast.core.training": "Outcome Training",
+        "vlmfast.core.views": (
+            "by_view covering marked merged open_rows per_token slots token_saliency"
+        ),
+        "vlmfast.compressors.budget": (
+            "check_layers drop_layers equivalent moved_layers solve solve_counts"
+        ),
+        "vlmfast.compressors.cells": "Cells grouped occupied resolution",
+        "vlmfast.compressors.evictor": "Evictor least_share per_kv_head pooled",
+        "vlmfast.compressors.groups": "together",
+        "vlmfast.compressors.guard": "Guarded GuardedRanking",
+        "vlmfast.compressors.layered": "Layered Scored",
+        "vlmfast.compressors.part": "Part",
+        "vlmfast.compressors.reducer": "Reducer",
         "vlmfast.compressors.select": "apportion best count most_alike plus_mean top",
-        "vlmfast.compressors.budget": "check_layers drop_layers equivalent solve solve_counts",
-        "vlmfast.core.views": "by_view covering marked merged per_token slots",
+        "vlmfast.kernels.col_stats": "col_stats",
+        "vlmfast.kernels.diversity": "cosine density_peaks dpp max_min",
+        "vlmfast.kernels.merge": "merge_into",
+        "vlmfast.kernels.pool": "cell_average cell_mix resample",
+        "vlmfast.kernels.quantize_kv": "Segment channel_scale parameter_dtype quantize",
+        "vlmfast.kernels.select": "mass_count ranked top_k",
         "vlmfast.errors": "RecipeError",
     },
 )

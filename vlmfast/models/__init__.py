@@ -31,10 +31,17 @@ __getattr__, __dir__, __all__ = public_names(
     {
         "vlmfast.models": "adapter_class adapter_for families",
         "vlmfast.models.base": "Adapter Encoded Part by_views",
+        # Bases that several families share.
+        "vlmfast.models._composed": "Completed Composed",
+        "vlmfast.models.cohere2_vision": "Marked",
         "vlmfast.models.internvl": "Tiled",
-        "vlmfast.models._media": "Media runs tiling",
+        "vlmfast.models.llava_next": "Packing",
+        "vlmfast.models.mistral3": "Shaped",
+        "vlmfast.models._media": "Media runs square_views tiling without_placeholders",
         "vlmfast.core.contexts": "VisionContext",
+        "vlmfast.core.counting": "ImageLayout",
         "vlmfast.core.layout": "Kind Numbering TokenLayout",
+        "vlmfast.core.saliency": "SaliencyRequest to_tokens window_order",
         "vlmfast.core.statistics": "ItemGeometry VisionStats",
         "vlmfast.errors": "ModelError RecipeError",
     },

@@ -34,9 +34,10 @@ def check_stage(stage: Stage | str, vlm: VLM | None = None, *, max_new_tokens: i
     - *bad input*: values out of the bounds of a parameter raise `RecipeError`;
     - *media*: images of any size, several of them, and videos are answered; prompts without an
       image are left alone;
-    - *effect*: it drops tokens, leaves views out, shrinks the cache, chooses frames or drafts
+    - *effect*: it drops tokens, leaves views out, shrinks the cache, chooses fewer frames or drafts
       tokens;
-    - *identity*: with ``keep=1``, tokens are those of the full model; those of a drafter always;
+    - *identity*: with ``keep=1``, or ``budget=1`` where there is no ``keep``, tokens are those of
+      the full model; those of a drafter always;
     - *equality*: the same request gives the same answer again, in a batch and in a session.
 
     Parameters
@@ -95,7 +96,7 @@ class _Checks:
         if self.drafts:
             for case, answer in answers.items():
                 self.same(f"identity: {case}", answer, self.ask(case, None))
-        elif any(f.name == "keep" for f in fields(self.stage)):
+        else:
             self.identity()
         case = "a video" if self.chooses else "two images"
         self.same("equality: the same request again", self.ask(case), answers[case])
@@ -202,21 +203,27 @@ class _Checks:
         return answer
 
     def effect(self, answers: dict[str, Answer]) -> None:
-        for answer in answers.values():
+        for case, answer in answers.items():
             stats = answer.stats
             fewer = stats.equivalent_tokens < stats.visual_tokens_in
             smaller = stats.kv_bytes < stats.kv_bytes_full
             smaller |= stats.views_encoded < stats.views
-            if fewer or smaller or self.chooses or (self.drafts and stats.rounds > 0):
+            if self.chooses:
+                smaller |= stats.visual_tokens_in < self.ask(case, None).stats.visual_tokens_in
+            if fewer or smaller or (self.drafts and stats.rounds > 0):
                 self.report.passed("effect")
                 return
         self.report.require(False, "effect", "it changes nothing; check it with smaller parameters")
 
     def identity(self) -> None:
-        budget = {"budget": None} if any(f.name == "budget" for f in fields(self.stage)) else {}
-        stage = with_values(self.stage, keep=1.0, **budget)
+        names = [f.name for f in fields(self.stage) if f.name in ("keep", "budget")]
+        if not names:
+            self.report.left_out("identity", "it has neither keep nor budget")
+            return
+        key = "keep" if "keep" in names else "budget"
+        stage = with_values(self.stage, **(dict.fromkeys(names) | {key: 1.0}))
         for case in self.media:
-            name = f"identity: keep=1, {case}"
+            name = f"identity: {key}=1, {case}"
             with self.report.during(name):
                 answer = self.ask(case, stage)
             self.same(name, answer, self.ask(case, None))
