@@ -27,6 +27,9 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
 * ``transformers serve`` runs with ``--continuous-batching``. Where it cannot use it for a model it
   answers one request after the other, which the results say. It has no ``gap``: it reads the images
   after the stream has ended.
+* ``--only client --vllm PYTHON`` measures throughput with ``vllm bench serve`` as the client, over
+  images in files. Its time to the first token is left out: it takes the first event for a token,
+  which has a role and no text.
 * ``--vllm`` adds ``vllm serve`` for each of ``--recipes``, with its plug-in where the recipe is
   not `none`, to ``throughput``. It runs in an environment of its own.
 * For ``memory`` the prefix cache has ``--prefix-cache-bytes``, so that it is full after the first
@@ -43,6 +46,7 @@ import re
 import shlex
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -66,6 +70,7 @@ from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("throughput", "memory", "gap")
+CLIENT = "client"  # only if it is asked for
 TRANSFORMERS = "transformers serve"
 VLLM = "vllm serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
@@ -346,6 +351,69 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
     return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
 
 
+# --- vllm bench serve ----------------------------------------------------------------------------
+
+
+def client(job: Job) -> list[Row]:
+    """Answers per second of this project's servers, as ``vllm bench serve`` measures them."""
+    args, requests = job.args, job.requests()
+    found: dict[tuple[str, int], list[float]] = {}
+    samples = job.details["client"] = []
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        for spec in specs(
+            args, args.model, job.folder, "--allowed-local-media-path", str(job.scratch)
+        ):
+            if spec.is_own:
+                server = stack.enter_context(job.started(spec, requests, max(args.clients)))
+                assert server is not None
+                server.pause()
+                servers.append(server)
+        for number in range(args.rounds):
+            for clients in args.clients:
+                dataset = requests.files(job.scratch / f"images-{number}-{clients}", args.requests)
+                for server in rotated(servers, number):
+                    with server.awake():
+                        sample = vllm_bench(job, server.url, dataset, clients)
+                    samples.append({"server": server.spec.name, "clients": clients, **sample})
+                    key = server.spec.name, clients
+                    found.setdefault(key, []).append(sample["request_throughput"])
+    return [
+        Row(
+            CLIENT,
+            f"answers per second, {clients} clients over 1, `{name}`, by `vllm bench serve`",
+            [a / b for a, b in zip(rates, found[name, 1], strict=True)],
+        )
+        for (name, clients), rates in sorted(found.items(), key=lambda item: order(args, item[0]))
+        if clients > 1
+    ]
+
+
+def vllm_bench(job: Job, url: str, dataset: Path, clients: int) -> dict[str, float]:
+    """One run of ``vllm bench serve``.
+
+    Its ``random-mm`` data set cannot be used: it sends ``ignore_eos``, which is refused.
+    """
+    args, result = job.args, job.scratch / "client.json"
+    result.unlink(missing_ok=True)
+    server = ("--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions")
+    data = ("--dataset-name", "custom_mm", "--dataset-path", str(dataset), "--model", job.folder)
+    size = ("--num-prompts", str(args.requests), "--max-concurrency", str(clients))
+    answer = ("--custom-output-len", str(args.max_tokens), "--temperature", "0")
+    times = ("--percentile-metrics", "e2el", "--metric-percentiles", "50,95,99", "--disable-tqdm")
+    saved = ("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name)
+    command = (str(args.vllm), "-m", VLLM_MODULE, "bench", "serve")
+    options = (*server, *data, *size, *answer, *times, *saved)
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    if done.returncode or not result.is_file():
+        raise ServerFailed(f"vllm bench serve: code {done.returncode}: {done.stderr[-300:]}")
+    found = json.loads(result.read_text(encoding="utf-8"))
+    if found["completed"] != args.requests:
+        raise ServerFailed(f"vllm bench serve: {found['completed']} of {args.requests} answers")
+    keys = ("request_throughput", "output_throughput", *(f"p{p}_e2el_ms" for p in (50, 95, 99)))
+    return {key: found[key] for key in keys}
+
+
 # --- memory, gap ---------------------------------------------------------------------------------
 
 
@@ -423,6 +491,7 @@ MEASURED: dict[str, Callable[[Job], list[Row]]] = {
     "throughput": throughput,
     "memory": memory,
     "gap": gap,
+    CLIENT: client,
 }
 
 
@@ -445,7 +514,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    names = (*NAMES, CLIENT)
+    add("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
     add("--model", default="tiny", help="tiny, a folder or a hub id (%(default)s)")
     add("--recipes", nargs="+", default=["none", "balanced"], help="a server each (%(default)s)")
     add("--clients", nargs="+", type=int, default=[1, 4, 16], help="1 among them (%(default)s)")
@@ -495,6 +565,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--memory-requests must be two increasing numbers")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
     args.only = args.only or NAMES
+    if CLIENT in args.only and args.vllm is None:
+        parser.error("client needs --vllm")
     if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
         parser.error("gap needs the folder of a model: choose others with --only")
     return args

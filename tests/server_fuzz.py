@@ -12,10 +12,12 @@ import http.client
 import http.server
 import io
 import json
+import math
 import random
 import socket
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +36,8 @@ from vlmfast.api.vlm import methods
 
 CHAT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
 KINDS = ("fields", "fields", "media", "recipe", "settings", "http", "leaving")
-# Of a response; its type is named by what was wrong. 503 only with these codes.
-STATUSES = {200, 400, 404, 405, 408, 413, 415, 429, 503}
-TEMPORARY = {"loading", "out_of_memory"}
+# Of a response. No request may get one of the server's failures, 503 included.
+STATUSES = {200, 400, 404, 405, 408, 413, 415, 429}
 # uvicorn's answer to what is not HTTP.
 NOT_HTTP = b"Invalid HTTP request received."
 # What a response must not contain unless its request did.
@@ -162,7 +163,7 @@ def _violation(case: Case, reply: Reply) -> str | None:
         return None  # to HEAD, and to what is not HTTP
     if reply.kind != "application/json":
         return f"an error of type {reply.kind!r}: {text[:300]}"
-    return wrong_error(text, reply.status)
+    return wrong_error(text)
 
 
 def _wrong_answer(reply: Reply, text: str) -> str | None:
@@ -186,7 +187,7 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def wrong_error(text: str, status: int) -> str | None:
+def wrong_error(text: str) -> str | None:
     """Where an error does not have OpenAI's form."""
     try:
         error = json.loads(text)["error"]
@@ -197,8 +198,6 @@ def wrong_error(text: str, status: int) -> str | None:
     message = error["message"]
     if not message or not all(char.isprintable() for char in message) or len(message) > 2000:
         return f"the message is not a line: {message[:300]!r}"
-    if status == 503 and error["code"] not in TEMPORARY:
-        return f"503 with code {error['code']}"
     return None
 
 
@@ -211,31 +210,98 @@ class Report:
     statuses : Counter
         By kind of request and status.
     violations : list of str
+    slowest : tuple of (float, str)
+        Seconds of the slowest request for each of its responses, and its name.
+    stalled : float
+        Seconds of `Stalls`.
     """
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
+    stalled: float = 0.0
+
+    def add(self, other: Report) -> None:
+        self.statuses += other.statuses
+        self.violations += other.violations
+        self.slowest = max(self.slowest, other.slowest)
+        self.stalled += other.stalled
+
+    @property
+    def by_status(self) -> dict[int, int]:
+        """Number of responses by status; 0 is a closed connection."""
+        found: Counter[int] = Counter()
+        for (_, status), number in self.statuses.items():
+            found[status] += number
+        return dict(sorted(found.items()))
 
     def count(self, status: int, kind: str = "") -> int:
         return sum(n for (name, of), n in self.statuses.items() if of == status and kind in name)
 
 
-def run(port: int, cases: Iterable[Case], connections: int, guard: float) -> Report:
-    """Send requests over several connections at a time."""
+class Stalls:
+    """Seconds in which this process could not run, as on a machine that has stopped.
+
+    Attributes
+    ----------
+    total : float
+    """
+
+    _PERIOD, _LEAST = 0.05, 0.2
+
+    def __init__(self) -> None:
+        self.total, self._ended = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._PERIOD):
+            now = time.monotonic()
+            lost = now - before - self._PERIOD
+            self.total += lost if lost > self._LEAST else 0.0
+            before = now
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def run(
+    port: int, cases: Iterable[Case], connections: int, guard: float, limit: float = math.inf
+) -> Report:
+    """Send requests over several connections at a time.
+
+    Parameters
+    ----------
+    guard : float
+        Seconds of silence after which a request is given up.
+    limit : float
+        Most seconds from a request to the end of its response, without `Stalls`.
+    """
     report = Report()
 
     def one(case: Case) -> None:
+        start, lost = time.monotonic(), stalls.total
         try:
             replies = send(port, case, guard)
             found = [violation(case, reply) for reply in replies]
         except Exception as error:
             replies, found = [], [f"{type(error).__name__}: {error}"]
+        seconds = (time.monotonic() - start - (stalls.total - lost)) / case.responses
+        report.slowest = max(report.slowest, (seconds, case.name))
+        if seconds > limit:
+            found.append(f"took {seconds:.1f} s, and must end within {limit:g} s")
         for reply in replies:
             report.statuses[case.name.split(" ")[0], reply.status] += 1
         report.violations += [f"{case.name}: {text}" for text in found if text]
 
-    with ThreadPoolExecutor(connections) as pool:
+    with Stalls() as stalls, ThreadPoolExecutor(connections) as pool:
         list(pool.map(one, cases))
+    report.stalled = stalls.total
     return report
 
 
@@ -290,21 +356,36 @@ class Canary:
     Attributes
     ----------
     url : str
+        Of its first address.
+    hosts : list of str
+        The addresses on which it listens.
     count : int
     """
 
     url: str
+    hosts: list[str]
     count: int = 0
 
 
 @contextlib.contextmanager
-def canary(host: str = "127.0.0.1", answer: Callable[[str], str] | None = None) -> Iterator[Canary]:
-    """Listen on an address; ``answer`` maps a path to the URL of a redirect."""
+def canary(*hosts: str, answer: Callable[[str], str | None] | None = None) -> Iterator[Canary]:
+    """Listen on addresses at the same port; on this machine's, IPv6 included, if none is given.
+
+    Parameters
+    ----------
+    hosts : str
+        IPv6 addresses are left out where there is no IPv6.
+    answer : callable, optional
+        Maps a path to the URL of a redirect.
+    """
 
     class Server(http.server.ThreadingHTTPServer):
         def verify_request(self, request: Any, address: Any) -> bool:
             found.count += 1
             return True
+
+    class Server6(Server):
+        address_family = socket.AF_INET6
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -322,15 +403,24 @@ def canary(host: str = "127.0.0.1", answer: Callable[[str], str] | None = None) 
         def log_message(self, *args: object) -> None:
             pass
 
-    with Server((host, 0), Handler) as server:
-        found = Canary(f"http://{host}:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield found
-        finally:
-            server.shutdown()
-            thread.join()
+    first, *others = hosts or ("127.0.0.1", "::1")
+    with contextlib.ExitStack() as stack:
+
+        def listen(kind: type[Server], host: str, port: int) -> int:
+            server = stack.enter_context(kind((host, port), Handler))
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return server.server_port
+
+        port = listen(Server, first, 0)
+        found = Canary(f"http://{first}:{port}", [first])
+        for host in others:
+            with contextlib.suppress(OSError):
+                listen(Server6 if ":" in host else Server, host, port)
+                found.hosts.append(host)
+        yield found
 
 
 # --- drawing -------------------------------------------------------------------------------------

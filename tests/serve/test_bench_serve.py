@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(how["stall"])
         self.send({"role": "assistant", "content": ""})
         name = hashlib.sha256((how["salt"] + images[0]).encode()).hexdigest()
-        most = request["max_tokens"]
+        most = request.get("max_tokens") or request["max_completion_tokens"]
         count = min(most, how["pieces" if most < 1000 else "long"])
         for number in range(count):
             time.sleep(max(how["pause"], until[0] - time.monotonic()))
@@ -301,6 +301,7 @@ def test_a_stream_that_ends_early_is_no_gap(
         ["--requests", "0"],
         ["--memory-requests", "5", "5"],
         ["--model", "someone/model", "--only", "gap"],
+        ["--only", "client"],
     ],
 )
 def test_wrong_options_are_refused(options: list[str]) -> None:
@@ -383,6 +384,90 @@ def test_vllm_runs_the_same_recipes_in_its_own_environment() -> None:
     assert not any("--no-enable-prefix-caching" in spec.command for spec in with_caches)
     ports = [spec.command[spec.command.index("--port") + 1] for spec in with_caches]
     assert len(set(ports)) == 2
+
+
+# ``vllm bench serve``: the same options, requests and results.
+FAKE_BENCH = """#!{python}
+import json, sys, time, urllib.request
+
+module, *words = sys.argv[2:]
+assert (sys.argv[1], module, words[:2]) == ("-m", "vllm.entrypoints.cli.main", ["bench", "serve"])
+options, words = {{}}, words[2:]
+while words:
+    name = words.pop(0)
+    options[name] = words.pop(0) if words and not words[0].startswith("--") else True
+assert (options["--backend"], options["--dataset-name"]) == ("openai-chat", "custom_mm")
+lines = [json.loads(line) for line in open(options["--dataset-path"])]
+completed, start = 0, time.time()
+for line in lines[: int(options["--num-prompts"])]:
+    image = {{"type": "image_url", "image_url": {{"url": "file://" + line["image_files"][0]}}}}
+    content = [{{"type": "text", "text": line["prompt"]}}, image]
+    body = {{
+        "model": options["--model"],
+        "messages": [{{"role": "user", "content": content}}],
+        "max_completion_tokens": int(options["--custom-output-len"]),
+        "stream": True,
+        "stream_options": {{"include_usage": True}},
+        "temperature": float(options["--temperature"]),
+    }}
+    print(json.dumps(body))
+    url = options["--base-url"] + options["--endpoint"]
+    headers = {{"Content-Type": "application/json"}}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        completed += b"[DONE]" in response.read()
+rate = completed / (time.time() - start) * int(options["--max-concurrency"])
+result = {{"completed": completed - {missing}, "request_throughput": rate}}
+result |= {{"output_throughput": 6 * rate, "ttfts": []}}
+result |= {{f"p{{p}}_e2el_ms": p for p in options["--metric-percentiles"].split(",")}}
+with open(options["--result-dir"] + "/" + options["--result-filename"], "w") as file:
+    json.dump(result, file)
+"""
+
+
+def fake_bench(folder: Path, missing: int = 0) -> Path:
+    file = folder / "python-of-vllm"
+    file.write_text(FAKE_BENCH.format(python=sys.executable, missing=missing))
+    file.chmod(0o755)
+    return file
+
+
+def test_vllm_bench_is_a_client(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    few = ["--only", "client", "--recipes", "none", "--requests", "3", "--rounds", "1"]
+    report = run(tmp_path, *few, "--vllm", str(fake_bench(tmp_path)))
+    assert [of["clients"] for of in report["client"]] == [1, 4]
+    assert report["client"][0]["p95_e2el_ms"] == "95" and "ttfts" not in report["client"][0]
+    row = row_of(report, "4 clients over 1, `none`, by `vllm bench serve`")
+    assert 2 < row["median"] < 8
+    with pytest.raises(SystemExit, match="2 of 3 answers"):
+        run(tmp_path, *few, "--vllm", str(fake_bench(tmp_path, missing=1)))
+    (tmp_path / "python-of-vllm").write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+    with pytest.raises(SystemExit, match="code 3: broken"):
+        run(tmp_path, *few, "--vllm", str(tmp_path / "python-of-vllm"))
+
+
+def test_requests_of_vllm_bench_are_accepted(tmp_path: Path) -> None:
+    """Those of its data set ``custom_mm``; ``random-mm`` asks for what is refused."""
+    from vlmfast.serve.errors import RequestError
+    from vlmfast.serve.schema import ChatRequest, read_as
+
+    dataset = serve.Requests([Image.new("RGB", (8, 8))], "m").files(tmp_path / "images", 2)
+    lines = [json.loads(line) for line in dataset.read_text().splitlines()]
+    files = [Path(file) for line in lines for file in line["image_files"]]
+    assert len({file.read_bytes() for file in files}) == len(files) == 2
+    image = {"type": "image_url", "image_url": {"url": f"file://{files[0]}"}}
+    content = [{"type": "text", "text": lines[0]["prompt"]}, image]
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": content}],
+        "max_completion_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+    }
+    assert read_as(ChatRequest, json.dumps(body).encode()).max_completion_tokens == 8
+    with pytest.raises(RequestError, match="ignore_eos is not supported"):
+        read_as(ChatRequest, json.dumps(body | {"ignore_eos": True}).encode())
 
 
 def test_rows_compare_a_recipe_with_vllm_under_the_same_recipe() -> None:

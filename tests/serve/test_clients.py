@@ -28,6 +28,14 @@ def messages(image_url: Callable[..., str]) -> list[Any]:
     return [{"role": "user", "content": [image, text]}]
 
 
+def gone(served: Any) -> float:
+    """Number of clients that have left."""
+    with served.client() as client:
+        lines = client.get("/metrics").text.splitlines()
+    values = [line for line in lines if "request_errors_total{" in line and '"499"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in values)
+
+
 def test_plain_and_streamed(client: openai.OpenAI, messages: list[Any]) -> None:
     plain = client.chat.completions.create(model="tiny", messages=messages, temperature=0)
     text = plain.choices[0].message.content
@@ -86,6 +94,32 @@ def test_asynchronous_clients_together(served: Any, messages: list[Any]) -> None
 
     found = asyncio.run(all_of_them())
     assert len(set(found)) == 1 and found[0]
+
+
+def test_leaving_asynchronous_streams(served: Any, messages: list[Any]) -> None:
+    """One client leaves its ``async with`` in mid-stream; another one's answer is complete."""
+    before = gone(served)
+
+    async def ask(client: openai.AsyncOpenAI, most: int) -> str:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, stream=True
+        )
+        text = ""
+        async with stream:
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                if len(text) >= most:
+                    break
+        return text
+
+    async def together() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused") as client:
+            return await asyncio.gather(ask(client, 1), ask(client, 10**6))
+
+    some, whole = asyncio.run(together())
+    assert some and whole.startswith(some) and len(some) < len(whole)
+    served.until(lambda: gone(served) == before + 1)
+    served.until(lambda: served.vlm.engine.load().decoding == 0)
 
 
 def test_video(served: Any, client: openai.OpenAI) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +180,78 @@ def test_dockerfile_copies_what_exists_and_the_package_needs() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for line in re.findall(r'^"(docs/\S+)" = "vlmfast/', project, re.M):
         assert line in names
+
+
+def copied_to(folder: Path) -> list[str]:
+    """Copy what the Dockerfile copies from this project, and nothing else."""
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    names = []
+    for line in re.findall(r"^COPY (?!--from)(.+)", text, re.M):
+        *sources, target = line.split()
+        for name in sources:
+            source = ROOT / name
+            # A folder of sources, or the name of one file, or the working folder.
+            place = folder / (name if target == "./" else target)
+            if source.is_dir():
+                shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, place)
+            names.append(name)
+    return names
+
+
+def built(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build a wheel from a folder into its ``dist``."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_package_builds_from_what_the_dockerfile_copies(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    folder = tmp_path / "src"
+    names = copied_to(folder)
+    assert {"vlmfast", "pyproject.toml", "hatch_build.py"} <= set(names)
+    done = built(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (folder / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "vlmfast").rglob("*.py")}
+    assert modules <= packed
+    assert "vlmfast/demos/results/report.json" in packed
+    shutil.rmtree(folder / "docs")
+    assert built(folder).returncode != 0  # the control
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_container_is_alive() -> None:
+    found = shutil.which("docker")
+    if found is None or subprocess.run([found, "info"], capture_output=True).returncode:
+        pytest.skip("there is no builder of containers")
+
+    def docker(*words: str) -> str:
+        done = subprocess.run([found, *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    docker("build", "-q", "-f", str(DOCKERFILE), "-t", "vlmfast-test", ".")
+    options = ("-d", "--rm", "-e", "VLMFAST_API_KEY=secret", "-p", "127.0.0.1::8000")
+    name = docker("run", *options, "vlmfast-test")
+    try:
+        address = docker("port", name, "8000/tcp").splitlines()[0]
+        end = time.monotonic() + 300
+        while True:
+            with contextlib.suppress(OSError):
+                with urllib.request.urlopen(f"http://{address}/health", timeout=4) as response:
+                    assert json.load(response) == {"status": "ok"}
+                break
+            assert time.monotonic() < end, docker("logs", name)
+            time.sleep(0.5)
+    finally:
+        docker("stop", name)
 
 
 def json_of(instruction: str, text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -152,6 +153,115 @@ def test_leaving_during_decode(
         del rounds.run
         gate.set()
     assert served.chat(max_tokens=1).status_code == 200
+
+
+def test_leaving_between_chunks_of_a_prefill(
+    serve: Callable[..., Any], body: Callable[..., Any]
+) -> None:
+    """The client leaves in the second chunk of many; the later ones are not prefilled."""
+    served = serve()
+    engine = served.vlm.engine
+    engine.prefill_chunk_size, size = 16, engine.prefill_chunk_size
+    try:
+        steps = served.metric("engine_steps")
+        assert served.chat(max_tokens=1, cache_salt="a").status_code == 200
+        assert served.metric("engine_steps") - steps > 8  # what a client that stays would take
+        with held(served, engine.prefiller, "extend") as (reached, release):
+            connection = connect(served, body(max_tokens=1, cache_salt="b"))
+            assert reached.wait(60)
+            assert served.metric("num_requests_running") == 1
+            connection.close()
+            served.until(lambda: served.metric("request_errors_total", status="499") == 1)
+            steps = served.metric("engine_steps")
+            release.set()
+            served.until(lambda: idle(served))
+        assert served.metric("engine_steps") - steps <= 2
+        assert served.chat(max_tokens=1).status_code == 200
+    finally:
+        engine.prefill_chunk_size = size
+
+
+class SingleSteps:
+    """Decode steps of an engine, each of which waits until it is allowed, from ``rows`` rows on.
+
+    Attributes
+    ----------
+    rows : list of list of bool
+        For each step that was reached, whether its rows have drafters.
+    """
+
+    def __init__(self, rounds: Any, rows: int) -> None:
+        self.rows: list[list[bool]] = []
+        self._rounds, self._least, self._run = rounds, rows, rounds.run
+        self._reached, self._allowed = threading.Semaphore(0), threading.Semaphore(0)
+        self._opened = False
+
+    def __enter__(self) -> SingleSteps:
+        self._rounds.run = self._wait
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+        del self._rounds.run
+
+    def _wait(self, batches: Any) -> None:
+        found = [row.drafts is not None for batch in batches for row in batch.rows]
+        if not self._opened and (self.rows or len(found) >= self._least):
+            self.rows.append(found)
+            self._reached.release()
+            assert self._allowed.acquire(timeout=60)
+        self._run(batches)
+
+    def reach(self) -> None:
+        """Wait until a step is about to be computed."""
+        assert self._reached.acquire(timeout=60)
+
+    def allow(self) -> None:
+        """Let it be computed."""
+        self._allowed.release()
+
+    def open(self) -> None:
+        """Let all later ones be computed, too."""
+        self._opened = True
+        self._allowed.release()
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("none", 4), ("draft-ngram", 1), ("draft-ngram", 4)])
+def test_leaving_one_of_several_rows(
+    serve: Callable[..., Any], body: Callable[..., Any], recipe: str, count: int
+) -> None:
+    """Its row is free in the step after the next one, and the others get whole answers."""
+    served = serve()
+    engine = served.vlm.engine
+    with SingleSteps(engine._rounds, count) as steps, contextlib.ExitStack() as stack:
+        with held(served, engine.prefiller, "shared") as (reached, release):
+            connections = [
+                stack.enter_context(connect(served, body("Describe it.", n, recipe=recipe)))
+                for n in range(count)
+            ]
+            assert reached.wait(60)
+            served.until(lambda: served.metric("num_requests_waiting") == count - 1)
+            release.set()
+        steps.reach()
+        assert served.metric("num_requests_decoding") == count
+        connections[0].close()
+        served.until(lambda: served.metric("request_errors_total", status="499") == 1)
+        before = served.metric("engine_steps")
+        steps.allow()
+        if count > 1:
+            steps.reach()
+        else:
+            served.until(lambda: idle(served))
+        assert served.metric("num_requests_decoding") == count - 1
+        assert served.metric("engine_steps") - before <= 2
+        drafts = recipe != "none"
+        assert steps.rows == [[drafts] * rows for rows in range(count, max(count - 2, 0), -1)]
+        steps.open()
+        for connection in connections[1:]:
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert json.loads(response.read())["choices"][0]["finish_reason"] == "stop"
+    served.until(lambda: idle(served))
 
 
 def test_one_that_leaves_does_not_disturb_others(

@@ -14,7 +14,7 @@ from .config import ServerConfig
 from .errors import as_request_error
 from .query import Media, Query, Recipes, Turn
 from .runner import Result, Running
-from .schema import JsonObject, Own, Strict, TextFormat, text_or
+from .schema import JsonObject, Off, Own, Strict, TextFormat, text_or
 from .stream import named
 
 # --- requests ------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ class ResponsesRequest(Own):
     top_p: float | None = Field(None, gt=0, le=1)
     text: TextSettings | None = None
     # Accepted in their only supported form: answers are not stored.
-    store: Literal[False] | None = None
+    store: Off | None = None
     previous_response_id: None = None
-    background: Literal[False] | None = None
+    background: Off | None = None
     truncation: Literal["disabled"] | None = None
     # Accepted without effect.
     user: str | None = None

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticKnownError, from_json
 
 from .errors import RequestError
 
@@ -16,6 +24,21 @@ class Strict(BaseModel):
     """Refuses unknown fields and other types; numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def _exactly(only: Any) -> BeforeValidator:
+    """Refuse what only Python takes for the allowed value, as true for 1 and 0 for false."""
+
+    def check(value: Any) -> Any:
+        if type(value) is not type(only):
+            raise PydanticKnownError("literal_error", {"expected": repr(only)})
+        return value
+
+    return BeforeValidator(check)
+
+
+One: TypeAlias = Annotated[Literal[1], _exactly(1)]
+Off: TypeAlias = Annotated[Literal[False], _exactly(False)]
 
 
 # --- messages ------------------------------------------------------------------------------------
@@ -155,9 +178,9 @@ class ChatRequest(Own):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     # Accepted in their only supported form.
-    n: Literal[1] | None = None
+    n: One | None = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     # Accepted without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
