@@ -178,11 +178,13 @@ class DraftSelf(DrafterStage):
     def check_recipe(self, recipe: Stages) -> None:
         for stage in recipe:
             for part in stage.expand():
-                if isinstance(part, DecodeStage) or getattr(part, "quantizes", False):
+                quantizes = getattr(part, "quantizes", False)
+                if isinstance(part, DecodeStage) or quantizes:
                     evicts = any(f.name == "decode" for f in fields(stage))
+                    does = "quantizes" if quantizes else "evicts or moves during the answer"
                     raise RecipeError(
                         f"{self.name} drafts over slots of the prompt's cache, which {stage.name} "
-                        "quantizes or moves during the answer; use "
+                        f"{does}; use "
                         + (f"{stage.name}:decode=false" if evicts else "one of them alone")
                     )
 
