@@ -18,7 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from vlmfast.core.display import markdown_table
-from vlmfast.core.registry import stage_class, stage_names
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_names
+from vlmfast.eval.axes import shrinks_cache
 from vlmfast.eval.robustness_report import guard_table, length_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -439,33 +441,52 @@ def pocket_answers() -> str:
     return table(rows)
 
 
-def pocket_recipes(*groups: str) -> str:
-    """Accuracy of recipes on `pocket` and `tiny`, by the protocols of their stage."""
-    against = dict(_against_random("pocket"))
-    tiny: dict[str, dict[str, Any]] = {}
-    for folder in ("cache", "positions", ""):
-        tiny |= numbers(folder)
-    rows = [["recipe", "`pocket`", "minus `random`", "`tiny`"]]
+def pocket_recipes(group: str) -> str:
+    """Accuracy of recipes on `pocket` and `tiny`, of one kind of recipes (`_recipe_kind`)."""
+    against = dict(_against("pocket", "random"))
+    tiny = numbers("positions") | numbers("")
+    rows = [["recipe", "`pocket`", "against `random`", "`tiny`"]]
     for name, run in numbers("pocket", "pocket").items():
-        kinds = [stage_class(stage.partition(":")[0]).protocol for stage in name.split("+")]
-        if name == "none" or ("stacks" if len(kinds) > 1 else kinds[0]) not in groups:
+        if _recipe_kind(name) != group:
             continue
-        other = tiny.get(name)
-        own = "" if other is None else f"{100 * other['accuracy_image']:.1f}"
-        rows.append([f"`{name}`", _within(run, "image"), against[name], own])
+        own = f"{100 * tiny[name]['accuracy_image']:.1f}" if name in tiny else ""
+        rows.append([f"`{name}`", _within(run, "image"), against.get(name, ""), own])
     return table(rows)
 
 
-def _against_random(folder: str) -> Iterator[tuple[str, str]]:
-    """Recipes of a report, and the difference to random selection on images."""
+def pocket_cache() -> str:
+    """Accuracy of cache methods on `pocket`, of single questions and of later ones in sessions."""
+    rows = [["recipe", "cache", "single questions", "later questions of a session"]]
+    text = (RESULTS / "pocket-cache" / "report.json").read_text(encoding="utf-8")
+    recipes = json.loads(text)["tasks"]["pocket"]["recipes"]
+    for name, run in recipes.items():
+        if name == "none" or ("@" not in name and _recipe_kind(name) == "cache"):
+            single = _within(run, "image")
+            later = _within(recipes[f"{name}@session"], "later_image")
+            rows.append([f"`{name}`", f"{100 * run['held_image']:.0f} %", single, later])
+    return table(rows)
+
+
+def _recipe_kind(name: str) -> str:
+    recipe = Recipe.parse(name)
+    if len(recipe) != 1:
+        return "stacks" if recipe else "none"
+    if recipe[0].protocol == "drafter":
+        return "drafters"
+    return "cache" if shrinks_cache(recipe) else "reducers"
+
+
+def _against(folder: str, other: str) -> Iterator[tuple[str, str]]:
+    """Recipes of a report, and the difference to ``other`` on images."""
     text = (RESULTS / folder / "report.md").read_text(encoding="utf-8")
     column = None
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        if cells[0] == "recipe":
-            column = next(
-                (n for n, of in enumerate(cells) if of.startswith("against random")), None
-            )
+        if not line.startswith("|"):
+            column = None
+        elif cells[0] == "recipe":
+            wanted = [n for n, cell in enumerate(cells) if cell == f"against {other}, images"]
+            column = wanted[0] if wanted else None
         elif column is not None and line.startswith("| `"):
             yield cells[0].split("`")[1], cells[column].replace("–", "")
 
@@ -565,6 +586,9 @@ TABLES = {
     ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
     ("docs/pocket.md", "curve"): pocket_curve,
     ("docs/pocket.md", "answers"): pocket_answers,
+    ("docs/pocket.md", "reducers"): partial(pocket_recipes, "reducers"),
+    ("docs/pocket.md", "stacks"): partial(pocket_recipes, "stacks"),
+    ("docs/pocket.md", "cache"): pocket_cache,
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): partial(gpu_kernels, "nvidia-h200"),
