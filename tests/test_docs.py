@@ -527,10 +527,13 @@ def test_reports_have_charts_of_their_numbers(tools) -> None:
 def test_every_report_is_folded_and_has_a_chart(tools) -> None:
     for file in sorted((DOCS / "results").rglob("report.md")):
         text = file.read_text(encoding="utf-8")
-        assert on_page(tools, file.relative_to(DOCS).as_posix()).count('class="chart"') == 1
+        page = on_page(tools, file.relative_to(DOCS).as_posix())
+        assert page.count('class="chart"') == text.count("![") > 0
         visible = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
-        assert text.count("<details") == text.count("</details>") > 0
-        assert len(visible.splitlines()) < min(90, len(text.splitlines()))
+        lines, folded = len(visible.splitlines()), text.count("<details")
+        assert folded == text.count("</details>")
+        # Tables of a few recipes are not folded.
+        assert lines < min(90, len(text.splitlines())) if folded else lines < 120
         assert "| `none` |" in text
 
 

@@ -211,7 +211,7 @@ def run_eval(
     # Check all arguments before loading a model.
     own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
     tasks = [(find or find_task)(name, **own) for name in dict.fromkeys(args.tasks)]
-    args.command = f"{program} {shlex.join(sys.argv[1:])}"
+    args.typed = f"{program} {shlex.join(sys.argv[1:])}"
     shard = chosen(args.shard)
     if args.batch_size < 1 or (args.session and args.batch_size > 1):
         raise VLMFastError(
@@ -474,7 +474,7 @@ def _evaluate(
             max_errors=args.max_errors,
             model=args.model,
             weights=weights,
-            command=args.command,
+            command=args.typed,
             progress=is_first(),
         )
     except TooManyErrors:
