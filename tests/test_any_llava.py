@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import rotate_half
 
 import rope_types
 import tiny_families
-from closeness import apart, network
+from closeness import apart, close, network
 from reference import answer_logits
 from test_families import CASES, TOKENS, make_image, start
 from tiny_families import DECODERS, TOWERS, llava_around
@@ -125,10 +126,27 @@ def test_windows_of_a_language_model() -> None:
     vlm = VLM(model, processor)
     window = model.config.get_text_config().sliding_window
     assert vlm.adapter.windows == (window, window, None, window)
-    for recipe in ("hired:0.5", "tome:0.5", "pyramiddrop", "zipvl"):
+    for recipe in ("hired:0.5", "tome:0.5", "pyramiddrop", "zipvl", "streamingllm:0.5"):
         assert vlm.ask("what ?", **CASES["one image"], recipe=recipe, max_new_tokens=4).token_ids
-    with pytest.raises(RecipeError, match="whose layers differ in their rotary embedding"):
-        vlm.ask("what ?", **CASES["one image"], recipe="streamingllm:0.5")
+
+
+@torch.no_grad()
+def test_keys_of_each_layer_are_rotated_by_its_own_tables() -> None:
+    """Slots that are numbered anew are those of a prompt whose tokens have these ids."""
+    vlm = VLM(*llava_around("dinov2", "gemma3_text"))
+    adapter, rotary = vlm.adapter, vlm.adapter.decoder.rotary_emb
+    plain = torch.randn(2, 12, adapter.decoder.layers[0].self_attn.head_dim)
+    position, delta = torch.arange(12).expand(2, -1), torch.randint(-5, 40, (2, 12))
+
+    def keys(ids: torch.Tensor, kind: str) -> torch.Tensor:
+        cos, sin = rotary(plain, ids, kind)
+        return plain * cos + rotate_half(plain) * sin
+
+    for layer, kind in enumerate(adapter.kinds):
+        other = next(each for each in adapter.kinds if each != kind)
+        turned = adapter.rotate(keys(position, kind), delta, layer)
+        close(turned, keys(position + delta, kind), terms=4)
+        apart(turned, keys(position + delta, other), terms=4)  # control
 
 
 # --- what is found --------------------------------------------------------------------------------

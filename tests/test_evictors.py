@@ -398,6 +398,26 @@ def test_h2o_without_decode_counts_nothing() -> None:
     assert torch.equal(kept.attention_mass, stats.sum.mean(1).gather(1, kept.order))
 
 
+@pytest.mark.parametrize("agg", ["mean", "max"])
+def test_h2o_average_divides_by_the_rows_that_see_a_slot(agg) -> None:
+    n, stage = 48, H2O(0.25, recent=0.0, decode=False, agg=agg, average=True)
+    query, kv = tensors(n, seed=7)
+    keys = kv.keys.repeat_interleave(len(query) // len(kv.keys), 0)
+    logits = query @ keys.mT * DIM**-0.5
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum(1)
+    mass = mass.unflatten(0, (len(kv.keys), -1))
+    mass = mass.mean(1) if agg == "mean" else mass.amax(1)
+    wanted = (mass / torch.arange(n, 0, -1)).topk(12).indices.sort().values
+    kept, _ = compressed(stage, query, kv)
+    assert torch.equal(kept.order, wanted)
+    # Control: sums keep other slots, earlier ones.
+    sums, _ = compressed(replace(stage, average=False), query, kv)
+    assert sums.order.sum() < kept.order.sum()
+    with pytest.raises(RecipeError, match="h2o: average=true ranks the prompt alone"):
+        replace(stage, decode=True, agg="mean")
+
+
 def test_h2o_with_heads_of_different_lengths() -> None:
     """Each head keeps its own size and its own last slots."""
     query, kv = tensors(72, seed=5)

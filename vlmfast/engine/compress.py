@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Compression:
                 f"{adapter.config.model_type} hold a state instead of keys and values"
             )
         compression = Compression(adapter, stages, context, cache, stats)
-        context.after, context.rotate = compression.after, adapter.rotate
+        context.after = compression.after
         return compression
 
     def after(
@@ -77,7 +78,7 @@ class Compression:
             Of the rows of ``context.layout``.
         """
         start = clock(key.device)
-        context, cached = self.context.on(key.device), self.cache.layers[layer]
+        context, cached = self._context(layer, key.device), self.cache.layers[layer]
         layout, heads = context.layout, key.shape[1]
         bias = context.key_bias()
         # A layer with a window holds what later tokens can still see, and stages work on that.
@@ -124,7 +125,10 @@ class Compression:
             if stage in self.late:
                 kvs = [
                     stage.compress(
-                        self.context.on(kv.keys.device), layer, kv, self._waited(layer, stage, kv)
+                        self._context(layer, kv.keys.device),
+                        layer,
+                        kv,
+                        self._waited(layer, stage, kv),
                     )
                     for layer, kv in enumerate(kvs)
                 ]
@@ -132,6 +136,10 @@ class Compression:
         for cached, kv in zip(self.cache.layers, kvs, strict=True):
             cached.put(kv)
         self.stats.time_reduce_s += clock(self.adapter.device) - start
+
+    def _context(self, layer: int, device: torch.device) -> PrefillContext:
+        """The context in which stages compress a layer."""
+        return replace(self.context.on(device), rotate=partial(self.adapter.rotate, layer=layer))
 
     def _waited(self, layer: int, stage: CacheStage, kv: KV) -> ColumnStats | None:
         stats, order = self.waiting.pop((layer, stage.name))

@@ -320,7 +320,8 @@ class RowGroup:
 
     def _slots(self, number: int, layer: int, prompt: Tensor) -> RowSlots:
         notes, prompt = self.rows[number].notes, prompt.to(self.cache.layers[layer].device)
-        return RowSlots(self.cache, layer, number, prompt, notes, self.adapter.rotate)
+        rotate = partial(self.adapter.rotate, layer=layer)
+        return RowSlots(self.cache, layer, number, prompt, notes, rotate)
 
     # --- captured steps --------------------------------------------------------------------------
 

@@ -334,10 +334,10 @@ class Prefiller:
         if any(not layer.even or old.shape[1] != layer.max_lengths[0] for layer, old in pairs):
             return None
         found = []
-        for layer, old in pairs:
+        for number, (layer, old) in enumerate(pairs):
             new = torch.arange(old.shape[1], device=old.device).expand(len(old), -1)
             keys = layer.keys[0, :, : old.shape[1]]
-            keys.copy_(self.adapter.rotate(keys, new - old))
+            keys.copy_(self.adapter.rotate(keys, new - old, number))
             found.append(new)
         prompt.next_position = max(group.cache.lengths())
         group.position.fill_(prompt.next_position)

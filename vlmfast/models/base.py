@@ -26,7 +26,7 @@ from vlmfast.errors import ModelError, RecipeError
 
 from ._media import Media
 from ._wrapped import check_placement, entries, is_quantized, synchronizes
-from .rope import longest, short
+from .rope import attention_scaling, longest, short
 
 # Text models that rotate neighboring dimensions, not the two halves of a head. Some layers of
 # `cohere2` and `llama4_text` have no rotary embedding at all.
@@ -775,8 +775,8 @@ class Adapter:
         count = torch.arange(len(kept), device=kept.device)
         return full.position[:, :1] + count
 
-    def rotate(self, keys: Tensor, delta: Tensor) -> Tensor:
-        """Rotate keys (H, N, D) by ``delta`` rotary ids, int64, (H, N).
+    def rotate(self, keys: Tensor, delta: Tensor, layer: int = 0) -> Tensor:
+        """Rotate keys (H, N, D) of a layer by ``delta`` rotary ids, int64, (H, N).
 
         Raises
         ------
@@ -788,8 +788,9 @@ class Adapter:
                 "this recipe changes the rotary ids of cached keys, which is not supported on "
                 f"{self.config.model_type}, {reason}; 'snapkv:0.5' works on this model"
             )
-        cos, sin = self.tables(keys.float(), delta)  # heads are batch rows here
-        scale = getattr(self.decoder.rotary_emb, "attention_scaling", 1.0)  # keys have it already
+        cos, sin = self.tables(keys.float(), delta, layer)  # heads are batch rows here
+        kind = self.rotary(layer) or None
+        scale = attention_scaling(self.decoder.rotary_emb, kind)  # keys have it already
         cos, sin = (table.to(keys.device).float() / scale for table in (cos, sin))
         turned, rest = keys.float().split([cos.shape[-1], keys.shape[-1] - cos.shape[-1]], dim=-1)
         first, second = turned.chunk(2, dim=-1)
@@ -798,8 +799,6 @@ class Adapter:
 
     def why_no_rotation(self) -> str:
         """The reason why `rotate` is not supported; empty where it is."""
-        if self.rotary_by_kind:
-            return "whose layers differ in their rotary embedding"
         text = self.config.get_text_config()
         if text.model_type in _INTERLEAVED:
             return "whose rotary embedding pairs neighboring dimensions"

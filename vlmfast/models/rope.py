@@ -38,7 +38,6 @@ class LengthRotary(nn.Module):
         super().__init__()
         self.train(rotary.training)
         self.rotary = rotary
-        self.attention_scaling = getattr(rotary, "attention_scaling", 1.0)
         for layer_type, kind in _kinds(rotary).items():
             name = _prefixed("long_inv_freq", layer_type)
             # Under Hugging Face's own name, as a buffer: captured steps read its address.
@@ -123,6 +122,12 @@ def rotary_by_length(decoder: Any) -> Iterator[None]:
         yield
     finally:
         decoder.rotary_emb = own
+
+
+def attention_scaling(rotary: Any, layer_type: str | None) -> float:
+    """The factor that the tables of a type of layer contain."""
+    own = rotary.rotary if isinstance(rotary, LengthRotary) else rotary
+    return getattr(own, _prefixed("attention_scaling", layer_type), 1.0)
 
 
 def short(config: Any) -> int | None:

@@ -22,7 +22,9 @@ Different from the authors' code, and why:
 - Prompt slots are evicted after each layer's attention over the whole prompt, as in the authors'
   caching code. Their simulation, which hides keys from the prompt's own rows, is a tool for scoring
   texts and saves no memory.
-- ``decode=false`` evicts from the prompt alone.
+- ``decode=false`` evicts from the prompt alone. Then ``average=true`` divides ``acc`` of a slot by
+  the number of rows that see it, since sums favour early slots, which more rows see. With
+  ``recent=0`` this is the score that kvpress calls observed attention.
 - Ties go to the lower index in the prompt, to the older token in the answer.
 """
 
@@ -86,8 +88,17 @@ class H2O(Evictor):
         choices=("mean", "max", "sum"),
     )
 
+    average: bool = param(
+        False, "divide the attention of a slot by the rows that see it; needs decode=false"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.average and self.decode:
+            raise RecipeError(
+                "h2o: average=true ranks the prompt alone, as the answer adds to sums; use "
+                "decode=false"
+            )
         if self.agg == "max" and self.decode:
             raise RecipeError(
                 "h2o: agg=max ranks the prompt alone, as the answer adds to the mean of a group; "
@@ -105,7 +116,8 @@ class H2O(Evictor):
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         assert stats is not None and stats.sum is not None
-        return per_kv_head(stats.sum, self.agg)
+        received = per_kv_head(stats.sum, self.agg)
+        return received / stats.nnz.clamp(min=1) if self.average else received
 
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None

@@ -24,6 +24,8 @@ Different from the authors' code, and why:
 - Rotation as above. The logits are the same, without processing all keys in each step.
 - The window is a fraction of the prompt, not a fixed number of slots, and it includes the new token
   too: what the authors call evicting for space.
+- In a layer with a window (Gemma 3) the first slots are those of the window at the end of the
+  prompt. They are masked out once they are outside the window.
 - Models whose tokens have three rotary ids (M-RoPE) are refused, since the next slot has no defined
   position in an image.
 """
