@@ -15,8 +15,8 @@ tokens that follow are read in one forward pass over the compressed cache.
 ============  ==================================================================================
 
 Both sides compress the layers without a sliding window alone, as kvpress does for Gemma 3, and keep
-equally many slots. ``all layers`` compresses the others too, which is what vlmfast does by default;
-it then refuses ``streamingllm`` on Gemma 3. Positions of the text after the prefix continue.
+equally many slots. ``all layers`` compresses the others too, which is what vlmfast does by default.
+Positions of the text after the prefix continue.
 Drafters continue prefixes greedily. Rows are logged in ``--logs`` and not measured again.
 """
 
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ METHODS = (
     "streamingllm",
     "h2o:decode=false",
     "h2o:decode=false,recent=0",
+    "h2o:decode=false,recent=0,average=true",
     "cake",
     "vlcache",
     "lookm",
@@ -83,11 +84,7 @@ DRAFTERS = ("draft-ngram", "draft-recycle", "draft-layerskip", "draft-self")
 
 
 def wide_only(stage: Stage, adapter: Adapter) -> Stage:
-    """A stage that compresses the layers without a window alone, and can rotate their keys.
-
-    Layers with a window have other rotary tables, so that recipes which rotate keys of all layers
-    are refused.
-    """
+    """A stage that compresses the layers without a window alone."""
     kind: Any = type(stage)
     wide = [layer for layer, window in enumerate(adapter.windows) if window is None]
 
@@ -100,8 +97,7 @@ def wide_only(stage: Stage, adapter: Adapter) -> Stage:
     ) -> KV:
         if layer not in wide:
             return kv
-        own = replace(context, rotate=partial(rotated, adapter, layer))
-        return kind.compress(self, own, layer, kv, stats)
+        return kind.compress(self, context, layer, kv, stats)
 
     def finish(self: Any, context: PrefillContext, cache: list[KV]) -> list[KV]:
         found = kind.finish(self, context, [cache[layer] for layer in wide])
@@ -113,13 +109,6 @@ def wide_only(stage: Stage, adapter: Adapter) -> Stage:
         own["finish"] = finish
     made = type(kind)(kind.__name__, (kind,), own)
     return made(**{f.name: getattr(stage, f.name) for f in fields(kind)})
-
-
-def rotated(adapter: Adapter, layer: int, keys: Tensor, delta: Tensor) -> Tensor:
-    """Keys (H, N, D) of a layer with ``delta`` (H, N) added to their rotary ids."""
-    cos, sin = adapter.tables(keys, delta, layer)
-    first, second = keys.chunk(2, dim=-1)
-    return keys * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def recipe_of(method: str, keep: float, adapter: Adapter) -> Recipe:
@@ -255,9 +244,9 @@ class Run:
         """Log time and memory of a prefill with each method."""
         key = {"part": "cost", "prompt": text.digest}
         prefilled = None
-        for method in ("none", *METHODS):
+        for turn, method in product(range(texts.ROUNDS), ("none", *METHODS)):
             keep = 1 if method == "none" else texts.COST
-            if not self.log.missing(**key, method=method, keep=keep):
+            if not self.log.missing(**key, method=method, keep=keep, round=turn):
                 continue
             recipe = Recipe()
             if method != "none":
@@ -272,6 +261,7 @@ class Run:
                 **key,
                 method=method,
                 keep=keep,
+                round=turn,
                 prefix=text.prefix,
                 slots=cache.lengths(),
                 bytes=cache.held_bytes(),

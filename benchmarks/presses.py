@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +264,10 @@ class Run:
     def cost(self, text: Text) -> None:
         """Log time and memory of a prefill with each press, in the way of kvpress."""
         key, keep = {"part": "cost", "prompt": text.digest}, texts.COST
-        for name, method in [("none", None), *METHODS.items()]:
+        every: list[tuple[str, Method | None]] = [("none", None), *METHODS.items()]
+        for turn, (name, method) in product(range(texts.ROUNDS), every):
             share = 1 if method is None else keep
-            if not self.log.missing(**key, method=name, keep=share):
+            if not self.log.missing(**key, method=name, keep=share, round=turn):
                 continue
             press = None
             if method is not None:
@@ -281,6 +283,7 @@ class Run:
                 **key,
                 method=name,
                 keep=share,
+                round=turn,
                 prefix=text.prefix,
                 slots=slots_of(found.cache),
                 bytes=held_bytes(found.cache),

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 NAMES = ("badger", "crane", "falcon", "gecko", "heron", "jackal", "lemur", "otter", "wolf", "yak")
 KEEPS = (0.5, 0.2, 0.1)
 COST = 0.2  # fraction of the slots that is kept where cost is measured
+ROUNDS = 3  # how often cost is measured, all methods in turn
 PYRAMID = "pyramidkv:window=64,kernel=5,pool=avg"
 VLMFAST, KVPRESS = "vlmfast.jsonl", "kvpress.jsonl"  # logs
 ROOM = 256  # tokens for which caches have free slots at first
@@ -247,21 +249,25 @@ class Log:
         # Without a last line that an interrupted run left unfinished.
         lines = [json.dumps(row) + "\n" for row in (settings, *self.rows)]
         path.write_text("".join(lines), encoding="utf-8")
-        self._done = {_key(row) for row in self.rows}
+        self._done = {_counted(row) for row in self.rows}
 
     def missing(self, **key: Any) -> bool:
-        """Whether no row has this ``part``, ``prompt``, ``method`` and ``keep``."""
-        return _key(key) not in self._done
+        """Whether no row has this ``part``, ``prompt``, ``method``, ``keep`` and ``round``."""
+        return _counted(key) not in self._done
 
     def add(self, **row: Any) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self.rows.append(row)
-        self._done.add(_key(row))
+        self._done.add(_counted(row))
 
 
 def _key(row: dict[str, Any]) -> tuple:
     return tuple(row[name] for name in ("part", "prompt", "method", "keep"))
+
+
+def _counted(row: dict[str, Any]) -> tuple:
+    return *_key(row), row.get("round", 0)
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -339,6 +345,7 @@ PAIRS = (
     ("streamingllm", "StreamingLLM, rotated", True),
     ("h2o:decode=false", "ObservedAttention", True),
     ("h2o:decode=false,recent=0", "ObservedAttention", True),
+    ("h2o:decode=false,recent=0,average=true", "ObservedAttention", True),
 )
 NOISE = 1e-3  # nats by which full models may differ: float32 in another order of summation
 
@@ -390,9 +397,7 @@ def joined(
         "noise": noise,
         "lines": [line for side, rows in found.items() for line in _lines(side, rows)],
         "pairs": [pair for own, other, _ in PAIRS for pair in _differences(found, own, other)],
-        "cost": [
-            {"side": side} | row for side, (_, rows) in sides.items() for row in _part(rows, "cost")
-        ],
+        "cost": [line for side, (_, rows) in sides.items() for line in _costs(side, rows)],
         "drafts": _drafts(_part(ours[1], "drafts")),
     }
 
@@ -409,11 +414,11 @@ def _lines(side: str, rows: dict[tuple, dict[str, Any]]) -> Rows:
             texts, keys = _part(of, "text"), _part(of, "passkeys")
             line |= {"documents": len(texts), "passkey texts": len(keys)}
             for name in ("kl", "top1", "nll"):
-                line[name] = mean(row[name] for row in texts)
-            line["slots"] = mean(_share(row, full[row["part"], row["prompt"]]) for row in of)
+                line[name] = fmean(row[name] for row in texts)
+            line["slots"] = fmean(_share(row, full[row["part"], row["prompt"]]) for row in of)
             if keys:
-                line["passkeys"] = mean(mean(row["found"]) for row in keys)
-                line["by depth"] = [mean(x) for x in zip(*(r["found"] for r in keys), strict=True)]
+                line["passkeys"] = fmean(fmean(row["found"]) for row in keys)
+                line["by depth"] = [fmean(x) for x in zip(*(r["found"] for r in keys), strict=True)]
             lines.append(line)
     return lines
 
@@ -439,7 +444,23 @@ def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other:
         if not pairs:
             continue
         line = {"vlmfast": own, "kvpress": other, "keep": keep, "documents": len(pairs)}
-        line |= {"kl": mean(pairs), "least": min(pairs), "most": max(pairs)}
+        line |= {"kl": fmean(pairs), "least": min(pairs), "most": max(pairs)}
+        lines.append(line)
+    return lines
+
+
+def _costs(side: str, rows: Rows) -> Rows:
+    """Medians over the rounds: time over that of the full model in the same round, peak memory."""
+    found: dict[tuple, Rows] = {}
+    for row in _part(rows, "cost"):
+        found.setdefault((row["prompt"], row["method"]), []).append(row)
+    lines = []
+    for (prompt, method), own in found.items():
+        full = {row["round"]: row["wall"] for row in found[prompt, "none"]}
+        line = {"side": side, "method": method, "prefix": own[0]["prefix"], "rounds": len(own)}
+        line["over full"] = median(row["wall"] / full[row["round"]] for row in own)
+        line |= {name: median(row[name] for row in own) for name in ("wall", "peak", "bytes")}
+        line["load"] = max(row["load"] for row in own)
         lines.append(line)
     return lines
 
@@ -466,8 +487,3 @@ def _drafts(rows: Rows) -> Rows:
 
 def _part(rows: Iterable[dict[str, Any]], name: str) -> Rows:
     return [row for row in rows if row["part"] == name]
-
-
-def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)

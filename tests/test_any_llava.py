@@ -132,7 +132,8 @@ def test_windows_of_a_language_model() -> None:
 
 @torch.no_grad()
 def test_keys_of_each_layer_are_rotated_by_its_own_tables() -> None:
-    """Slots that are numbered anew are those of a prompt whose tokens have these ids."""
+    """Renumbered slots are those of a prompt whose tokens have these ids."""
+    torch.manual_seed(0)
     vlm = VLM(*llava_around("dinov2", "gemma3_text"))
     adapter, rotary = vlm.adapter, vlm.adapter.decoder.rotary_emb
     plain = torch.randn(2, 12, adapter.decoder.layers[0].self_attn.head_dim)
@@ -147,6 +148,13 @@ def test_keys_of_each_layer_are_rotated_by_its_own_tables() -> None:
         turned = adapter.rotate(keys(position, kind), delta, layer)
         close(turned, keys(position + delta, kind), terms=4)
         apart(turned, keys(position + delta, other), terms=4)  # control
+
+
+def test_keys_whose_neighboring_dimensions_are_pairs_are_not_rotated() -> None:
+    vlm = VLM(*tiny_families.builders()["aya_vision"]())
+    for recipe in ("streamingllm:0.5", "lookm:keep=0.95,rope_aware=true"):
+        with pytest.raises(RecipeError, match="changes the rotary ids of cached keys"):
+            vlm.ask("what ?", **CASES["one image"], recipe=recipe)
 
 
 # --- what is found --------------------------------------------------------------------------------

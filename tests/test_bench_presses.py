@@ -230,6 +230,30 @@ def test_compressing_afterwards_equals_compressing_in_prefill(
         assert (own < of) is (window is None or method.endswith(compare.ALL))
 
 
+@torch.no_grad()
+def test_streamingllm_numbers_the_slots_of_layers_with_a_window(vlm: VLM, prefilled: Any) -> None:
+    """All layers are compressed, and the keys of each are rotated by its own tables."""
+    with compare.switched(vlm.model):
+        group = prefilled.compressed(
+            compare.recipe_of("streamingllm, all layers", 0.5, vlm.adapter)
+        )
+    for number, (own, of) in enumerate(
+        zip(group.cache.layers, prefilled.full.group.cache.layers, strict=True)
+    ):
+        whole, count = of.max_lengths[0], own.max_lengths[0]
+        assert count == int(0.5 * whole) > 4
+        kept = torch.tensor([*range(4), *range(whole - count + 4, whole)])
+        # The last slot keeps its id, and the others precede it without gaps.
+        delta = (whole - count + torch.arange(count) - kept).expand(len(of.keys[0]), -1)
+        keys, scale = of.keys[0][:, kept], float(of.keys[0].abs().max())
+        expected = vlm.adapter.rotate(keys, delta, number)
+        close(own.keys[0][:, :count], expected, terms=8, scale=scale)
+        other = next(
+            i for i, w in enumerate(vlm.adapter.windows) if w != vlm.adapter.windows[number]
+        )
+        apart(expected, vlm.adapter.rotate(keys, delta, other), terms=8, scale=scale)
+
+
 @pytest.mark.parametrize("method", ["snapkv:window=8", "h2o:decode=false", "streamingllm", "lookm"])
 def test_given_fraction_of_the_slots_is_kept(vlm: VLM, prefilled: Any, method: str) -> None:
     with compare.switched(vlm.model):
@@ -258,11 +282,25 @@ def test_only_missing_rows_are_measured(
     cost = [("none", 1), *((name, texts.COST) for name in names)]
     parts = {"text": scored, "cost": cost, "passkeys": scored}
     assert rows[:7] == [("text", *of) for of in scored]
-    assert sorted(rows) == sorted((p, *of) for p in parts for of in parts[p] * (1 + (p == "cost")))
+    times = {"text": 1, "cost": 2 * texts.ROUNDS, "passkeys": 1}
+    assert sorted(rows) == sorted((p, *of) for p in parts for of in parts[p] * times[p])
     monkeypatch.setattr(compare, "Prefilled", None)  # nothing is prefilled again
     for text in (document, asked):
         compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS)).scores(text)
         compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS)).cost(text)
+
+
+def test_cost_is_a_median_of_ratios_within_rounds() -> None:
+    walls = {"none": (1.0, 2.0, 4.0), "snapkv": (1.5, 2.0, 8.0)}
+    rows = [
+        {"part": "cost", "prompt": "p", "method": name, "keep": 1, "prefix": 9, "round": turn}
+        | {"wall": wall, "peak": turn, "bytes": 7, "load": turn}
+        for name, found in walls.items()
+        for turn, wall in enumerate(found)
+    ]
+    full, own = texts._costs("vlmfast", rows)
+    assert (full["over full"], full["wall"]) == (1.0, 2.0)
+    assert (own["over full"], own["wall"], own["peak"], own["load"]) == (1.5, 2.0, 1, 2)
 
 
 def test_drafters_give_the_plain_answer(vlm: VLM, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tiny_pocket import (
     SIZE,
     PocketError,
     build,
+    counting,
     evidence,
     make_objects,
     make_pocket,
@@ -21,6 +22,7 @@ from tiny_pocket import (
     scenes,
 )
 from vlmfast.eval.report import write_report
+from vlmfast.eval.results import Results
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +77,37 @@ def test_recipes_are_evaluated_and_reported(
     capsys.readouterr()
     assert evidence.main([*command, "--mode", "official"]) == 2
     assert "task pocket has no option mode" in capsys.readouterr().err
+
+
+# --- miscounting ----------------------------------------------------------------------------------
+
+
+def counts(recipe: str, *answers: tuple[str, str]) -> Results:
+    """Results with an answer to each number of objects, and one to another question."""
+    rows = [
+        {"doc_id": str(n), "type": "count", "target": target, "filtered_resps": [answer]}
+        for n, (target, answer) in enumerate(answers)
+    ]
+    rows.append({"doc_id": "what", "type": "what", "target": "dog", "filtered_resps": ["4"]})
+    return Results(Path(), {"recipe": recipe}, {row["doc_id"]: row for row in rows})
+
+
+def test_wrong_numbers_are_too_high_or_too_low() -> None:
+    every = [
+        counts("random:budget=0.1", ("1", "1"), ("2", "1")),
+        counts("hired:budget=0.1", ("1", "2"), ("2", "3"), ("4", "4"), ("3", "three"), ("3", "")),
+        counts("random:budget=0.1,seed=1", ("3", "4"), ("10", "9")),
+    ]
+    kinds = {"right": 1, "high": 2, "low": 0, "other": 2}
+    assert counting.counted(every) == [
+        {"recipe": "hired:budget=0.1", "answers": 5} | kinds,
+        {"recipe": "random:budget=0.1", "answers": 4, "right": 1, "high": 1, "low": 2, "other": 0},
+    ]
+
+
+def test_a_folder_without_numbers_of_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert counting.main([str(tmp_path), "--out", str(tmp_path / "out.json")]) == 1
+    assert "has no answers about numbers of objects" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()

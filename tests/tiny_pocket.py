@@ -18,13 +18,13 @@ if not FOLDER.is_dir():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
 SCRIPTS = (
     *("parts", "objects", "scenes", "checkpoints", "build"),
-    *("export", "patches", "train", "evaluate", "evidence"),
+    *("export", "patches", "train", "evaluate", "evidence", "counting"),
 )
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(FOLDER)
-    parts, objects, scenes, checkpoints, build, export, patches, train, evaluate, evidence = map(
-        importlib.import_module, SCRIPTS
-    )
+    modules = map(importlib.import_module, SCRIPTS)
+    parts, objects, scenes, checkpoints, build, *others = modules
+    export, patches, train, evaluate, evidence, counting = others
 PocketError = parts.PocketError
 
 SIZE, PATCH = 48, 8

@@ -319,12 +319,8 @@ def static_frames() -> str:
 
 def served_vllm(setting: str) -> str:
     """Answers per second of this server and of vLLM's, with and without a recipe."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for load in _measured(f"serve-vllm-{setting}-cpu-float32")["loads"]:
-        found.setdefault(load["server"], {})[load["clients"]] = load
-    clients = list(next(iter(found.values())))
-    heads = [f"{n} client{'s' * (n > 1)}" for n in clients]
-    rows = [["answers/s (median TTFT)", *heads]]
+    found, clients = _loads(f"serve-vllm-{setting}-cpu-float32")
+    rows = [["answers/s (median TTFT)", *map(_clients, clients)]]
     for server, loads in found.items():
         name = server if server.startswith("vllm") else f"vlmfast serve {server}"
         cells = []
@@ -332,6 +328,71 @@ def served_vllm(setting: str) -> str:
             rate, first = loads[n]["answers_per_s"]["median"], loads[n]["ttft_ms"]["p50"]
             cells.append(f"{rate:.2f} ({first / 1e3:.2f} s)")
         rows.append([f"`{name}`", *cells])
+    return table(rows)
+
+
+def _served() -> dict[str, dict[str, Any]]:
+    return {row["what"]: row for row in _measured("serve-cpu-bfloat16")["rows"]}
+
+
+def _quartiles(row: dict[str, Any]) -> str:
+    return f"{row['median']:.2f} [{row['q1']:.2f}, {row['q3']:.2f}]"
+
+
+def _clients(n: int) -> str:
+    return f"{n} client{'s' * (n > 1)}"
+
+
+def _loads(
+    name: str = "serve-cpu-bfloat16",
+) -> tuple[dict[str, dict[int, dict[str, Any]]], list[int]]:
+    """Loads of a result of ``benchmarks/serve.py`` by server and clients, and these numbers."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for load in _measured(name)["loads"]:
+        found.setdefault(load["server"], {})[load["clients"]] = load
+    return found, list(next(iter(found.values())))
+
+
+def served_beside() -> str:
+    """Answers per second of this server over those of ``transformers serve``."""
+    found, (loads, clients) = _served(), _loads()
+    other = "transformers serve"
+    rows = [[f"answers per second over `{other}`", *map(_clients, clients)]]
+    for name in loads:
+        if name != other:
+            what = f"answers per second, `{name}` over `{other}`"
+            cells = (found[f"{what}, {_clients(n)}"] for n in clients)
+            rows.append([f"`{name}`", *map(_quartiles, cells)])
+    shares = (
+        found[f"share of answers equal to those of `{other}`, {_clients(n)}"]["ratios"]
+        for n in clients
+    )
+    cells = (f"{100 * sum(share) / len(share):.0f} %" for share in shares)
+    rows.append(["share of answers of `none` that are equal", *cells])
+    return table(rows)
+
+
+def served_scaling() -> str:
+    """Answers per second of several clients over those of one."""
+    found, (loads, clients) = _served(), _loads()
+    many = [n for n in clients if n > 1]
+    rows = [["answers per second over 1 client", *map(_clients, many)]]
+    for name in loads:
+        cells = []
+        for n in many:
+            start = f"answers per second, {n} clients over 1, `{name}`"
+            cells.append(_quartiles(next(row for what, row in found.items() if start in what)))
+        rows.append([f"`{name}`", *cells])
+    return table(rows)
+
+
+def served_times(key: str, what: str) -> str:
+    """Percentiles of a time in milliseconds."""
+    loads, clients = _loads()
+    rows = [[f"{what}, ms", *map(_clients, clients)]]
+    for name, load in loads.items():
+        times = ((load[n][key][p] for p in ("p50", "p95", "p99")) for n in clients)
+        rows.append([f"`{name}`", *(" / ".join(f"{x:.0f}" for x in own) for own in times)])
     return table(rows)
 
 
@@ -349,6 +410,7 @@ _PRESSES = (
     ("kvpress", "StreamingLLM"),
     ("vlmfast", "h2o:decode=false"),
     ("vlmfast", "h2o:decode=false,recent=0"),
+    ("vlmfast", "h2o:decode=false,recent=0,average=true"),
     ("kvpress", "ObservedAttention"),
     ("vlmfast", "cake"),
     ("vlmfast", "vlcache"),
@@ -388,9 +450,32 @@ def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
     keeps = sorted({line["keep"] for line in lines if line["method"] != "none"}, reverse=True)
     rows = [[title, *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
     for side, method in _PRESSES:
-        name, comma, rest = method.partition(", ")
-        label = f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
-        rows.append([label, *(cell(found[side, method, keep]) for keep in keeps)])
+        rows.append([_press(side, method), *(cell(found[side, method, keep]) for keep in keeps)])
+    return table(rows)
+
+
+def _press(side: str, method: str) -> str:
+    name, comma, rest = method.partition(", ")
+    return f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
+
+
+def presses_cost() -> str:
+    """Time of a prefill over that of the same library without compression, and peak memory."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for line in _presses()["cost"]:
+        found.setdefault((line["side"], line["method"]), {})[line["prefix"]] = line
+    prefixes = list(next(iter(found.values())))
+    rows = [["prefill", *(f"{n:,} tokens" for n in prefixes)]]
+    full = (("vlmfast", "none"), ("kvpress", "none"))
+    for side, method in (*full, *_PRESSES):
+        label = f"{side}, full" if method == "none" else _press(side, method)
+        cells = []
+        for n in prefixes:
+            line = found[side, method][n]
+            cells.append(
+                f"{line['over full']:.2f}×, {line['wall']:.1f} s, {line['peak'] / 1e6:.0f} MB"
+            )
+        rows.append([label, *cells])
     return table(rows)
 
 
@@ -451,6 +536,21 @@ def pocket_recipes(group: str) -> str:
             continue
         own = f"{100 * tiny[name]['accuracy_image']:.1f}" if name in tiny else ""
         rows.append([f"`{name}`", _within(run, "image"), against.get(name, ""), own])
+    return table(rows)
+
+
+def pocket_types() -> str:
+    """Accuracy on `pocket` by type of question, and how wrong numbers of objects are wrong."""
+    counted = {row["recipe"]: row for row in _measured("pocket-counting")["rows"]}
+    kinds = ("what", "where", "list", "empty", "count")
+    rows = [["recipe", *(f"`{kind}`" for kind in kinds), "too high", "too low"]]
+    for name, run in numbers("pocket", "pocket").items():
+        kept = name.endswith("keep,budget=0.11") and _recipe_kind(name) == "reducers"
+        if kept or name == "none":
+            own = counted[name]
+            cells = [f"{100 * run['types'][f'image/{kind}']['accuracy']:.0f} %" for kind in kinds]
+            cells += [f"{100 * own[kind] / own['answers']:.0f} %" for kind in ("high", "low")]
+            rows.append([f"`{name}`", *cells])
     return table(rows)
 
 
@@ -584,9 +684,15 @@ TABLES = {
     ("docs/saliency.md", "measured"): saliency,
     ("docs/scaling.md", "vllm-no-caches"): partial(served_vllm, "no-caches"),
     ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
+    ("docs/serving.md", "beside"): served_beside,
+    ("docs/serving.md", "scaling"): served_scaling,
+    ("docs/serving.md", "first"): partial(served_times, "ttft_ms", "time to the first token"),
+    ("docs/serving.md", "gaps"): partial(served_times, "gap_ms", "time between tokens"),
+    ("docs/serving.md", "whole"): partial(served_times, "total_ms", "time to the end"),
     ("docs/pocket.md", "curve"): pocket_curve,
     ("docs/pocket.md", "answers"): pocket_answers,
     ("docs/pocket.md", "reducers"): partial(pocket_recipes, "reducers"),
+    ("docs/pocket.md", "types"): pocket_types,
     ("docs/pocket.md", "stacks"): partial(pocket_recipes, "stacks"),
     ("docs/pocket.md", "cache"): pocket_cache,
     ("docs/gpu.md", "answers"): gpu_answers,
@@ -595,6 +701,7 @@ TABLES = {
     ("docs/gpu.md", "kernels-h100"): partial(gpu_kernels, "nvidia-h100-80gb-hbm3"),
     ("docs/presses.md", "presses"): presses,
     ("docs/presses.md", "passkeys"): passkeys,
+    ("docs/presses.md", "cost"): presses_cost,
     ("docs/presses.md", "drafters"): drafters,
     ("docs/accuracy.md", "positions"): positions,
     ("docs/accuracy.md", "fresh"): fresh,

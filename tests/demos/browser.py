@@ -434,7 +434,8 @@ def test_unavailable_models_are_reported(page: Page, tmp_path: Path) -> None:
     ):
         page.locator("#model textarea, #model input").fill(name)
         page.locator("#model-load").click()
-        expect(page.locator("#model-note [role=alert]")).to_contain_text(words)
+        # The hub's client tries several times, with pauses, before it gives up.
+        expect(page.locator("#model-note [role=alert]")).to_contain_text(words, timeout=4 * WAIT_MS)
     page.locator("#model textarea, #model input").fill("tiny")
     page.locator("#model-load").click()
     expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")

@@ -220,12 +220,16 @@ def test_servers_that_cannot_start_exit_with_one_line(tmp_path: Path) -> None:
 # --- how it ends ---------------------------------------------------------------------------------
 
 
+# A busy machine takes many times longer, and nothing waits longer than it must.
+PATIENT = ("--timeout", "600", "--grace", "600")
+
+
 @pytest.mark.slow
 def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
     """Keys, the log, a request whose headers stall, and a signal while an answer is streamed."""
     file = tmp_path / "keys"
     file.write_text("key-in-file\n\nsecond-in-file\n")
-    options = ("--api-key-file", str(file), "--timeout", "60", "--grace", "60")
+    options = ("--api-key-file", str(file), *PATIENT)
     with running(*options, VLMFAST_API_KEY="key-in-environment,other-one") as server:
         keys = ("key-in-file", "second-in-file", "key-in-environment", "other-one")
         for key in keys:
@@ -255,7 +259,7 @@ def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_second_signal_ends_at_once(signals: int) -> None:
-    with running("--grace", "100") as server:
+    with running(*PATIENT) as server:
         responses = [server.chat(stream=True, response_format=LONG, seed=n) for n in range(16)]
         for _ in range(signals):
             server.stop()

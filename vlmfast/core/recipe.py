@@ -21,9 +21,9 @@ from .saliency import SOURCES
 from .stage import Stage, Stages
 
 _BUDGETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
-# By the source of saliency in the vision tower: what was measured to beat `random` there
-# beyond its interval (docs/saliency.md). A preset is a starting point for a real checkpoint, not a
-# promise about it.
+# By the source of saliency in the vision tower: what was measured on `tiny` to beat `random` there
+# beyond its interval (docs/saliency.md). On real weights it depends on the type of question
+# (docs/pocket.md): a preset is a starting point for a checkpoint, not a promise about it.
 _PRESET_METHODS = {"cls": "hired", "received": "divprune", "norm": "divprune"}
 PRESETS: dict[str, dict[str, str]] = {
     "none": dict.fromkeys(SOURCES, ""),

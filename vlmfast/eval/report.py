@@ -460,7 +460,10 @@ def cache_glance(rows: list[Row]) -> str:
     for what, title in _VIEWS.items():
         cells = {}
         for row in filter(shrinks, rows):
+            captions = [row.numbers[f"caption_{modality}"] for modality in MODALITIES]
             if what == "later" and row.session is None:
+                continue
+            if what == "captions" and captions == [None] * len(captions):
                 continue
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
             method = row.run.meta["method" if share is not None else "recipe"]
