@@ -1,8 +1,8 @@
 """Gemma 3 beyond the window of its local layers, against Hugging Face and dense references.
 
-The references run Hugging Face's layers with an explicit mask. A window counts the rows that
-entered a layer: tokens dropped before the layer are not part of its sequence, tokens evicted from
-its cache afterwards are.
+The references run Hugging Face's layers with an explicit mask. A window counts rotary ids: a token
+that was dropped leaves a gap if the others keep theirs (``positions=keep``) and none if they are
+renumbered; a token that was evicted from the cache leaves one.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Dense:
         return self.decoder.config.sliding_window if local and self.windows else None
 
     def near(self, layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """Which ``keys`` are in the window of each of ``rows``, by their positions in a layer."""
+        """Which ``keys`` are in the window of each of ``rows``, by their rotary ids in a layer."""
         window = self.window(layer)
         near = keys[..., None, :] > rows[:, None] - (window or 1 << 40)
         return near
@@ -216,8 +216,8 @@ class Dense:
         visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
         for layer, rows in enumerate(alive):
             there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
-            index = there.cumsum(0) - 1
-            mask = visible & there & self.near(layer, index, index)
+            ids = self.positions(None if numbered is None else numbered[layer], n)
+            mask = visible & there & self.near(layer, ids[0], ids[0])
             if chosen is not None:
                 mask[: self.size, : self.size] &= chosen[layer]
             mask = mask | torch.diag(~there)
@@ -230,7 +230,7 @@ class Dense:
             if bias is not None:
                 more[: self.size] = bias
             masks.append(torch.where(mask, more, -torch.inf))
-            position.append(self.positions(None if numbered is None else numbered[layer], n))
+            position.append(ids)
         hidden = torch.cat([self.embeds, self.embed(tokens)], 1)
         return self.run(hidden, position, masks)[-n - 1 :]
 
@@ -243,9 +243,7 @@ class Dense:
         position = torch.tensor([[self.size + number]])
         masks, caches, heads = [], [], self.decoder.config.num_attention_heads
         for layer, (keys, values, order, valid, bias) in enumerate(past):
-            rows = torch.cat([alive[layer], torch.ones(number + 1, dtype=torch.bool)])
-            index = rows.cumsum(0) - 1
-            seen = valid & self.near(layer, index[-1:], index[order])[:, 0]
+            seen = valid & self.near(layer, position[0], order)[:, 0]
             seen = torch.where(seen, bias, -torch.inf)
             seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
             masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
@@ -407,6 +405,31 @@ def test_token_reducers(vlm, method, policy):
     differs(vlm, got, dense(), dense.size)
     wide = Dense(vlm, run.inputs.tensors, windows=False)
     differs(vlm, got, wide(alive, numbered=numbered), dense.size)
+
+
+def counting_rows(dense: Dense, alive: list[Tensor]) -> Tensor:
+    """A control: windows that count the rows that are left and not their rotary ids."""
+    rows = (torch.cat([alive[0], torch.ones(len(TOKENS), dtype=torch.bool)]).cumsum(0) - 1)[None]
+    near = Dense.near
+
+    class Rows(Dense):
+        def near(self, layer: int, *_: Tensor) -> Tensor:
+            return near(self, layer, rows[0], rows[0])
+
+    return Rows(dense.vlm, dense.tensors)(alive)
+
+
+@pytest.mark.parametrize(("text", "keep"), [(DENSE, 0.4), (IMAGE * 6 + random_words(4), 0.1)])
+def test_dropped_tokens_leave_gaps_in_the_window(vlm, text, keep):
+    """Also where all rows that are left would fit into the window."""
+    run = start(vlm, text, f"random:keep={keep},positions=keep")
+    got = answer_logits(vlm, run, TOKENS)
+    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    assert (int(alive[0].sum()) > WINDOW) == (text == DENSE)
+    equal(vlm, got, dense(alive), dense.size)
+    differs(vlm, got, counting_rows(dense, alive), dense.size)
+    local = [layer for layer in run.cache.layers if layer.window is not None]
+    assert local and all(layer.rank is not None for layer in local)
 
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
@@ -628,27 +651,31 @@ def test_h2o_evicts_slots_outside_the_window_first(vlm):
 
 
 @pytest.mark.parametrize("rows", ["all", "important"])
-def test_zipvl(vlm, rows):
-    run = start(vlm, DENSE, f"zipvl:tau=0.9,kv=none,rows={rows},recent=8,random=8")
+@pytest.mark.parametrize("before", ["", "random:0.5,positions=keep+"])
+def test_zipvl(vlm, rows, before):
+    run = start(vlm, DENSE, f"{before}zipvl:tau=0.9,kv=none,rows={rows},recent=8,random=8")
     got = answer_logits(vlm, run, TOKENS)
     dense, chosen = Dense(vlm, run.inputs.tensors), []
+    alive = entered(vlm, run)
     for layer in range(vlm.adapter.depth):
         mask = torch.zeros(dense.size, dtype=torch.bool)
         mask[run.prompt.notes["zipvl"][layer]] = True
         assert 8 < int(mask.sum()) < dense.size
         chosen.append(mask if rows == "all" else mask & mask[:, None])
-    equal(vlm, got, dense(chosen=chosen), dense.size)
-    differs(vlm, got, Dense(vlm, run.inputs.tensors, windows=False)(chosen=chosen), dense.size)
+    equal(vlm, got, dense(alive, chosen=chosen), dense.size)
+    wide = Dense(vlm, run.inputs.tensors, windows=False)
+    differs(vlm, got, wide(alive, chosen=chosen), dense.size)
 
 
-def test_zipvl_ranks_within_the_window(vlm):
+@pytest.mark.parametrize("step", [1, 2])
+def test_zipvl_ranks_within_the_window(vlm, step):
     from vlmfast.compressors.prefill.zipvl import within
 
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(h, 50, 16, generator=generator) for h in (4, 2))
     rows = torch.tensor([3, 20, 30, 48, 49])
-    mass, nnz = within(query, key, rows, None, None, 9)
-    position = torch.arange(50)
+    position = torch.arange(50) * step
+    mass, nnz = within(query, key, rows, None, None, 9, None if step == 1 else position)
     seen = (position <= position[:, None]) & (position > position[:, None] - 9)
     logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) / 4
     p = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, rows]
@@ -661,7 +688,14 @@ def test_zipvl_ranks_within_the_window(vlm):
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:keep=0.8,window=1", "rank", "kivi:bits=8,group=4,residual=16"]
+    "recipe",
+    [
+        "none",
+        "random:0.4,positions=keep",
+        "snapkv:keep=0.8,window=1",
+        "rank",
+        "kivi:bits=8,group=4,residual=16",
+    ],
 )
 @pytest.mark.parametrize("window", [WINDOW, 6])
 def test_draft_trees(recipe, window, kept):
@@ -717,7 +751,7 @@ def test_drafts_do_not_change_answers(vlm):
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    recipes = "snapkv:keep=0.5,window=4", (), "random:0.2,positions=keep+zipcache"
+    recipes = "snapkv:keep=0.5,window=4", (), "random:0.2+zipcache"
     answers = [
         (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
     ]
@@ -814,7 +848,15 @@ def test_session_returns_to_evicted_tokens(vlm):
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("recipe", ["lookm:keep=0.9,merge=none", "kivi:bits=8,group=4,residual=16"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "lookm:keep=0.9,merge=none",
+        "kivi:bits=8,group=4,residual=16",
+        "random:0.4,positions=keep",
+        "random:0.4,positions=keep+lookm:keep=0.9,merge=none",
+    ],
+)
 def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
     """A long question over a compressed cache equals the question fed token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
@@ -919,7 +961,14 @@ def test_entropy_of_weights_below_its_offset() -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    "recipe", ["none", "snapkv:keep=0.5,window=4", "kivi:bits=8,group=4,residual=8", "h2o:0.6"]
+    "recipe",
+    [
+        "none",
+        "random:0.4,positions=keep",
+        "snapkv:keep=0.5,window=4",
+        "kivi:bits=8,group=4,residual=8",
+        "h2o:0.6",
+    ],
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
     """Captured steps give the same tokens within and beyond the window."""
@@ -969,7 +1018,12 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize(
-    "recipe", ["none", *(CACHE[method] for method in ("snapkv", "h2o", "zipcache"))]
+    "recipe",
+    [
+        "none",
+        "random:0.4,positions=keep",
+        *(CACHE[method] for method in ("snapkv", "h2o", "zipcache")),
+    ],
 )
 def test_no_device_synchronization(recipe, width, monkeypatch):
     """Also beyond the window."""

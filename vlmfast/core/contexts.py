@@ -5,6 +5,7 @@ One object for each forward pass, of the class for its phase; the engine creates
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -162,6 +163,7 @@ class PrefillContext:
     received: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     repair = FormerAttribute("proportional_attention")
+    _places: tuple[TokenLayout, list[int]] | None = field(default=None, init=False, repr=False)
 
     # Not annotated: `TrainingContext` declares them as fields.
     answer = 0
@@ -179,22 +181,48 @@ class PrefillContext:
             return self
         return replace(self, layout=self.layout.to(device))
 
+    @property
+    def place(self) -> Tensor:
+        """What windows count, (S,): rotary ids, or rows where ids have several axes (M-RoPE)."""
+        position = self.layout.position
+        if len(position) == 1:
+            return position[0]
+        return torch.arange(len(self.layout), device=self.layout.device)
+
+    def places(self) -> list[int]:
+        """`place` on the host, read once for all layers with the same rows."""
+        if self._places is None or self._places[0] is not self.layout:
+            self._places = self.layout, self.place.tolist()
+        return self._places[1]
+
     def window(self, layer: int) -> int | None:
         """The window of a layer, where the rows of ``layout`` do not all fit into it.
 
-        Row ``i`` of those that enter the layer sees none before row ``i - window + 1``.
+        A row at place ``p`` sees none up to place ``p - window``.
         """
         window = None if self.cache is None else self.cache.layers[layer].window
-        return window if window is not None and len(self.layout) > window else None
+        if window is None:
+            return None
+        places = self.places()
+        return window if places[-1] - places[0] >= window else None
+
+    def first_left(self, layer: int) -> int:
+        """The first row of ``layout`` that tokens after it may see at a layer."""
+        if (window := self.window(layer)) is None:
+            return 0
+        places = self.places()
+        return bisect_right(places, places[-1] + 1 - window)
 
     def visible(self, layer: int) -> Tensor | None:
         """Bool (S, S): which rows of ``layout`` each row sees; ``None`` where plainly causal."""
         mask = None if self.mask_rule is None else self.mask_rule(self.layout)
         if (window := self.window(layer)) is None:
             return mask
-        row = torch.arange(len(self.layout), device=self.layout.device)
-        mask = row[:, None] >= row if mask is None else mask
-        return mask & (row > row[:, None] - window)
+        place = self.place
+        if mask is None:
+            row = torch.arange(len(place), device=place.device)
+            mask = row[:, None] >= row
+        return mask & (place > place[:, None] - window)
 
     def key_bias(self) -> Tensor | None:
         """Bias of the logits of each key, float32, (S,), or ``None``."""

@@ -164,8 +164,9 @@ def _prefilled(
         output = _dense(module, query, key, value, attention_mask, context, bias, scaling, dropout)
     if context.after is not None:
         context.after(module.layer_idx, query, key, value, scaling)
-    elif context.window(module.layer_idx) is not None:
-        context.cache.layers[module.layer_idx].slide()
+    elif context.cache.layers[module.layer_idx].window is not None:
+        context.cache.layers[module.layer_idx].enter(context)
+        context.cache.layers[module.layer_idx].slide(context.first_left(module.layer_idx))
     return output
 
 
@@ -680,8 +681,8 @@ def span(context: PrefillContext, layer: int) -> tuple[Tensor | None, Tensor | N
     if context.mask_rule is not None:
         last = context.mask_rule(context.layout).sum(1) - 1
     if (window := context.window(layer)) is not None:
-        row = torch.arange(len(context.layout), device=context.layout.device)
-        first = (row - window + 1).clamp(min=0)
+        place = context.place.contiguous()
+        first = torch.searchsorted(place, place - window, right=True)
     return first, last
 
 

@@ -106,11 +106,13 @@ class KVCache(Cache):
         base: int | None = None,
         track: bool = False,
         attention_mass: bool = False,
+        position: int | None = None,
     ) -> None:
         """End of prefill: move ``logical`` consumed ids to buffers for ``max_new_tokens`` more.
 
         ``base``: to how many ids it can be cropped, if no layer has dropped or compressed rows; by
-        default to none of them if each has a slot.
+        default to none of them if each has a slot. ``position``: rotary id of the next token, where
+        windows count rotary ids.
         """
         first = next(layer for layer in self.layers if not layer.stateful)
         heads = len(first.kv.keys) if first.kv is not None else first.keys.shape[1]
@@ -121,7 +123,9 @@ class KVCache(Cache):
         self.logical = [logical]
         for index, layer in enumerate(self.layers):
             length, seen = self._counts(layer.device)
-            layer.freeze(max_new_tokens, length[index], seen, logical, track, attention_mass)
+            own = None if position is None else position - layer.shift[0]
+            given = max_new_tokens, length[index], seen, logical, track, attention_mass
+            layer.freeze(*given, own)
         rows = logical if base is None else first.rows
         whole = all(layer.max_lengths == [rows] and layer.even for layer in self.layers)
         whole = whole and not self.stateful

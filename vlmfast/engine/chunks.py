@@ -31,15 +31,12 @@ def splits(stage: Stage) -> bool:
     return not any(isinstance(part, PrefillStage | CacheStage | DecodeStage) for part in parts)
 
 
-def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, total: int) -> bool:
-    """Whether a prompt may be prefilled in several forward passes.
-
-    Parameters
-    ----------
-    total : int
-        Rows of prompt and answer.
-    """
-    if any(window is not None and total > window for window in adapter.windows):
+def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, max_new_tokens: int) -> bool:
+    """Whether a prompt may be prefilled in several forward passes."""
+    places = prompt.places()
+    windows = [window for window in adapter.windows if window is not None]
+    # A chunk after the first has no gaps that a window would count.
+    if windows and (places + max_new_tokens > min(windows) or places > len(prompt.layout)):
         return False
     if adapter.prefix_lm or not adapter.is_short(prompt.next_position):
         return False

@@ -82,9 +82,8 @@ class Compression:
         layout, heads = context.layout, key.shape[1]
         bias = context.key_bias()
         # A layer with a window holds what later tokens can still see, and stages work on that.
-        window = context.window(layer)
-        seen = slice(0 if window is None else len(layout) - window + 1, None)
-        cached.entered = layout.order
+        seen = slice(context.first_left(layer), None)
+        cached.enter(context)
         kv = KV(
             keys=key[0, :, seen],
             values=value[0, :, seen],

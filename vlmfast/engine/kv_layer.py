@@ -3,10 +3,11 @@
 A frozen layer holds, per row and head, ``[segment]...[tail]``: quantized slots, then slots in the
 model's dtype. New tokens go to the tail.
 
-Some models have layers that attend within a *window*. As in the model itself, it counts the rows
-that entered the layer: rows dropped before the layer do not count, rows evicted afterwards do.
-After prefill such a layer holds the last ``window - 1`` rows, which are all that later tokens can
-see, and cache stages work on these. Slots that leave the window during decoding are masked.
+Some models have layers that attend within a *window*. It counts rotary ids, or rows where these
+have several axes (M-RoPE): `PrefillContext.place`. A dropped row whose id remains free
+(``positions=keep``) counts, as in the full model, and so does a row that was evicted from the
+cache. After prefill such a layer holds the rows that later tokens can see, at most ``window - 1``,
+and cache stages work on these. Slots that leave the window during decoding are masked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from vlmfast.core.buffers import BufferPool, bucket, capacity_class
+from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
@@ -46,9 +48,9 @@ class KVLayer(CacheLayerMixin):
     order : Tensor, int64, (B, H, capacity), optional
         Index of each slot's token in the full sequence, where a decode stage reads it.
     rank : Tensor, int32, (B, H, capacity), optional
-        Of a layer with a window whose slots may have gaps: the index of each slot's token among
-        the rows that entered the layer, counted so that the next token's is ``seen``. In its
-        segments, ``order`` holds the same. Without it, slots are contiguous up to the next token.
+        Of a layer with a window whose slots may have gaps: the place of each slot's token, counted
+        so that the next token's is ``seen``. In its segments, ``order`` holds the same. Without it,
+        slots are contiguous up to the next token.
     attention_mass : Tensor, float32, (B, H, capacity), optional
         Attention received, where a decode stage reads it.
     bias : Tensor, float32, (B, H, capacity), optional
@@ -56,9 +58,10 @@ class KVLayer(CacheLayerMixin):
     shift : list of int
         How much smaller this layer's rotary ids are than the running position, by row.
     window : int, optional
-        How many rows a row of this layer sees, itself included; all of them if ``None``.
+        How many places a row of this layer sees, its own included; all of them if ``None``.
     gap : list of int
-        Ids of each row's prompt that did not enter this layer.
+        How much larger ``seen`` is than the number of places from the first row that entered this
+        layer to the next token, by row.
     stored : list of list of int
         By segment and row: slots in use, on the host.
     evens : list of bool
@@ -86,7 +89,8 @@ class KVLayer(CacheLayerMixin):
         self.rank: Tensor | None = None
         self.attention_mass: Tensor | None = None
         self.bias: Tensor | None = None
-        self.entered: Tensor | None = None  # (S,): ``order`` of the rows that entered the layer
+        # Of the rows that entered a layer with a window: ``order`` and place, (S,), and the first.
+        self.entered: tuple[Tensor, Tensor, int] | None = None
         self.rows = 0  # how many rows entered
         self.gap: list[int] = [0]
         self.incoming: Tensor | None = None  # (T,): bias of the next tokens
@@ -158,10 +162,15 @@ class KVLayer(CacheLayerMixin):
         self.max_lengths = [self.rows]
         return self.keys, self.values
 
-    def slide(self) -> None:
-        """Drop what later tokens cannot see: all but the last ``window - 1`` rows."""
-        assert self.window is not None
-        start = max(self.keys.shape[2] - self.window + 1, 0)
+    def enter(self, context: PrefillContext) -> None:
+        """Note the rows of a prompt that this layer has read, if it has a window."""
+        if self.window is not None:
+            self.entered = context.layout.order, context.place, context.places()[0]
+
+    def slide(self, start: int) -> None:
+        """Drop the rows before ``start``, which later tokens cannot see."""
+        if not start:
+            return
         # Copies, so that the rest is freed.
         self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
         self.bias = None if self.bias is None else self.bias[..., start:]
@@ -182,6 +191,7 @@ class KVLayer(CacheLayerMixin):
         logical: int,
         track: bool,
         attention_mass: bool,
+        position: int | None = None,
     ) -> None:
         """Move to buffers with free slots for up to ``max_new_tokens`` tokens.
 
@@ -196,21 +206,29 @@ class KVLayer(CacheLayerMixin):
         track, attention_mass : bool
             Whether decode stages read ``order`` and ``attention_mass``; only for layers that were
             `put`.
+        position : int, optional
+            Place of the next token; by default the number of rows that entered.
         """
         kv, self.kv = self.kv, None
         order = masses = rank = None
+        first = 0 if self.entered is None else self.entered[2]
+        span = self.rows if position is None or self.entered is None else position - first
+        offset = logical - first - span  # of ranks from places
         if kv is None:
             keys, values, bias = self.keys, self.values, self.bias
             length.fill_(keys.shape[2])
             bias = None if bias is None else bias.expand(1, keys.shape[1], -1)
+            if self.entered is not None and span != self.rows:
+                rank = (self.entered[1][-keys.shape[2] :] + offset).expand(keys.shape[1], -1)
+                rank = rank.to(torch.int32)
         else:
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
             bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.attention_mass))
             length.copy_(kv.lengths[None])
             self.even = bool((kv.lengths == kv.lengths[0]).all())
             self.segments = [segment.unsqueeze() for segment in kv.segments]
-            rank = self._ranked(kv, logical)
-        self.gap, self.entered = [logical - self.rows], None
+            rank = self._ranked(kv, offset)
+        self.gap, self.entered = [logical - span], None
         self.length, self.seen, self.max_lengths = length, seen, [keys.shape[2]]
         capacity = bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS))
         self.keys, self.values = self._buffer(keys, capacity), self._buffer(values, capacity)
@@ -223,16 +241,16 @@ class KVLayer(CacheLayerMixin):
             start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
             self.attention_mass = self._buffer(start, capacity)
 
-    def _ranked(self, kv: KV, logical: int) -> Tensor | None:
+    def _ranked(self, kv: KV, offset: int) -> Tensor | None:
         """`rank` of the slots of ``kv``, (H, N); also replaces the ``order`` of its segments."""
         if self.window is None:
             return None
-        entered = self.entered
-        assert entered is not None
+        assert self.entered is not None
+        entered, place, _ = self.entered
 
         def rank(order: Tensor) -> Tensor:
             index = torch.searchsorted(entered, order.to(entered.dtype).contiguous())
-            return (index + logical - self.rows).to(torch.int32)
+            return (place[index.clamp(max=len(place) - 1)] + offset).to(torch.int32)
 
         self.segments = [replace(s, order=rank(s.order)) for s in self.segments]
         return rank(kv.order)

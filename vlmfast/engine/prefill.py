@@ -74,6 +74,14 @@ class Prompt:
         first = rows - int(single.flip(0).long().cumprod(0).sum())
         return int(layout.order[first]) if first < rows else int(layout.order[-1]) + 1
 
+    def places(self, following: int = 0) -> int:
+        """Where the token after the prompt is, as windows count (`PrefillContext.place`).
+
+        ``following``: rows of the prompt after these.
+        """
+        rotary = len(self.layout.position) == 1
+        return self.next_position if rotary else len(self.layout) + following
+
     def after(self, ids: int) -> Prompt:
         """The same as a later part of a prompt, after ``ids`` others."""
         if not ids:

@@ -109,8 +109,7 @@ class Prefiller:
         whole = prepare(self.adapter, inputs, recipe, stats, sequence.trace)
         yield True
         max_new_tokens, rows = sequence.max_new_tokens, len(whole.layout)
-        total = rows + max_new_tokens
-        if rows <= size or not splittable(self.adapter, recipe, whole, total):
+        if rows <= size or not splittable(self.adapter, recipe, whole, max_new_tokens):
             return self.prefill(sequence, whole, max_new_tokens)
         logits, count = None, 0
         for part in chunks(self.adapter, whole, size):
@@ -165,7 +164,7 @@ class Prefiller:
         stats.prompt_tokens = len(prompt.layout)
         windows: Many[int | None] = adapter.windows
         if bounded:  # a window as long as the whole sequence has no effect
-            total = len(prompt.layout) + following + max_new_tokens
+            total = prompt.places(following) + max_new_tokens
             windows = [None if window is None or total <= window else window for window in windows]
         cache = KVCache(adapter.depth, adapter.pool, windows, adapter.state_layers)
         try:
@@ -191,6 +190,7 @@ class Prefiller:
             base=prompt.countable(),
             track=bool(stages),
             attention_mass=any(stage.attention_mass for stage in stages),
+            position=prompt.places(following) - following,
         )
         stats.kv_bytes = cache.held_bytes()
         position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)

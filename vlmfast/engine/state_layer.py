@@ -86,10 +86,11 @@ class StateLayer(KVLayer):
         logical: int,
         track: bool,
         attention_mass: bool,
+        position: int | None = None,
     ) -> None:
         super().freeze(max_new_tokens, length, seen, logical, False, False)
 
-    def slide(self) -> None:
+    def slide(self, start: int) -> None:
         """A state has no window."""
 
     def state(self, index: int) -> dict[tuple, Tensor]:

@@ -1,7 +1,7 @@
 """Gemma 3: an image is one square view with pooled patches; its tokens attend bidirectionally.
 
-Most layers of the language model attend within a window: a row attends to itself, to the
-``window - 1`` rows before it among those that enter the layer, and to later rows of its own image.
+Most layers of the language model attend within a window: a row attends to itself, to rows at the
+``window - 1`` positions before its own, and to later rows of its own image.
 """
 
 from __future__ import annotations

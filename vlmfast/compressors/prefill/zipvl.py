@@ -81,6 +81,7 @@ def important(
     bias: Tensor | None = None,
     forced: Tensor | None = None,
     window: int | None = None,
+    place: Tensor | None = None,
 ) -> Tensor:
     """The important tokens of a layer.
 
@@ -95,7 +96,9 @@ def important(
     forced : Tensor, bool, (S,), optional
         Tokens that are always important; they count among the ``b``.
     window : int, optional
-        Number of tokens that a row sees, itself included.
+        Number of places that a row sees, its own included.
+    place : Tensor, int64, (S,), optional
+        What the window counts, see `PrefillContext.place`; by default rows.
 
     Returns
     -------
@@ -106,7 +109,7 @@ def important(
         stats = col_stats(query, key, rows, scaling, bias=bias, want=("sum", "nnz"))
         attention_mass, nnz = stats["sum"].mean((0, 1)), stats["nnz"]
     else:
-        attention_mass, nnz = within(query, key, rows, scaling, bias, window)
+        attention_mass, nnz = within(query, key, rows, scaling, bias, window, place)
     count = int(mass_count(attention_mass, tau * len(rows)))
     if forced is not None:
         count = max(count, int(forced.sum()))
@@ -120,13 +123,15 @@ def within(
     scaling: float | None,
     bias: Tensor | None,
     window: int,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention received within a window, mean over heads, and the rows that see a token: (S,).
 
     A token that no row sees has received 0 from one row.
     """
     slot = torch.arange(key.shape[1], device=key.device)
-    seen = (slot <= rows[:, None]) & (slot > rows[:, None] - window)
+    place = slot if place is None else place
+    seen = (slot <= rows[:, None]) & (place > place[rows][:, None] - window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query.index_select(1, rows).float().unflatten(0, (len(key), -1)) * scale
     logits = q @ key.float().transpose(-1, -2)[:, None]
@@ -275,6 +280,7 @@ class Sparse(Part, PrefillStage):
             bias=None if bias is None else bias[:n],
             forced=every[:n] >= n - method.force_recent,
             window=context.window(layer),
+            place=context.place[:n],
         )
         chosen = torch.cat([chosen, every[n:]])
         context.notes.setdefault(self.name, {})[layer] = context.layout.order[chosen]
