@@ -33,7 +33,7 @@ from vlmfast.scenes.examples import image_example
 
 RESULT = Path(__file__).parent / "results" / "near-duplicates.json"
 SIDE, NEAR = 16, 8.0
-SCENES, LIMIT, SEED = 90_000, 100, 12
+SCENES, LIMIT, SEED = 90_000, 100, 15
 _AT_ONCE = 2000
 
 

@@ -49,9 +49,9 @@ SCENES, BLOCK = 4000, 40
 TRIES = (OUTCOME_SEED_STOP - OUTCOME_SEED_START) // (2 * SCENES)
 FULL = "none"
 RECIPES = (
-    "faithful",
-    "balanced",
-    "fast",
+    "hired:positions=keep,budget=0.33",
+    "hired:positions=keep,budget=0.22",
+    "hired:positions=keep,budget=0.11",
     "hired:positions=keep,budget=0.05",
     "hired:0.2",
     "divprune:positions=keep,budget=0.33",

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -361,7 +362,11 @@ def test_wrong_example_and_missing_default_are_found() -> None:
 
 
 def test_help_names_the_presets_with_what_they_keep(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {name: Recipe.parse(name)[0].budget for name in PRESETS if name != "none"}
+    kept = {
+        name: math.prod(stage.budget for stage in Recipe.parse(name))
+        for name in PRESETS
+        if name != "none"
+    }
     *first, last = kept
     shares = [f"{budget:.0%}" for budget in kept.values()]
     sentence = (

@@ -299,7 +299,7 @@ def test_make_ask_prints_what_the_page_shows(
     assert without_times(printed) == without_times(shown)
     other = shown.replace("yellow triangle", "red circle", 1)
     assert without_times(printed) != without_times(other)
-    assert without_times(printed) != without_times(shown.replace("→ 74", "→ 75"))
+    assert without_times(printed) != without_times(shown.replace("→ 77", "→ 78"))
 
 
 def test_make_help_names_the_targets_of_contributing() -> None:

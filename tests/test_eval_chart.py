@@ -141,7 +141,9 @@ def test_lines_of_a_real_report_are_distinct() -> None:
     assert len(looks) == len(drawn)
 
 
-@pytest.mark.parametrize("current", ["balanced", "hired:budget=0.22,positions=keep"])
+@pytest.mark.parametrize(
+    "current", ["hired:positions=keep,budget=0.22", "hired:budget=0.22,positions=keep"]
+)
 def test_measured_recipe_is_marked(report, current: str) -> None:
     shown = by_name(figure(rows(report), current=current, kept=0.4))
     mark = shown[f"current: {current}"]

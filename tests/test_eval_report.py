@@ -272,7 +272,7 @@ def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     write_results(tmp_path, "none", 0.8, limit=1)
     before = ["divprune", "flashvid", "mmtok", "prumerge", "scope", "visionzip"]
     within, trained = ["fastv", "pyramiddrop", "sparsevlm", "tome"], ["elastic"]
-    stacks = ["hired:budget=0.5+divprune:budget=0.22"]
+    stacks = ["hired:budget=0.5+divprune:budget=0.22", "downsample:budget=0.5+scope:budget=0.4"]
     for name in (*before, *within, *trained, "random", "downsample"):
         write_results(tmp_path, f"{name}:budget=0.5", 0.7, 0.5, limit=1)
     for recipe in ("hired:budget=0.2", "hired:positions=keep,budget=0.2", *stacks):
@@ -290,7 +290,34 @@ def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     legends = [{text.get_text() for text in a.get_legend().get_texts()} for a in axes[1::2]]
     common = {"full model (95 % band)", "random", "downsample"}
     expected = [{*before, "hired", "hired:positions=keep"}, {*within}, {*trained}]
-    assert legends == [own | common for own in (*expected, {"hired+divprune"})]
+    assert legends == [own | common for own in (*expected, {"hired+divprune", "downsample+scope"})]
+
+
+def test_stacks_are_in_the_column_of_the_product_of_their_budgets(tmp_path):
+    write_results(tmp_path, "none", 0.8, limit=2)
+    for share in (0.33, 0.11):
+        write_results(tmp_path, f"random:budget={share}", 0.5, share, limit=2)
+    for recipe, share in {
+        "grid:budget=0.33+scope:budget=0.33": 0.109,
+        "hired:budget=0.5+divprune:budget=0.67": 0.335,  # nearly a third
+        "hired:budget=0.5+scope:budget=0.44": 0.22,  # of no single method
+    }.items():
+        write_results(tmp_path, recipe, 0.7, share, limit=2)
+    write_report(tmp_path, tmp_path)
+    lines = (tmp_path / "report.md").read_text(encoding="utf-8").splitlines()
+    at = next(n for n, line in enumerate(lines) if "of the tokens" in line)
+    columns = [cell.split(" %")[0] for cell in lines[at].split("|")[2:-1]]
+    assert [column.strip() for column in columns] == ["33", "22", "11"]
+    filled = {
+        cells[1].strip(" `"): [cell.strip() != "–" for cell in cells[2:-1]]
+        for cells in (line.split("|") for line in lines[at + 2 : at + 6])
+    }
+    assert filled == {
+        "grid+scope": [False, False, True],
+        "hired+divprune": [True, False, False],
+        "hired+scope": [False, True, False],
+        "random": [True, False, True],
+    }
 
 
 def test_random_control_matches_the_measured_cost(tmp_path):

@@ -473,6 +473,9 @@ def test_method_of_a_recipe():
     assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
     alpha = "hired:keep=0.3,alpha=0.1,budget=0.2"
     assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
+    both = ("downsample+scope", 0.11)  # budgets multiply
+    assert method_of(Recipe.parse("downsample:budget=0.33+scope:budget=0.33")) == both
+    assert method_of(Recipe.parse("downsample:0.3+scope:budget=0.33")) == (both[0], 0.33)
 
 
 def test_budgets_and_shares_a_recipe_accepts():

@@ -72,8 +72,8 @@ def test_every_notebook_has_a_test() -> None:
 def test_quickstart(kernel) -> None:
     shown = executed(read("quickstart"), kernel)
     text = text_of(shown)
-    assert re.findall(r"yellow triangle with ([\d.]+)", text) == ["336.0", "74.0"]
-    assert "hired:positions=keep,budget=0.22" in text
+    assert re.findall(r"yellow triangle with ([\d.]+)", text) == ["336.0", "77.0"]
+    assert "downsample:positions=keep,budget=0.5+scope:positions=keep,budget=0.44" in text
     assert "\nup\n" in text
     assert "image/png" in kinds_of(shown)
 

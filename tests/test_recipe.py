@@ -21,7 +21,6 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.saliency import SOURCES
 from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -220,16 +219,12 @@ def test_addition_of_stages() -> None:
 
 
 def test_presets() -> None:
-    for name, by_source in PRESETS.items():
-        assert set(by_source) == set(SOURCES)
-        for source, text in by_source.items():
-            assert Recipe.parse(name, source) == Recipe.parse(text)
-        assert Recipe.parse(name) == Recipe.parse(name, "cls")
+    for name, text in PRESETS.items():
+        assert Recipe.parse(name) == Recipe.parse(text)
     assert Recipe.parse("none") == Recipe()
-    for source, method in (("cls", "hired"), ("norm", "divprune")):
-        meant = rf"preset 'fast' must be the whole recipe.*mean '{method}:.*budget=0.11\+grid'\?"
-        with pytest.raises(RecipeError, match=meant):
-            Recipe.parse("fast+grid", source)
+    meant = r"preset 'fast' must be the whole recipe.*mean 'downsample:.*budget=0.33\+grid'\?"
+    with pytest.raises(RecipeError, match=meant):
+        Recipe.parse("fast+grid")
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -292,7 +287,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("blanced", r"unknown method 'blanced' \(did you mean 'balanced'\?\)"),
         ("fast:0.2", r"preset 'fast' has no parameters \(did you mean 'fast'\?\)"),
         ("none+hired", r"preset 'none' must be .*\(did you mean 'hired'\?\)"),
-        ("fast+hired", r"preset 'fast' must be the whole recipe, not joined with methods$"),
+        ("fast+scope", r"preset 'fast' must be the whole recipe, not joined with methods$"),
         ("pvc:weights=a\nb", r"'a\\nb' cannot be used in a recipe"),
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: keep, positions, budget"),
     ],

@@ -751,7 +751,7 @@ def test_drafts_do_not_change_answers(vlm):
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    recipes = "snapkv:keep=0.5,window=4", (), "random:0.2+zipcache"
+    recipes = "random:0.5,positions=keep+snapkv:keep=0.5,window=4", (), "random:0.2+zipcache"
     answers = [
         (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
     ]

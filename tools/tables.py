@@ -35,7 +35,7 @@ _COMPARED = {
     "`divprune`": "divprune:positions=keep,budget={}",
     "`random`": "random:positions=keep,budget={}",
 }
-_PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}
+_PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}  # budgets of `random` and `hired`
 # Column -> the folders of its methods.
 _KINDS = {
     "views": ("views",),
@@ -92,8 +92,8 @@ def fresh() -> str:
     pairs = [line.strip("| ").split(" | ") for line in text.splitlines() if line.count(" | ") == 6]
     rows = [["points", "images", "videos"]]
     for other, label in (("`none`", "minus `none`"), ("`random:", "minus `random`")):
-        for name, budget in _PRESETS.items():
-            run = f"`hired:positions=keep,budget={budget}`"
+        for name in _PRESETS:
+            run = f"`{Recipe.parse(name)}`"
             found = [p for p in pairs if p[0].startswith(run) and p[1].startswith(other)]
             rows.append([f"`{name}` {label}", *found[0][2:4]])
     return table(rows)
@@ -114,14 +114,17 @@ def presets() -> str:
     found = numbers("fresh")
     rows = [["recipe", "kept", "images", "videos", "images, compact", "videos, compact"]]
     rows.append(["`none`", "100 %", *_both(found["none"]), "", ""])
-    for name, budget in _PRESETS.items():
-        compact = _pair(_of(found, "hired", "compact", budget)).split(" / ")
-        kept = _both(_of(found, "hired", "keep", budget))
-        rows.append([f"`{name}`", f"{100 * budget:.0f} %", *kept, *compact])
-    for budget in _PRESETS.values():
-        run = _of(found, "random", "keep", budget)
-        name = f"`random:budget={budget}`, mean of {run['draws']} draws"
-        rows.append([name, f"{100 * budget:.0f} %", *_both(run), "", ""])
+    for name in _PRESETS:
+        recipe = str(Recipe.parse(name))
+        run = found[recipe]
+        compact = _pair(found[recipe.replace("positions=keep,", "")]).split(" / ")
+        rows.append([f"`{name}`", f"{100 * run['kept']:.0f} %", *_both(run), *compact])
+    for method in ("hired", "random"):
+        for budget in _PRESETS.values():
+            run = _of(found, method, "keep", budget)
+            draws = f", mean of {run['draws']} draws" if run.get("draws") else ""
+            name = f"`{method}:budget={budget}`{draws}"
+            rows.append([name, f"{100 * run['kept']:.0f} %", *_both(run), "", ""])
     return table(rows)
 
 
@@ -546,11 +549,36 @@ def pocket_types() -> str:
     rows = [["recipe", *(f"`{kind}`" for kind in kinds), "too high", "too low"]]
     for name, run in numbers("pocket", "pocket").items():
         kept = name.endswith("keep,budget=0.11") and _recipe_kind(name) == "reducers"
-        if kept or name == "none":
+        if kept or name in ("none", str(Recipe.parse("fast"))):
             own = counted[name]
             cells = [f"{100 * run['types'][f'image/{kind}']['accuracy']:.0f} %" for kind in kinds]
             cells += [f"{100 * own[kind] / own['answers']:.0f} %" for kind in ("high", "low")]
             rows.append([f"`{name}`", *cells])
+    return table(rows)
+
+
+def pocket_presets() -> str:
+    """The presets on `pocket`, beside single methods at their budgets."""
+    found = numbers("pocket", "pocket")
+    methods = ("downsample", "tome", "scope", "hired", "random")
+    rows = [["preset", "kept", "`pocket`", *(f"`{method}`" for method in methods)]]
+    for name, budget in _PRESETS.items():
+        run = found[str(Recipe.parse(name))]
+        singles = [_of(found, method, "keep", budget) for method in methods]
+        cells = [f"{100 * one['accuracy_image']:.1f}" for one in singles]
+        rows.append([f"`{name}`", f"{100 * run['kept']:.0f} %", _within(run, "image"), *cells])
+    return table(rows)
+
+
+def pocket_videos() -> str:
+    """Accuracy of recipes on videos of `pocket`, by type of question."""
+    presets = {str(Recipe.parse(name)): name for name in _PRESETS}
+    kinds = ("way", "moves", "count")
+    rows = [["recipe", "kept", "all", *(f"`{kind}`" for kind in kinds)]]
+    for name, run in numbers("pocket-videos", "pocket").items():
+        cells = [f"{100 * run['types'][f'video/video-{kind}']['accuracy']:.0f} %" for kind in kinds]
+        kept = f"{100 * run['kept']:.0f} %"
+        rows.append([f"`{presets.get(name, name)}`", kept, _within(run, "video"), *cells])
     return table(rows)
 
 
@@ -693,6 +721,8 @@ TABLES = {
     ("docs/pocket.md", "answers"): pocket_answers,
     ("docs/pocket.md", "reducers"): partial(pocket_recipes, "reducers"),
     ("docs/pocket.md", "types"): pocket_types,
+    ("docs/pocket.md", "presets"): pocket_presets,
+    ("docs/pocket.md", "videos"): pocket_videos,
     ("docs/pocket.md", "stacks"): partial(pocket_recipes, "stacks"),
     ("docs/pocket.md", "cache"): pocket_cache,
     ("docs/gpu.md", "answers"): gpu_answers,

@@ -222,7 +222,8 @@ def test_headline_equals_the_table(page: Page, kind: str) -> None:
     captions = page.locator(f"#{kind}-view figcaption").all_inner_texts()
     summary = page.locator(f"#{kind}-view .kept-summary").inner_text()
     kept, total = re.match(r"(\d+) of (\d+) visual tokens kept", summary).groups()
-    assert rows["Visual tokens"] == (total, f"{total} → {kept} (hired)")
+    assert rows["Visual tokens"][0] == total
+    assert rows["Visual tokens"][1].endswith(f"(downsample) → {kept} (scope)")
     ends = re.search(r"row ends: (\d+) of (\d+)", summary).groups()
     counted = [re.search(r"(\d+) of (\d+) tokens", text).groups() for text in captions]
     for side, number in enumerate((kept, total)):
@@ -233,7 +234,7 @@ def test_ask_updates_counters_and_kept_tokens(asked: Page) -> None:
     for side in ("full", "recipe"):
         assert text_of(asked, side) == SAID
     assert counter(asked, "Visual tokens", "full") == "336"
-    assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
+    assert counter(asked, "Visual tokens", "recipe") == "336 → 175 (downsample) → 77 (scope)"
     assert counter(asked, "Agreement with the full model", "recipe") == "100 %"
     first, _ = counter(asked, "Time to the first token", "full").split(" ")
     assert float(first.replace(",", "")) > 0  # 1,084.8 on a busy machine
@@ -316,7 +317,7 @@ def test_second_question_and_full_detail(asked: Page) -> None:
     expect(asked.locator("#image-recipe")).to_contain_text("purple")
     answered(asked)
     assert int(counter(asked, "Prompt tokens reused from the cache", "recipe").split(" ")[0]) > 80
-    assert counter(asked, "Visual tokens", "recipe") == "336 → 74 (hired)"
+    assert counter(asked, "Visual tokens", "recipe") == "336 → 175 (downsample) → 77 (scope)"
     asked.locator("#image-again").click()
     answered(asked, words="Answered with none")
     expect(asked.locator("#image-recipe")).to_contain_text("Looked again at full detail: purple")
@@ -351,13 +352,14 @@ def test_recipe_by_text_and_by_controls(page: Page) -> None:
     expect(text).to_have_value(re.compile(r"^visionzip:.*\+kivi$"))
     page.locator("#preset input").click()
     page.get_by_role("option", name=re.compile("^fast: ")).click()
-    expect(text).to_have_value("hired:positions=keep,budget=0.11")
+    fast = "downsample:positions=keep,budget=0.33+scope:positions=keep,budget=0.33"
+    expect(text).to_have_value(fast)
     expect(page.locator("#method-cache input")).to_have_value("none")
     shot(page, "builder")
     upload(page, IMAGE)
     ask(page)
     answered(page)
-    assert counter(page, "Visual tokens", "recipe") == "336 → 37 (hired)"
+    assert counter(page, "Visual tokens", "recipe") == "336 → 120 (downsample) → 40 (scope)"
 
 
 def test_empty_question_and_invalid_recipe(page: Page) -> None:
@@ -642,7 +644,7 @@ def test_accessibility(browser: Browser, address: str, scheme: str) -> None:
 
 _OF_RECIPES = """
 textbox Recipe: methods in pipeline order, joined by +
-combobox Preset of this model
+combobox Preset
 button Build a recipe ▼
 combobox Crops and frames
 combobox Vision tower
@@ -748,7 +750,7 @@ def test_keyboard_alone_can_ask(page: Page) -> None:
 def test_measured_chart_marks_the_recipe(page: Page) -> None:
     page.get_by_role("tab", name="Measured").click()
     plot = page.locator("#measured-plot")
-    expect(plot).to_contain_text("current: hired:positions=keep,budget=0.22")
+    expect(plot).to_contain_text("full model")
     write(page.locator("#recipe textarea, #recipe input"), "hired:positions=keep,budget=0.11")
     expect(plot).to_contain_text("current: hired:positions=keep,budget=0.11")
     page.get_by_label("KV cache").check()
@@ -786,7 +788,7 @@ def test_ask_over_the_api(client: Client) -> None:
     assert found["answer"] == SAID
     assert found["recipe"] == "balanced"
     assert found["stats"]["visual_tokens_in"] == 336
-    assert found["stats"]["visual_tokens_kept"] == {"hired": 74}
+    assert found["stats"]["visual_tokens_kept"] == {"downsample": 175, "scope": 77}
     video = client.predict(
         file=handle_file(CLIP),
         question="Which way does the cyan star move?",
@@ -803,8 +805,8 @@ def test_compare_over_the_api(client: Client) -> None:
     assert found["full"]["answer"] == found["recipe"]["answer"] == SAID
     assert found["agreement"] == 1
     rows = {what: cells for what, *cells in found["rows"]}
-    assert rows["Visual tokens"] == ["336", "336 → 37 (hired)"]
-    assert found["headline"].startswith("9.1× fewer visual tokens · ")
+    assert rows["Visual tokens"] == ["336", "336 → 120 (downsample) → 40 (scope)"]
+    assert found["headline"].startswith("8.4× fewer visual tokens · ")
 
 
 def test_documented_block_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def test_captions_add_up_to_the_table(tiny, examples, kind: str, recipe: str) ->
 
 
 def test_kept_patches_are_not_covered(tiny, image: Media) -> None:
-    full, shown = (turn_of(tiny, image, recipe).shown for recipe in ("none", "balanced"))
+    full, shown = (turn_of(tiny, image, recipe).shown for recipe in ("none", "hired:0.22"))
     assert not any(view.dropped.any() for view in views.views(full))
     crops, base = views.views(shown)
     assert (crops.name, base.name) == ("Crops", "Base view")
@@ -172,7 +172,7 @@ def test_merged_groups_are_outlined(tiny, image: Media) -> None:
     merged = sum(len(view.merged) for view in views.views(answer))
     assert views.kept_html(answer).count("<rect") == merged > 10
     assert "merged from" in views.summary(answer)
-    assert "<rect" not in views.kept_html(turn_of(tiny, image, "balanced").shown)
+    assert "<rect" not in views.kept_html(turn_of(tiny, image, "hired:0.22").shown)
 
 
 def test_depths_follow_the_trace(tiny, image: Media) -> None:
@@ -266,11 +266,10 @@ def test_only_methods_that_run_are_offered(tiny, monkeypatch: pytest.MonkeyPatch
     assert "grid" in builder.methods_of("encode")
 
 
-@pytest.mark.parametrize("source", ["cls", "norm"])
-def test_presets_are_labeled_with_the_methods_of_the_model(source: str) -> None:
-    labels = {name: label for label, name in builder.presets(source)}
+def test_presets_are_labeled_with_their_methods() -> None:
+    labels = {name: label for label, name in builder.presets()}
     for name, label in labels.items():
-        recipe = vlmfast.Recipe.parse(name, source)
+        recipe = vlmfast.Recipe.parse(name)
         assert all(stage.name in label for stage in recipe)
         assert label.startswith(f"{name}: ")
 

@@ -148,7 +148,7 @@ def test_video_is_sampled_and_shown_by_frame(desk: Desk, examples) -> None:
     assert turn.texts == {FULL: "up", RECIPE: "up"}
     strip = views.views(turn.shown)
     assert [view.name for view in strip] == [f"Frame {i}" for i in range(1, 5)]
-    assert sum(view.kept for view in strip) == turn.shown.stats.visual_tokens_kept["hired"]
+    assert sum(view.kept for view in strip) == turn.shown.stats.visual_tokens_kept["scope"]
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def test_counters_equal_the_answers_statistics(desk: Desk, image: Media) -> None
     turn = talk.turns[-1]
     rows = {what: (full, shown) for what, full, shown in panels.counters(turn)}
     kept = turn.shown.stats.visual_tokens_kept
-    steps = f"336 → {kept['hired']} (hired) → {kept['pyramiddrop']} (pyramiddrop)"
+    steps = " → ".join(["336", *(f"{count} ({name})" for name, count in kept.items())])
     assert rows["Visual tokens"] == ("336", steps)
     assert rows["Accepted drafts"][0] == "–"
     assert (

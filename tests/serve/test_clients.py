@@ -42,7 +42,7 @@ def test_plain_and_streamed(client: openai.OpenAI, messages: list[Any]) -> None:
     assert text and plain.choices[0].finish_reason == "stop"
     usage = plain.usage
     assert usage.prompt_tokens + usage.completion_tokens == usage.total_tokens
-    assert usage.vlmfast["visual_tokens_in"] > usage.vlmfast["visual_tokens_kept"]["hired"] > 0
+    assert usage.vlmfast["visual_tokens_in"] > usage.vlmfast["visual_tokens_kept"]["scope"] > 0
     stream = client.chat.completions.create(
         model="tiny",
         messages=messages,

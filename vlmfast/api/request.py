@@ -76,10 +76,10 @@ class Rendered:
 
 
 def recipe_of(adapter: Adapter, recipe: str | Stage | Recipe | None) -> Recipe:
-    """Parse a recipe for a model; presets depend on its vision tower, ``auto`` on its weights."""
+    """Parse a recipe for a model; ``auto`` depends on its weights."""
     if isinstance(recipe, str) and recipe.strip() == AUTO:
         return stored_recipe(adapter)
-    return Recipe.of(recipe, adapter.sources()[0])
+    return Recipe.of(recipe)
 
 
 # --- messages ------------------------------------------------------------------------------------

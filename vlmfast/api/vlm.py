@@ -191,7 +191,7 @@ class VLM:
         self.prefix_cache.limit = default_limit(self.adapter) if bytes is None else int(bytes)
 
     def recipe(self, recipe: str | Stage | Recipe | None) -> Recipe:
-        """Parse a recipe for this model; presets depend on its vision tower.
+        """Parse a recipe for this model.
 
         Parameters
         ----------

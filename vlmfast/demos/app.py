@@ -31,7 +31,7 @@ from .drawn import thumbnails, write_examples
 from .endpoints import endpoints
 from .files import Files, temporary
 from .measured import measured
-from .recipe_controls import RecipeControls, offer, presets, recipe_controls
+from .recipe_controls import RecipeControls, offer, recipe_controls
 from .remote import RemoteVLM
 from .talk import Desk, Media, Opening
 
@@ -186,16 +186,10 @@ def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:
             device = None if isinstance(desk.vlm, RemoteVLM) else desk.vlm.adapter.device
             desk.load(name, device=device)
         except Exception as error:
-            return [gr.skip(), panels.message(message_of(error), error=True), gr.skip()]
-        return [_about(desk), panels.message(f"Loaded {desk.name}."), presets(desk)]
+            return [gr.skip(), panels.message(message_of(error), error=True)]
+        return [_about(desk), panels.message(f"Loaded {desk.name}.")]
 
-    done = load.click(
-        loaded,
-        name,
-        [about, note, controls.preset],
-        concurrency_limit=1,
-        api_visibility="private",
-    )
+    done = load.click(loaded, name, [about, note], concurrency_limit=1, api_visibility="private")
     done.success(
         lambda good: offer(desk, good),
         controls.good,

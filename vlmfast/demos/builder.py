@@ -86,21 +86,19 @@ def methods_of(place: str, offered: Container[str] | None = None) -> list[str]:
     return [NONE, *(n for n in names if offered is None or n in offered)]
 
 
-def presets(source: str) -> list[tuple[str, str]]:
-    """Labels and names of the presets of a model with the saliency ``source``."""
+def presets() -> list[tuple[str, str]]:
+    """Labels and names of the presets."""
     found = []
     for name in PRESETS:
-        recipe = Recipe.parse(name, source)
+        recipe = Recipe.parse(name)
         dials = [(stage.name, dial_of(stage)) for stage in recipe]
         parts = [f"{n} {d.value:g}" if d and d.value else n for n, d in dials]
         found.append((f"{name}: {' + '.join(parts) or 'full model'}", name))
     return found
 
 
-def read(text: str, source: str = "cls") -> Controls:
+def read(text: str) -> Controls:
     """Return the state of the controls for a recipe.
-
-    Presets are those of a model with the saliency ``source``.
 
     Raises
     ------
@@ -114,7 +112,7 @@ def read(text: str, source: str = "cls") -> Controls:
             beyond.append(str(stage))
         else:
             slots[stage.protocol] = Slot(stage.name, dial_of(stage))
-    preset = next((name for name in PRESETS if Recipe.parse(name, source) == recipe), CUSTOM)
+    preset = next((name for name in PRESETS if Recipe.parse(name) == recipe), CUSTOM)
     placed = [stage.positions for stage in recipe if hasattr(stage, "positions")]
     return Controls(slots, "compact" not in placed, preset, ", ".join(beyond))
 

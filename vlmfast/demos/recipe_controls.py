@@ -37,7 +37,7 @@ class RecipeControls:
 def recipe_controls(desk: Desk) -> RecipeControls:
     """Add the controls to the page."""
     recipe = str(desk.first)
-    shown = builder.read(recipe, desk.source)
+    shown = builder.read(recipe)
     good = gr.State(recipe)  # last valid recipe, used while the text has an error
     with gr.Row(elem_classes="recipe"):
         text = gr.Textbox(
@@ -48,9 +48,9 @@ def recipe_controls(desk: Desk) -> RecipeControls:
             min_width=220,
         )
         preset = gr.Dropdown(
-            _preset_choices(desk),
+            [*builder.presets(), (builder.CUSTOM, builder.CUSTOM)],
             value=shown.preset,
-            label="Preset of this model",
+            label="Preset",
             elem_id="preset",
             scale=2,
             min_width=180,
@@ -107,19 +107,10 @@ def recipe_controls(desk: Desk) -> RecipeControls:
 
 def offer(desk: Desk, recipe: str) -> list[Any]:
     """Updates of the dropdowns: the methods that run on the model, and those of the recipe."""
-    slots, runs = builder.read(recipe, desk.source).slots, desk.methods()
+    slots, runs = builder.read(recipe).slots, desk.methods()
     return [
         gr.update(choices=_offered(place, slots[place].method, runs)) for place in builder.PLACES
     ]
-
-
-def presets(desk: Desk) -> Any:
-    """Update of the dropdown of presets."""
-    return gr.update(choices=_preset_choices(desk))
-
-
-def _preset_choices(desk: Desk) -> list[tuple[str, str]]:
-    return [*builder.presets(desk.source), (builder.CUSTOM, builder.CUSTOM)]
 
 
 def _offered(place: str, chosen: str, runs: frozenset[str]) -> list[str]:
@@ -141,10 +132,10 @@ def _wire(
         try:
             text = change()
             recipe = str(desk.recipe(text))  # expands presets for this model
-            shown = builder.read(recipe, desk.source)
+            shown = builder.read(recipe)
             about = _note(shown)
         except VLMFastError as error:
-            text, recipe, shown = good, good, builder.read(good, desk.source)
+            text, recipe, shown = good, good, builder.read(good)
             about = {"value": panels.message(str(error), error=True), "visible": True}
         return [
             text,

@@ -22,7 +22,6 @@ from PIL import Image
 from vlmfast.api.answer import Answer, Request
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.saliency import SOURCES
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.media import load_video
@@ -59,8 +58,6 @@ class RemoteVLM:
         Without ``/v1``.
     name : str
         Of the model, in the API.
-    source : {"cls", "received", "norm"}
-        The saliency that its presets use.
 
     Raises
     ------
@@ -77,12 +74,10 @@ class RemoteVLM:
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
         try:
             self.name = self._first_model()
-            preset = self.recipe("balanced")
+            self.recipe("none")
         except BaseException:
             self.close()
             raise
-        matching = (source for source in SOURCES if Recipe.parse("balanced", source) == preset)
-        self.source = next(matching, SOURCES[0])
 
     def close(self) -> None:
         """Close all connections."""

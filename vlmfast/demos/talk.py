@@ -346,11 +346,6 @@ class Desk:
         """Whether the model is that of a server."""
         return isinstance(self.vlm, RemoteVLM)
 
-    @property
-    def source(self) -> str:
-        """The model's source of saliency, which presets depend on."""
-        return self.vlm.source if isinstance(self.vlm, RemoteVLM) else self.vlm.adapter.sources()[0]
-
     def recipe(self, text: str) -> Recipe:
         """Parse a recipe of a user.
 

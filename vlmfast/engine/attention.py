@@ -164,9 +164,9 @@ def _prefilled(
         output = _dense(module, query, key, value, attention_mask, context, bias, scaling, dropout)
     if context.after is not None:
         context.after(module.layer_idx, query, key, value, scaling)
-    elif context.cache.layers[module.layer_idx].window is not None:
-        context.cache.layers[module.layer_idx].enter(context)
-        context.cache.layers[module.layer_idx].slide(context.first_left(module.layer_idx))
+    elif (layer := context.cache.layers[module.layer_idx]).window is not None:
+        layer.enter(context)
+        layer.slide(context.first_left(module.layer_idx))
     return output
 
 

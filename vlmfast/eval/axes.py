@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
+from math import prod
 from typing import Any
 
 from vlmfast.core.recipe import Recipe
@@ -10,7 +11,10 @@ from vlmfast.core.stage import Stage, with_values
 
 
 def method_of(recipe: Recipe) -> tuple[str, float | None]:
-    """Split a recipe into its curve (the recipe without budgets and shares) and its budget."""
+    """Split a recipe into its curve (the recipe without budgets and shares) and its budget.
+
+    Budgets multiply; that of several stages is rounded to hundredths.
+    """
     plain, budgets = [], []
     for stage in recipe:
         budgets.append(getattr(stage, "budget", None))
@@ -20,8 +24,9 @@ def method_of(recipe: Recipe) -> tuple[str, float | None]:
             if f.name in ("budget", stage.lead) and f.default is not MISSING
         }
         plain.append(str(replace(stage, **shares)))
-    given = {b for b in budgets if b is not None}
-    return "+".join(plain) or "none", given.pop() if len(given) == 1 else None
+    given = [b for b in budgets if b is not None]
+    budget = round(prod(given), 2) if len(given) > 1 else next(iter(given), None)
+    return "+".join(plain) or "none", budget
 
 
 def takes_budget(recipe: Recipe) -> bool:

@@ -12,7 +12,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .chart import BEFORE, COLORS, STACKS, TRAINED, WITHIN, group_of, short_names
-from .summary import BASELINES, Row, reduces, rereads, shrinks
+from .summary import BASELINES, Row, baseline, reduces, rereads, shrinks
 
 _MARKERS = "osD^vPX*<>"
 _GREYS = dict(zip(BASELINES, ("#222222", "#6b6b6b", "#9a9a9a"), strict=True))
@@ -157,7 +157,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
 def _groups(rows: list[Row]) -> dict[str, list[Row]]:
     """Group methods by the part of the model that they act on; baselines are in each group."""
     found: dict[str, list[Row]] = {}
-    common = [row for row in rows if row.run.meta["method"].partition(":")[0] in BASELINES]
+    common = [row for row in rows if baseline(row.run) in BASELINES]
     for row in rows:
         if row not in common:
             found.setdefault(group_of(Recipe.parse(row.run.meta["recipe"])), []).append(row)

@@ -436,19 +436,24 @@ def _gaps(row: Row, other: Row | None) -> list[str]:
 
 def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
-    cells = {
-        (row.run.labelled(row.run.meta["method"]), row.run.meta["budget"]): _glimpse(
-            row, row.run.meta["budget"]
-        )
-        for row in rows
-        if row.run.meta["budget"] is not None and reduces(row)
-    }
+    shown = [row for row in rows if row.run.meta["budget"] is not None and reduces(row)]
+    single = {row.run.meta["budget"] for row in shown if "+" not in row.run.meta["method"]}
+    cells: dict[tuple[str, float | None], str] = {}
+    for row in shown:
+        budget = _near(row.run.meta["budget"], single)
+        cells[row.run.labelled(row.run.meta["method"]), budget] = _glimpse(row, budget)
     grid = _grid(cells, "images % / videos %", "of the tokens")
     return grid and (
         f"{grid}\n\nBold: above every control (`random`, `downsample`) of the same cost "
         "beyond the 95 % interval. "
         "Brackets: the kept fraction where it differs from the budget.\n\n"
     )
+
+
+def _near(budget: float, columns: set[float]) -> float:
+    """The column of a stack, whose budget is a product: the nearest one within a tenth of it."""
+    nearest = min(columns, key=lambda column: abs(column - budget), default=budget)
+    return nearest if abs(nearest - budget) <= 0.1 * budget else budget
 
 
 def cache_glance(rows: list[Row]) -> str:

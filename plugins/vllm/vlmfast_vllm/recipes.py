@@ -50,7 +50,7 @@ class Plan:
             return None
         if not isinstance(text, str) or Recipe.reads_file(text):
             raise RecipeError(f"{KEY}={text!r} must be the text of a recipe")
-        recipe = Recipe.parse(text, sources(config)[0])
+        recipe = Recipe.parse(text)
         return Plan(config, recipe) if recipe else None
 
     def _count(self, size: tuple[int, int]) -> int:
