@@ -533,6 +533,16 @@ def max_min(s: Shape) -> Work:
     return Work(lambda: kernel(matrix, k), 4 * k * len(matrix[0]))
 
 
+def cover(s: Shape, rows: int = 576, share: float = 1 / 6) -> Work:
+    from vlmfast.kernels.coverage import cover as kernel
+    from vlmfast.kernels.diversity import cosine
+
+    n = 24 if s.small else rows
+    alike = cosine(randn(n, 32 if s.small else 1024, dtype=torch.float32)).clamp(min=0)
+    weight, k = uniform(n), round(share * n)
+    return Work(lambda: kernel(alike, k, scale=weight), k * alike.nbytes)
+
+
 def dpp(s: Shape) -> Work:
     from vlmfast.kernels.diversity import dpp as kernel
 
@@ -617,6 +627,8 @@ CASES = [
     Case("pool", "cell_average, 4 to 1", "BD", cell_average),
     Case("pool", "cell_mix, 4 to 1", "BD", cell_mix),
     Case("pool", "resample, 80 queries", "BD", resample),
+    Case("coverage", "cover, a sixth of 576", "A", cover),
+    Case("coverage", "cover, 644 of 1464", "B", partial(cover, rows=1464, share=0.44)),
     Case("diversity", "max_min, a sixth of 576", "A", max_min),
     Case("diversity", "dpp, a sixth of 576", "A", dpp),
     Case("diversity", "density_peaks, 576", "A", density_peaks),

@@ -18,6 +18,7 @@ from torch import Tensor
 from vlmfast.kernels import (
     biased_attention,
     col_stats,
+    coverage,
     decode_mixed,
     decode_slots,
     diversity,
@@ -304,10 +305,18 @@ def _matrix(name: str, n: int, k: int, leading: int = 2, **more: Any) -> Call:
     return getattr(diversity, name), {key: matrix, "k": k, **more}
 
 
+def _cover(rows: int, n: int, k: int, weighted: bool = False) -> Call:
+    given = {"worth": noise(n, rows).abs().T, "k": k}
+    if weighted:
+        given |= {"bonus": noise(n, seed=1), "scale": noise(n, seed=2).abs()}
+    return coverage.cover, given
+
+
 # Three entries along every axis that a stride belongs to: the second may be beyond 2^31 elements.
 _THREE: dict[str, Callable[[], Call]] = {
     "biased_attention": partial(_biased, 3, 5, b=3, h=3),
     "col_stats": partial(_stats, 5, 3, h=3),
+    "coverage": partial(_cover, 3, 3, 2, True),
     "decode_mixed one row": partial(_mixed, 1, 4, 1, {3: FOUR}, b=3, h=3),
     "decode_mixed rows": partial(_mixed, 3, 3, 2, {3: TWO}, b=3, h=3),
     "decode_slots": partial(_slots, 2, 1, 1, b=3, h=3, total=3),
@@ -341,6 +350,10 @@ _CASES: dict[str, Callable[[], Call]] = {
     "col_stats block - 1": partial(_stats, 63, None, 24),
     "col_stats block + 1": partial(_stats, 65, 17, view=sliced),
     "col_stats not causal": partial(_stats, 20, 4, causal=False, start=3),
+    "coverage small": partial(_cover, 5, 7, 3),
+    "coverage one": partial(_cover, 1, 1, 1),
+    "coverage block - 1": partial(_cover, 255, 15, 15),
+    "coverage block + 1": partial(_cover, 257, 17, 4, True),
     "decode_mixed small": partial(_mixed, 1, 4, 1, {5: FOUR}),
     "decode_mixed one slot": partial(_mixed, 1, 1, 2, {1: FOUR}),
     "decode_mixed empty segment": partial(_mixed, 1, 5, 2, {0: FOUR, 3: TWO}),

@@ -75,7 +75,8 @@ class Memory:
         return self._native.atomic_cas(address, old, value, order)
 
     def _check(self, what: str, address: np.ndarray, mask: np.ndarray, size: int) -> None:
-        used = address[np.broadcast_to(mask, address.shape)].astype(np.int64)
+        # Masks of which a part is a scalar are integers.
+        used = address[np.broadcast_to(mask, address.shape).astype(bool)].astype(np.int64)
         for edge in (0, size - 1):  # first and last byte
             left = used + edge
             for region in self.regions:

@@ -200,8 +200,8 @@ def test_public_names_exist() -> None:
 
 # --- what the guides and vlmfast's own methods import --------------------------------------------
 
-# Documented under their own paths: modules of `vlmfast.compressors` have these names.
-IN_MODULES = {("vlmfast.compressors.cover", "cover"), ("vlmfast.core.views", "cells")}
+# Documented under their own paths: modules of `vlmfast.compressors` have or had these names.
+IN_MODULES = {("vlmfast.kernels.coverage", "cover"), ("vlmfast.core.views", "cells")}
 # What methods and families of vlmfast import that others do not need.
 OWN = {
     ("vlmfast.compressors", "clip"),  # loads OpenCLIP models

@@ -814,7 +814,7 @@ def test_documented_block_runs(address: str, capsys: pytest.CaptureFixture[str])
     (block,) = re.findall(r"```text\n(from gradio_client.*?)```", text, re.S)
     block = block.replace("http://127.0.0.1:7860", address)
     exec(block.replace("examples/picture.png", str(IMAGE)), {})
-    assert "4.5× fewer visual tokens · " in capsys.readouterr().out
+    assert "4.4× fewer visual tokens · " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,17 @@ def test_cosine_matches_torch(device: torch.device) -> None:
     close(got[0, 1], torch.cosine_similarity(*x[:2].half().float(), 0), terms=6, scale=1)
 
 
+def test_features_that_overflowed_give_rows(several: bool, device: torch.device) -> None:
+    x = features(10, 6, device=device)
+    whole = cosine(x)
+    x[3], x[4, 0] = torch.nan, torch.inf
+    got, finite = cosine(x), [i for i in range(10) if i not in (3, 4)]
+    assert torch.equal(got[finite][:, finite], whole[finite][:, finite])
+    assert not got[3].any() and not got[4].any()
+    for run in (max_min, dpp, max_min_ref, dpp_ref):
+        assert sorted(run(got, 10).tolist()) == list(range(10))
+
+
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("divprune-*")), ids=lambda p: p.stem)
 def test_golden_max_min(path: Path, device: torch.device) -> None:
     data = {name: of.to(device) for name, of in load_file(path).items()}

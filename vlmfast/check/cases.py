@@ -17,6 +17,7 @@ from torch import Tensor
 from vlmfast.kernels import (
     biased_attention,
     col_stats,
+    coverage,
     decode_mixed,
     decode_slots,
     diversity,
@@ -318,6 +319,17 @@ def _diversity(s: Shape, draw: Draws) -> Iterator[Case]:
     yield _case(s, diversity, "density_peaks", ((1 - matrix).clamp(min=0), 5, 4), 0)
 
 
+def _coverage(s: Shape, draw: Draws) -> Iterator[Case]:
+    if s.large:
+        return
+    # Multiples of a sixteenth: sums in any order are exact, and many gains are equal.
+    worth, bonus, scale = (
+        draw.integers(0, 17, *size).float() / 16 for size in ((40, 24), (24,), (24,))
+    )
+    yield _case(s, coverage, "cover", (worth, 7), 0)
+    yield _case(s, coverage, "cover", (worth, 7, bonus, scale), 0, "bonus and scale")
+
+
 # --- quantization --------------------------------------------------------------------------------
 
 
@@ -433,6 +445,7 @@ def _pool(s: Shape, draw: Draws) -> Iterator[Case]:
 CASES: dict[str, tuple[bool, Build]] = {
     "biased_attention": (True, _biased_attention),
     "col_stats": (True, _col_stats),
+    "coverage": (False, _coverage),
     "decode_mixed": (True, _decode_mixed),
     "decode_slots": (True, _decode_slots),
     "diversity": (False, _diversity),

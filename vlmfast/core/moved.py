@@ -44,7 +44,7 @@ _PARTS = {
     "pvc": "module plan stage training",
 }
 # Shared by methods, once private to their folder.
-_SHARED = "budget cells clip cover evictor groups layered part reducer select"
+_SHARED = "budget cells clip evictor groups layered part reducer select"
 _SCENES = "captions drawing glyphs questions vocabulary"
 _TINY = (
     "blocks data evaluation export heads labels lessons network optim parallel references schedule "
@@ -66,6 +66,8 @@ def _table() -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in _TINY.split():
         yield f"models.tiny.{name}", (f"train.tiny.{name}",)
     yield "models.tiny.scenes", ("scenes.examples",)
+    for name in ("compressors.cover", "compressors._cover"):
+        yield name, ("kernels.coverage",)
     yield "checkpoints", ("core.weights",)
     yield "loading", ("models._loading",)
     yield "training", ("train.stages",)

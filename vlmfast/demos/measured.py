@@ -9,13 +9,17 @@ import gradio as gr
 
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.chart import figure, rows
+from vlmfast.eval.chart import Measured, figure, rows
 
 from .comparison import user_of
 from .recipe_controls import RecipeControls
 from .talk import Desk
 
-_AXES = {"Visual tokens": ("report.json", "kept"), "KV cache": ("cache/report.json", "held")}
+# Reports of the same questions, and what their recipes reduce.
+_AXES = {
+    "Visual tokens": (("report.json", "presets/report.json"), "kept"),
+    "KV cache": (("cache/report.json",), "held"),
+}
 _ABOUT = (
     "Accuracy of `tiny` on held-out generated scenes, against the fraction kept. "
     "Use it to compare methods; the numbers do not transfer to other models."
@@ -69,8 +73,11 @@ def chart(axis: str, recipe: Recipe, asked: Recipe | None, kept: float | None) -
         The recipe of the last answer, which kept the fraction ``kept`` of the visual tokens.
     kept : float, optional
     """
-    file, reduced = _AXES[axis]
-    found = rows(results() / file, axis=reduced)
+    files, reduced = _AXES[axis]
+    found: list[Measured] = []
+    for file in files:  # each contains the full model
+        present = {row.recipe for row in found}
+        found += [r for r in rows(results() / file, axis=reduced) if r.recipe not in present]
     same = reduced == "kept" and asked == recipe
     return figure(found, current=str(recipe), kept=kept if same else None)
 

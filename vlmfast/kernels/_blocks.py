@@ -77,6 +77,9 @@ TABLE = {
         "float32": Blocks({"BLOCK_R": 16, "BLOCK_N": 16}),
         "join": Blocks({"BLOCK_N": 128}),
     },
+    "coverage": {  # few columns: all multiprocessors share one matrix
+        "step": Blocks({"BLOCK_N": 8, "BLOCK_R": 256}),
+    },
     "decode_mixed": {  # `_configure` fits tiles to key groups and to bytes
         "one row": Blocks({"bytes": 2048, "slots": 128}),
         "16 rows, floats": Blocks({"BLOCK_M": 16, "BLOCK_N": 64}),

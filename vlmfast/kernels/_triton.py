@@ -30,6 +30,7 @@ KERNELS = {
     "attention": ("attention",),  # of the engine: whether it calls the attention kernels at all
     "biased_attention": ("biased_attention",),
     "col_stats": ("col_stats", "row_lse"),
+    "coverage": ("cover",),
     "decode_mixed": ("decode_mixed",),
     "decode_slots": ("decode_slots",),
     "diversity": ("density_peaks", "dpp", "max_min"),

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._choices import first_best, lowest_argmax, previous_best, store_best
 from ._triton import Variant, padded, tl, triton, use_triton
 from .select import ranked
 
@@ -54,8 +55,11 @@ _MIN_GAIN = 1e-6  # relative to the largest diagonal entry; smaller residuals co
 
 
 def cosine(features: Tensor) -> Tensor:
-    """Pairwise cosine similarities of rows (..., N, D): float32, (..., N, N)."""
-    units = torch.nn.functional.normalize(features.float(), dim=-1)
+    """Pairwise cosine similarities of rows (..., N, D): float32, (..., N, N).
+
+    Features that overflowed are similar to nothing: NaN would give indices outside of the matrix.
+    """
+    units = torch.nn.functional.normalize(features.float(), dim=-1).nan_to_num(0.0)
     return units @ units.transpose(-1, -2)
 
 
@@ -83,7 +87,7 @@ def max_min_ref(similarity: Tensor, k: int) -> Tensor:
     score, chosen = _nearest_distance(similarity), []
     nearest = torch.full_like(score, torch.inf)
     for _ in range(k):
-        best = _argmax(score)
+        best = lowest_argmax(score)
         chosen.append(best)
         nearest = torch.minimum(nearest, _row(distance, best)).scatter(-1, best, -torch.inf)
         score = nearest
@@ -116,7 +120,7 @@ def dpp_ref(kernel: Tensor, k: int) -> Tensor:
     chosen = []
     for i in range(k):
         gain = residual.masked_fill(residual <= threshold, 0.0).masked_fill(is_taken, -1.0)
-        best = _argmax(gain)
+        best = lowest_argmax(gain)
         best_gain = gain.gather(-1, best)
         chosen_rows = factor[..., :i, :]
         column = best[..., None].expand(*chosen_rows.shape[:-1], 1)
@@ -195,13 +199,6 @@ def _nearest_distance(similarity: Tensor) -> Tensor:
     return 1 - similarity.masked_fill(own, -torch.inf if n > 1 else 1.0).amax(-1)
 
 
-def _argmax(score: Tensor) -> Tensor:
-    """Index of the maximum, the first of equals: (..., N) to (..., 1)."""
-    index = torch.arange(score.shape[-1], device=score.device)
-    best = score == score.amax(-1, keepdim=True)
-    return torch.where(best, index, score.shape[-1]).amin(-1, keepdim=True)
-
-
 def _row(matrix: Tensor, index: Tensor) -> Tensor:
     """The rows ``index`` (..., 1) of matrices (..., N, N)."""
     wide = index[..., None].expand(*index.shape, matrix.shape[-1])
@@ -234,29 +231,6 @@ def _max_min(
         score = nearest
 
 
-@triton.jit
-@no_type_check
-def _previous_best(best_score, best_index, step, BLOCK_T: tl.constexpr):
-    """Score and row of the choice of this ``step``: the best that any program left, the first of
-    equals."""
-    b, num_tiles = tl.program_id(1), tl.num_programs(0)
-    tile = tl.arange(0, BLOCK_T)
-    offset = (step % 2 * tl.num_programs(1) + b) * num_tiles
-    b_score = tl.load(best_score + offset + tile, mask=tile < num_tiles, other=float("-inf"))
-    score, at = tl.max(b_score, 0, return_indices=True)
-    return score, tl.load(best_index + offset + at)
-
-
-@triton.jit
-@no_type_check
-def _store_best(score, n0, best_score, best_index, step):
-    """Leave the best of this program's scores, those of the rows from ``n0``, for the next step."""
-    best, at = tl.max(score, 0, return_indices=True)
-    offset = ((step + 1) % 2 * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
-    tl.store(best_score + offset + tl.program_id(0), best)
-    tl.store(best_index + offset + tl.program_id(0), n0 + at)
-
-
 @triton.jit(do_not_specialize=("step", "N", "K"))
 @no_type_check
 def _max_min_step(
@@ -273,13 +247,13 @@ def _max_min_step(
 ):
     n0, b = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
     n = n0 + tl.arange(0, BLOCK_N)
-    _, best = _previous_best(best_score, best_index, step, BLOCK_T)
+    _, best = previous_best(best_score, best_index, step, BLOCK_T)
     tl.store(chosen + b * K + step, best.to(tl.int64), mask=n0 == 0)
     b_row = tl.load(similarity + (b * N + best) * N + n, mask=n < N, other=0.0)
     b_nearest = tl.load(nearest + b * N + n, mask=n < N, other=-1e30)
     b_nearest = tl.where(n == best, -1e30, tl.minimum(b_nearest, 1.0 - b_row))
     tl.store(nearest + b * N + n, b_nearest, mask=n < N)
-    _store_best(b_nearest, n0, best_score, best_index, step)
+    store_best(b_nearest, n0, best_score, best_index, step)
 
 
 @triton.jit
@@ -351,7 +325,7 @@ def _dpp_step(
 ):
     n0, b = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
     n = n0 + tl.arange(0, BLOCK_N)
-    best_gain, best = _previous_best(best_score, best_index, step, BLOCK_T)
+    best_gain, best = previous_best(best_score, best_index, step, BLOCK_T)
     tl.store(chosen + b * K + step, best.to(tl.int64), mask=n0 == 0)
     kernel += b * N * N
     factor += b * K * N
@@ -361,7 +335,7 @@ def _dpp_step(
     tl.store(residual + b * N + n, b_residual, mask=n < N)
     gain = tl.where(b_residual > tl.load(threshold + b), b_residual, 0.0)
     gain = tl.where(b_residual == float("-inf"), -1.0, gain)
-    _store_best(gain, n0, best_score, best_index, step)
+    store_best(gain, n0, best_score, best_index, step)
 
 
 @triton.jit(do_not_specialize=("N",))
@@ -438,20 +412,6 @@ def _tiles(n: int) -> dict[str, int]:
     return {"BLOCK_N": _TILE, "BLOCK_T": padded(-(-n // _TILE))}
 
 
-def _first_best(score: Tensor) -> tuple[Tensor, Tensor]:
-    """Best scores and rows as the programs of an earlier step would have left them.
-
-    The first of the two buffers contains the largest of ``score`` (B, N) as its first tile's.
-    """
-    b, n = score.shape
-    size = (2, b, triton.cdiv(n, _TILE))
-    best_score = torch.full(size, -torch.inf, dtype=torch.float32, device=score.device)
-    best_index = torch.zeros(size, dtype=torch.int32, device=score.device)
-    best_score[0, :, 0] = score.amax(-1)
-    best_index[0, :, :1] = _argmax(score)
-    return best_score, best_index
-
-
 def _launch_max_min(similarity: Tensor, k: int) -> Tensor:
     matrix = _matrices(similarity)
     b, n, _ = matrix.shape
@@ -478,7 +438,7 @@ def _launch_max_min(similarity: Tensor, k: int) -> Tensor:
 def _spread_max_min(matrix: Tensor, first_score: Tensor, chosen: Tensor) -> None:
     """`max_min` with several programs per matrix."""
     (b, n, _), k = matrix.shape, chosen.shape[1]
-    best = _first_best(first_score)
+    best = first_best(first_score, triton.cdiv(n, _TILE))
     nearest = torch.full_like(first_score, 1e30)
     for step in range(k):
         _max_min_step[(triton.cdiv(n, _TILE), b)](
@@ -515,7 +475,8 @@ def _spread_dpp(matrix: Tensor, factor: Tensor, chosen: Tensor) -> None:
     b, k, n = factor.shape
     residual = matrix.diagonal(dim1=1, dim2=2).clone()
     threshold = _MIN_GAIN * residual.amax(-1)
-    best = _first_best(residual.masked_fill(residual <= threshold[:, None], 0.0))
+    gain = residual.masked_fill(residual <= threshold[:, None], 0.0)
+    best = first_best(gain, triton.cdiv(n, _TILE))
     for step in range(k):
         _dpp_step[(triton.cdiv(n, _TILE), b)](
             matrix,

@@ -42,10 +42,10 @@ from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest, VisionStats
 from vlmfast.errors import RecipeError
+from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
 from ..budget import equivalent, solve
-from ..cover import cover
 from ..groups import together
 from ..part import Part
 from ..select import top

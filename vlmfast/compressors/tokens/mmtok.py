@@ -33,9 +33,9 @@ from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import param
 from vlmfast.core.statistics import VisionStats
+from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
-from ..cover import cover
 from ..groups import together
 from ..reducer import Reducer
 

@@ -30,9 +30,9 @@ from vlmfast.core.params import param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import token_saliency
+from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
-from ..cover import cover
 from ..groups import together
 from ..guard import Guarded
 
