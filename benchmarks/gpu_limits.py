@@ -81,6 +81,8 @@ LIMITS = (
     Limit("gather_rows, states | B", floors=2.0),
     Limit("quantize, 4 bit | B", seconds=60e-6),
     Limit("max_min, a sixth of 576 | A", seconds=0.5e-3),
+    Limit("cover, a sixth of 576 | A", seconds=1e-3),
+    Limit("cover, 644 of 1464 | B", seconds=8e-3),
 )
 
 Row = dict[str, Any]

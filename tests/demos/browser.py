@@ -652,6 +652,10 @@ combobox Visual tokens
 spinbutton number input for Visual tokens: budget
 button Reset to default value
 slider range slider for Visual tokens: budget
+combobox Visual tokens, second method
+spinbutton number input for Visual tokens, second method: budget
+button Reset to default value
+slider range slider for Visual tokens, second method: budget
 combobox Language model
 combobox KV cache
 combobox Drafts

@@ -1,5 +1,7 @@
 """Edit a recipe with controls: one method and one parameter for each step of the pipeline.
 
+The step between encoder and language model has two, since the presets combine two methods there.
+
 The text is the recipe. A control changes its own part of the text and preserves the rest, including
 settings without a control.
 """
@@ -19,15 +21,38 @@ from vlmfast.errors import RecipeError
 
 NONE = "none"
 CUSTOM = "custom"
-PLACES = {
-    "views": "Crops and frames",
-    "in-encoder": "Vision tower",
-    "encode": "Visual tokens",
-    "prefill": "Language model",
-    "cache": "KV cache",
-    "drafter": "Drafts",
-}
 _BUDGET = 0.22
+
+
+@dataclass(frozen=True)
+class Place:
+    """A control: the method at one place in the pipeline.
+
+    Parameters
+    ----------
+    label : str
+    protocol : str
+        Kind of the methods.
+    nth : int
+        Which of a recipe's methods of this kind, from 0.
+    """
+
+    label: str
+    protocol: str
+    nth: int = 0
+
+
+PLACES = {
+    "views": Place("Crops and frames", "views"),
+    "in-encoder": Place("Vision tower", "in-encoder"),
+    "encode": Place("Visual tokens", "encode"),
+    "encode-2": Place("Visual tokens, second method", "encode", 1),
+    "prefill": Place("Language model", "prefill"),
+    "cache": Place("KV cache", "cache"),
+    "drafter": Place("Drafts", "drafter"),
+}
+# On the page: before the language model, and in it.
+ROWS = (("views", "in-encoder", "encode", "encode-2"), ("prefill", "cache", "drafter"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +77,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Slot:
-    """State of the controls of one pipeline step."""
+    """State of the controls of one place."""
 
     method: str = NONE
     dial: Dial | None = None
@@ -65,13 +90,13 @@ class Controls:
     Parameters
     ----------
     slots : dict of str to Slot
-        By pipeline step.
+        By place.
     keep : bool
         Whether no stage renumbers the tokens that it keeps.
     preset : str
         Name of the equivalent preset, or ``"custom"``.
     beyond : str
-        Stages without a control, such as the second stage of a step; empty if there are none.
+        Stages without a control, such as the third one of a kind; empty if there are none.
     """
 
     slots: dict[str, Slot]
@@ -81,8 +106,9 @@ class Controls:
 
 
 def methods_of(place: str, offered: Container[str] | None = None) -> list[str]:
-    """``"none"`` and the methods of a pipeline step, all or those that are ``offered``."""
-    names = (n for n in sorted(stage_names()) if stage_class(n).protocol == place)
+    """``"none"`` and the methods of a place, all or those that are ``offered``."""
+    protocol = PLACES[place].protocol
+    names = (n for n in sorted(stage_names()) if stage_class(n).protocol == protocol)
     return [NONE, *(n for n in names if offered is None or n in offered)]
 
 
@@ -108,35 +134,40 @@ def read(text: str) -> Controls:
     recipe = Recipe.parse(text)
     slots, beyond = {place: Slot() for place in PLACES}, []
     for stage in recipe:
-        if stage.protocol not in slots or slots[stage.protocol].method != NONE:
+        same = (name for name, place in PLACES.items() if place.protocol == stage.protocol)
+        free = next((name for name in same if slots[name].method == NONE), None)
+        if free is None:
             beyond.append(str(stage))
         else:
-            slots[stage.protocol] = Slot(stage.name, dial_of(stage))
+            slots[free] = Slot(stage.name, dial_of(stage))
     preset = next((name for name in PRESETS if Recipe.parse(name) == recipe), CUSTOM)
     placed = [stage.positions for stage in recipe if hasattr(stage, "positions")]
     return Controls(slots, "compact" not in placed, preset, ", ".join(beyond))
 
 
 def choose(text: str, place: str, method: str, keep: bool = True) -> str:
-    """Replace the method of a step, with its defaults and a budget if it has one."""
+    """Replace the method of a place, with its defaults and a budget if it has one.
+
+    The second of two methods takes the place of the first one when that is removed.
+    """
     stages = list(Recipe.parse(text))
-    at = _first(stages, place)
+    at = _find(stages, place)
     if at is not None:
         stages.pop(at)
     if method != NONE:
-        rank = PROTOCOLS.index(place)
-        later = (i for i, s in enumerate(stages) if PROTOCOLS.index(s.protocol) >= rank)
+        rank = PROTOCOLS.index(PLACES[place].protocol)
+        later = (i for i, s in enumerate(stages) if PROTOCOLS.index(s.protocol) > rank)
         stages.insert(next(later, len(stages)) if at is None else at, _new(method, keep))
     return str(Recipe(tuple(stages)))
 
 
 def turn(text: str, place: str, value: float) -> str:
-    """Set the parameter of the first method of a step."""
+    """Set the parameter of the method at a place."""
     stages = list(Recipe.parse(text))
-    at = _first(stages, place)
+    at = _find(stages, place)
     dial = None if at is None else dial_of(stages[at])
     if at is None or dial is None:
-        raise RecipeError(f"{PLACES[place]}: no method with a parameter; choose a method first")
+        raise RecipeError(f"{PLACES[place].label}: no method with a parameter; choose a method first")
     stages[at] = _set(stages[at], dial, value)
     return str(Recipe(tuple(stages)))
 
@@ -189,5 +220,7 @@ def _new(method: str, keep: bool) -> Stage:
     return cls(**values)
 
 
-def _first(stages: list[Stage], place: str) -> int | None:
-    return next((i for i, stage in enumerate(stages) if stage.protocol == place), None)
+def _find(stages: list[Stage], place: str) -> int | None:
+    of = PLACES[place]
+    same = [i for i, stage in enumerate(stages) if stage.protocol == of.protocol]
+    return same[of.nth] if of.nth < len(same) else None

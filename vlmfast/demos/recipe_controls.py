@@ -1,4 +1,4 @@
-"""The recipe on the page: its text, the presets of the model and one control for each step."""
+"""The recipe on the page: its text, the presets and one control for each place in the pipeline."""
 
 from __future__ import annotations
 
@@ -59,17 +59,18 @@ def recipe_controls(desk: Desk) -> RecipeControls:
     methods, dials = {}, {}
     area = gr.Accordion("Build a recipe", open=False, elem_id="builder")
     with area:
-        with gr.Row():
-            for place, label in builder.PLACES.items():
-                slot = shown.slots[place]
-                with gr.Column(min_width=180):
-                    methods[place] = gr.Dropdown(
-                        _offered(place, slot.method, frozenset()),
-                        value=slot.method,
-                        label=label,
-                        elem_id=f"method-{place}",
-                    )
-                    dials[place] = gr.Slider(**_dial(place, slot), elem_id=f"dial-{place}")
+        for row in builder.ROWS:
+            with gr.Row():
+                for place in row:
+                    slot = shown.slots[place]
+                    with gr.Column(min_width=180):
+                        methods[place] = gr.Dropdown(
+                            _offered(place, slot.method, frozenset()),
+                            value=slot.method,
+                            label=builder.PLACES[place].label,
+                            elem_id=f"method-{place}",
+                        )
+                        dials[place] = gr.Slider(**_dial(place, slot), elem_id=f"dial-{place}")
         keep = gr.Checkbox(
             shown.keep,
             label="Preserve the positions of kept tokens",
@@ -188,9 +189,9 @@ def _method(desk: Desk, place: str, chosen: str) -> Any:
 
 
 def _dial(place: str, slot: builder.Slot) -> dict[str, Any]:
-    """Properties of the slider of a pipeline step."""
+    """Properties of the slider of a place."""
     dial = slot.dial
-    label = f"{builder.PLACES[place]}: {dial.name if dial else 'no parameter'}"
+    label = f"{builder.PLACES[place].label}: {dial.name if dial else 'no parameter'}"
     if dial is None:
         return {"label": label, "value": 1, "minimum": 0, "maximum": 1, "visible": False}
     if dial.value is None:

@@ -16,7 +16,7 @@ column for the next launch. The first program writes the cover of the rows into 
 double buffer, so that no program reads what another one writes.
 
 Bytes: the matrix once per choice, from the L2 cache if it fits. Floor: one launch per choice, about
-2 us; 1,464 x 1,464 entries are 8.6 MB, another 2 us. PyTorch needs ten launches.
+2 us; 1,464 x 1,464 entries are 8.6 MB, another 2 us. PyTorch takes twelve launches.
 """
 
 from __future__ import annotations
