@@ -10,8 +10,8 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.kernels.coverage import cover
 from vlmfast.compressors.tokens.catp import CATP
+from vlmfast.kernels.coverage import cover
 
 
 def greedy(worth: torch.Tensor, k: int, value) -> list[int]:

@@ -167,7 +167,9 @@ def turn(text: str, place: str, value: float) -> str:
     at = _find(stages, place)
     dial = None if at is None else dial_of(stages[at])
     if at is None or dial is None:
-        raise RecipeError(f"{PLACES[place].label}: no method with a parameter; choose a method first")
+        raise RecipeError(
+            f"{PLACES[place].label}: no method with a parameter; choose a method first"
+        )
     stages[at] = _set(stages[at], dial, value)
     return str(Recipe(tuple(stages)))
 

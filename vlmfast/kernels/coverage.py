@@ -6,8 +6,8 @@ next column is::
     argmax over j of  (f(S + j) - f(S)) scale_j + bonus_j                  f(S + j) - f(S): its gain
 
 The gain of a column never increases (f is submodular; Nemhauser et al., Mathematical Programming
-1978), so that an earlier gain is an upper bound. The reference on a CPU evaluates few gains for each
-choice; on a GPU, where that would wait for the host, all.
+1978), so that an earlier gain is an upper bound. On a CPU the reference evaluates few gains for
+each choice; on a GPU, where that would wait for the host, all.
 
 Shapes: one matrix (R, N), any size that fits into memory. Grid: one launch per choice, with one
 program per `BLOCK_N` columns. Each reduces the best columns of all programs of the previous launch
@@ -62,8 +62,8 @@ def cover(
 
     Notes
     -----
-    NaN counts as 0, and larger numbers as 1e15: features that overflowed give some k columns, and no
-    index outside of the matrix.
+    NaN counts as 0, and larger numbers as 1e15: features that overflowed give some k columns, and
+    no index outside of the matrix.
     """
     if worth.dim() != 2:
         raise VLMFastError(f"cover: worth {tuple(worth.shape)}; it takes (R, N)")
@@ -87,9 +87,7 @@ def _finite(x: Tensor) -> Tensor:
     return x.float().contiguous().nan_to_num(0.0).clamp(-_LARGE, _LARGE)
 
 
-def _gains(
-    columns: Tensor, covered: Tensor, bonus: Tensor | None, scale: Tensor | None
-) -> Tensor:
+def _gains(columns: Tensor, covered: Tensor, bonus: Tensor | None, scale: Tensor | None) -> Tensor:
     """Weighted gains (N,) of ``columns`` (N, R) over what is ``covered`` (R,)."""
     gain = (columns - covered).clamp(min=0).sum(1)
     gain = gain if scale is None else gain * scale
