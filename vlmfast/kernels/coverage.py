@@ -21,8 +21,10 @@ Bytes: the matrix once per choice, from the L2 cache if it fits. Floor: one laun
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heapreplace
 from typing import no_type_check
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +35,6 @@ from ._choices import first_best, lowest_argmax, previous_best, store_best
 from ._triton import Variant, padded, tl, triton, use_triton
 
 _LARGE = 1e15  # the largest entry: the product of a weight and a sum of 1e8 of them is finite
-_AT_ONCE = 64  # gains that the reference evaluates together on a CPU
 
 
 def cover(
@@ -107,25 +108,30 @@ def _all(columns: Tensor, k: int, bonus: Tensor | None, scale: Tensor | None) ->
 
 
 def _lazily(columns: Tensor, k: int, bonus: Tensor | None, scale: Tensor | None) -> Tensor:
-    """The same columns, from few gains."""
+    """The same columns, from few gains.
 
-    def gains(rows: Tensor | slice) -> Tensor:
-        own = [None if of is None else of[rows] for of in (bonus, scale)]
-        return _gains(columns[rows], covered, *own)
+    In NumPy: one gain takes less time than PyTorch's threads take to start.
+    """
+    worth, covered = columns.detach().numpy(), np.zeros(columns.shape[1], np.float32)
+    plus, times = (None if of is None else of.detach().numpy() for of in (bonus, scale))
 
-    covered = columns.new_zeros(columns.shape[1])
-    bound, fresh = gains(slice(None)), torch.ones(len(columns), dtype=torch.bool)
+    def gain(column: int) -> float:
+        of = np.maximum(worth[column] - covered, 0).sum()
+        of = of if times is None else of * times[column]
+        return float(of if plus is None else of + plus[column])
+
+    # The largest bound first, of equals the lowest index.
+    queue = [(-gain(column), column) for column in range(len(worth))]
+    heapify(queue)
+    evaluated = [0] * len(queue)
     chosen: list[int] = []
-    for _ in range(k):
-        while not bool(fresh[bound == bound.max()].all()):
-            least = bound.topk(min(_AT_ONCE, len(bound))).values[-1]
-            stale = ((bound >= least) & ~fresh).nonzero()[:, 0]
-            bound[stale], fresh[stale] = gains(stale), True
-        best = int((bound == bound.max()).nonzero()[0])
+    for step in range(k):
+        while evaluated[best := queue[0][1]] != step:
+            heapreplace(queue, (-gain(best), best))
+            evaluated[best] = step
+        heappop(queue)
         chosen.append(best)
-        covered = torch.maximum(covered, columns[best])
-        bound[best] = -torch.inf
-        fresh = bound == -torch.inf
+        np.maximum(covered, worth[best], out=covered)
     return torch.tensor(chosen, dtype=torch.int64)
 
 
