@@ -24,7 +24,7 @@ MAX_FLOORS, MAX_ROOMS = 12, 23
 ORDER = {
     "vlmfast": """errors version weights scenes kernels media core models compressors drafters
         engine api testing train eval tune check serve integrations demos cli __init__ __main__""",
-    "vlmfast.compressors": """budget cells clip cover groups part select evictor reducer guard
+    "vlmfast.compressors": """budget cells clip groups part select evictor reducer guard
         layered frames encoder tokens views prefill cache __init__""",
 }
 ORDER = {package: tuple(names.split()) for package, names in ORDER.items()}
