@@ -18,7 +18,7 @@ import pytest
 import vlmfast
 from vlmfast import RecipeError
 from vlmfast.core.recipe import PRESETS
-from vlmfast.demos import builder, drawn, measured, panels, views
+from vlmfast.demos import builder, drawn, panels, reports, views
 from vlmfast.demos.files import Files, temporary
 from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Media, Opening, Turn
 from vlmfast.engine.stats import Stats
@@ -279,12 +279,12 @@ def test_presets_are_labeled_with_their_methods() -> None:
 # --- measured methods -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", measured._AXES)
+@pytest.mark.parametrize("axis", reports.AXES)
 def test_reports_of_one_chart_ask_the_same_questions(axis: str) -> None:
-    files, _ = measured._AXES[axis]
+    files, _ = reports.AXES[axis]
     headers = set()
     for file in files:
-        (report,) = json.loads((measured.results() / file).read_text())["tasks"].values()
+        (report,) = json.loads((reports.results() / file).read_text())["tasks"].values()
         full = report["recipes"]["none"]
         headers.add((full["samples"], full["accuracy_image"], full["accuracy_video"]))
     assert len(headers) == 1
@@ -292,11 +292,11 @@ def test_reports_of_one_chart_ask_the_same_questions(axis: str) -> None:
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "none"])
 def test_presets_are_marked_in_the_chart(preset: str) -> None:
-    chart = measured.chart("Visual tokens", vlmfast.Recipe.parse(preset), None, None)
+    chart = reports.chart("Visual tokens", vlmfast.Recipe.parse(preset), None, None)
     names = [trace.name for trace in chart.data]
     assert len(names) == len(set(names))
     assert any("current: " in text for text in map(str, names))
-    other = measured.chart("Visual tokens", vlmfast.Recipe.parse("hired:0.77"), None, None)
+    other = reports.chart("Visual tokens", vlmfast.Recipe.parse("hired:0.77"), None, None)
     assert not any("current: " in str(trace.name) for trace in other.data)  # control
 
 

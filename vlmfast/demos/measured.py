@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.chart import Measured, figure, rows
 
 from .comparison import user_of
 from .recipe_controls import RecipeControls
+from .reports import AXES, chart
 from .talk import Desk
 
-# Reports of the same questions, and what their recipes reduce.
-_AXES = {
-    "Visual tokens": (("report.json", "presets/report.json"), "kept"),
-    "KV cache": (("cache/report.json",), "held"),
-}
 _ABOUT = (
     "Accuracy of `tiny` on held-out generated scenes, against the fraction kept. "
     "Use it to compare methods; the numbers do not transfer to other models."
@@ -31,7 +24,7 @@ def measured(desk: Desk, controls: RecipeControls, tab: gr.Tab) -> None:
     with tab:
         gr.Markdown(_ABOUT, elem_classes="footnote")
         axis = gr.Radio(
-            list(_AXES), value=next(iter(_AXES)), label="Reduced", elem_id="measured-axis"
+            list(AXES), value=next(iter(AXES)), label="Reduced", elem_id="measured-axis"
         )
         plot = gr.Plot(show_label=False, elem_id="measured-plot")
 
@@ -58,31 +51,3 @@ def measured(desk: Desk, controls: RecipeControls, tab: gr.Tab) -> None:
     tab.select(drawn, inputs, plot, **options).then(lambda: True, None, opened, **options)
     axis.input(drawn, inputs, plot, **options)
     controls.text.change(changed, [opened, *inputs], plot, **options)
-
-
-def chart(axis: str, recipe: Recipe, asked: Recipe | None, kept: float | None) -> Any:
-    """The chart of a report.
-
-    Parameters
-    ----------
-    axis : str
-        One of the choices of the tab.
-    recipe : Recipe
-        The recipe to mark.
-    asked : Recipe, optional
-        The recipe of the last answer, which kept the fraction ``kept`` of the visual tokens.
-    kept : float, optional
-    """
-    files, reduced = _AXES[axis]
-    found: list[Measured] = []
-    for file in files:  # each contains the full model
-        present = {row.recipe for row in found}
-        found += [r for r in rows(results() / file, axis=reduced) if r.recipe not in present]
-    same = reduced == "kept" and asked == recipe
-    return figure(found, current=str(recipe), kept=kept if same else None)
-
-
-def results() -> Path:
-    """The folder of the reports: in the package, or in a clone."""
-    folder = Path(__file__).parent / "results"
-    return folder if folder.is_dir() else Path(__file__).parents[2] / "docs" / "results"
