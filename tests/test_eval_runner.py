@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -429,8 +430,10 @@ def test_random_numbers_do_not_depend_on_earlier_samples(tmp_path):
 def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
     """With a fake clock: fast samples share a sync, slow ones get one each."""
     now, synced = [0.0], []
-    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(store.os, "fsync", lambda _: synced.append(now[0]))
+    # Only of the module: event loops of other threads would wait for hours by such a clock.
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    fsync = {"fsync": lambda _: synced.append(now[0])}
+    monkeypatch.setattr(store, "os", SimpleNamespace(**{**vars(os), **fsync}))
     for pause, samples in ((0.05, 100), (0.6, 20), (30.0, 5)):
         with Writer(tmp_path / str(pause) / "none", meta()) as writer:
             synced.clear()
