@@ -14,6 +14,13 @@ from torch import Tensor
 
 from ._triton import tl, triton
 
+_LARGE = 1e15  # the largest entry: the product of a weight and a sum of 1e8 of them is finite
+
+
+def bounded(x: Tensor) -> Tensor:
+    """Float32 without NaN or values that overflow in sums: a choice is then a row that exists."""
+    return x.float().nan_to_num(0.0).clamp(-_LARGE, _LARGE)
+
 
 @triton.jit
 @no_type_check

@@ -31,10 +31,8 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import TABLE, architecture, blocks
-from ._choices import first_best, lowest_argmax, previous_best, store_best
+from ._choices import bounded, first_best, lowest_argmax, previous_best, store_best
 from ._triton import Variant, padded, tl, triton, use_triton
-
-_LARGE = 1e15  # the largest entry: the product of a weight and a sum of 1e8 of them is finite
 
 
 def cover(
@@ -78,14 +76,9 @@ def cover_ref(
     worth: Tensor, k: int, bonus: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
     """`cover` in plain PyTorch."""
-    columns = _finite(worth.T)
-    weights = (None if of is None else _finite(of) for of in (bonus, scale))
+    columns = bounded(worth.T).contiguous()
+    weights = (None if of is None else bounded(of) for of in (bonus, scale))
     return (_lazily if worth.device.type == "cpu" else _all)(columns, k, *weights)
-
-
-def _finite(x: Tensor) -> Tensor:
-    """In float32 and contiguous, with sums that cannot overflow."""
-    return x.float().contiguous().nan_to_num(0.0).clamp(-_LARGE, _LARGE)
 
 
 def _gains(columns: Tensor, covered: Tensor, bonus: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -182,13 +175,13 @@ def _cover_step(
 
 
 def _launch(worth: Tensor, k: int, bonus: Tensor | None, scale: Tensor | None) -> Tensor:
-    columns = _finite(worth.T)
+    columns = bounded(worth.T).contiguous()
     n, r = columns.shape
     chosen = torch.empty(k, dtype=torch.int64, device=columns.device)
     if not k:
         return chosen
-    bonus = columns.new_zeros(n) if bonus is None else _finite(bonus)
-    scale = columns.new_ones(n) if scale is None else _finite(scale)
+    bonus = columns.new_zeros(n) if bonus is None else bounded(bonus)
+    scale = columns.new_ones(n) if scale is None else bounded(scale)
     covered, barred = columns.new_zeros(2, r), columns.new_zeros(n)
     of = blocks("coverage", "step", architecture(columns.device))
     tiles = triton.cdiv(n, of.sizes["BLOCK_N"])

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
-from ._choices import first_best, lowest_argmax, previous_best, store_best
+from ._choices import bounded, first_best, lowest_argmax, previous_best, store_best
 from ._triton import Variant, padded, tl, triton, use_triton
 from .select import ranked
 
@@ -61,6 +61,16 @@ def cosine(features: Tensor) -> Tensor:
     """
     units = torch.nn.functional.normalize(features.float(), dim=-1).nan_to_num(0.0)
     return units @ units.transpose(-1, -2)
+
+
+def euclidean(features: Tensor) -> Tensor:
+    """Pairwise distances of rows (..., N, D), divided by the root of D: float32, (..., N, N).
+
+    NaN counts as 0, and features that overflowed are bounded, for the reason of `cosine`.
+    """
+    rows = bounded(features)
+    exact = "donot_use_mm_for_euclid_dist"  # equal rows are at distance 0
+    return torch.cdist(rows, rows, compute_mode=exact) * rows.shape[-1] ** -0.5
 
 
 def max_min(similarity: Tensor, k: int) -> Tensor:

@@ -72,6 +72,8 @@ def density(count: Tensor, nnz: Tensor) -> Tensor:
 def budgets(densities: Sequence[float], share: float, recent: float) -> list[float]:
     """``(1 - recent) beta``: fraction of its slots that each layer keeps before the window."""
     scored, whole = 1 - recent, sum(densities)
+    if whole == 0:  # of keys that overflowed: equal parts
+        densities, whole = [1.0] * len(densities), len(densities)
     ideal = [d / whole * share * scored * len(densities) for d in densities]
     return [min(max(beta, FLOOR * scored), 1.0) for beta in ideal]
 

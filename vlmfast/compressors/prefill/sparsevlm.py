@@ -43,7 +43,7 @@ from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest, VisionStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.diversity import density_peaks
+from vlmfast.kernels.diversity import density_peaks, euclidean
 
 from ..budget import check_layers, drop_layers, moved_layers, solve_counts
 from ..part import Part
@@ -85,11 +85,9 @@ def split(n: int, total: int) -> tuple[int, int]:
 
 def clusters(rows: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Means (C, D) of ``groups`` of rows (N, D), their centres (C,), and the group of each (N,)."""
-    rows = rows.float()
-    distance = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
-    centres, label = density_peaks(distance * rows.shape[1] ** -0.5, groups, groups)
+    centres, label = density_peaks(euclidean(rows), groups, groups)
     member = (label == torch.arange(groups, device=rows.device)[:, None]).float()
-    return member @ rows / member.sum(1, keepdim=True), centres, label
+    return member @ rows.float() / member.sum(1, keepdim=True), centres, label
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from vlmfast.core.params import param, proportional_attention_param, saliency_pa
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import merged, token_saliency
-from vlmfast.kernels.diversity import cosine, density_peaks
+from vlmfast.kernels.diversity import cosine, density_peaks, euclidean
 
 from ..groups import together
 from ..guard import Guarded
@@ -141,7 +141,8 @@ class FlashVID(Guarded):
         picks = apportion(max(1, round(self.alpha * total)), [1.0] * len(frames), sizes)
         for index, number, k in zip(frames, segment, picks, strict=True):
             event = (rows[index] @ middle[segment == number].T).mean(1)
-            weight = (attention[index] * event).clamp(min=0)
+            # A product that is not finite would give an index outside of the frame.
+            weight = (attention[index] * event).nan_to_num(0.0).clamp(0, 1e15)
             chosen[index[calibrated(cosine(rows[index]), weight, k)]] = True
 
         parent, alike = self._links(rows, frames, segment, chosen)
@@ -173,7 +174,7 @@ class FlashVID(Guarded):
         self, rows: Tensor, frames: list[Tensor], segment: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The most similar token in the previous frame of each token, and their cosine."""
-        units = normalize(rows, dim=-1)
+        units = normalize(rows, dim=-1).nan_to_num(0.0)
         parent = torch.arange(len(rows), device=rows.device)
         alike = torch.full((len(rows),), -torch.inf, device=rows.device)
         for number in range(1, len(frames)):
@@ -196,10 +197,7 @@ class FlashVID(Guarded):
             if k == 0:
                 home = home.index_fill(0, index, -1)
             elif k < len(index):
-                distance = torch.cdist(
-                    trees[index], trees[index], compute_mode="donot_use_mm_for_euclid_dist"
-                )
-                distance = distance * trees.shape[1] ** -0.5
+                distance = euclidean(trees[index])
                 centres, label = density_peaks(distance, k, min(k, NEIGHBOURS))
                 home = home.index_copy(0, index, index[centres[label]])
         return home
