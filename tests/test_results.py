@@ -195,6 +195,24 @@ def test_entry_for_a_gpu_is_left_out_without_one(
     assert "gpu: left out, it needs a GPU" in capsys.readouterr().err
 
 
+def test_entry_after_preparations_runs_only_by_its_name(
+    tool: ModuleType, repository: Path, capsys
+) -> None:
+    entry = tool.Entry("weights", ("1.json",), ("python step.py 1",), after="make pocket")
+    assert tool.main([], [entry], repository) == ExitCode.FINISHED
+    assert calls(repository) == ""
+    message = "weights: left out, first make pocket; then --only weights"
+    assert message in capsys.readouterr().err
+    assert tool.main(["--only", "weights"], [entry], repository) == ExitCode.FINISHED
+    assert calls(repository) == "1"
+
+
+def test_no_command_accepts_terms(tool: ModuleType) -> None:
+    commands = [command for entry in tool.read() for command in entry.commands]
+    assert not any("--accept-" in command for command in commands)
+    assert any("accept-gemma-terms" in entry.after for entry in tool.read())
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

@@ -33,19 +33,34 @@ PAGES = ("python tools/tables.py", "python tools/cards.py")
 
 @dataclass(frozen=True)
 class Entry:
-    """Result files and the commands that write them."""
+    """Result files and the commands that write them.
+
+    Attributes
+    ----------
+    gpu : bool
+        Whether the commands need a GPU.
+    after : str
+        What has to be run by hand before, as where terms are accepted. The entry runs when named.
+    """
 
     name: str
     writes: tuple[str, ...]
     commands: tuple[str, ...]
     gpu: bool = False
+    after: str = ""
 
 
 def read(path: Path = DATA) -> list[Entry]:
     """The entries of the list."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["results"]
     return [
-        Entry(e["name"], tuple(e["writes"]), tuple(e["commands"]), e.get("gpu", False))
+        Entry(
+            e["name"],
+            tuple(e["writes"]),
+            tuple(e["commands"]),
+            e.get("gpu", False),
+            e.get("after", ""),
+        )
         for e in found
     ]
 
@@ -182,6 +197,10 @@ def main(
         for entry in entries:
             if entry.gpu and not args.only and not has_gpu():
                 print(f"{entry.name}: left out, it needs a GPU", file=sys.stderr)
+                continue
+            if entry.after and not args.only:
+                how = f"first {entry.after}; then --only {entry.name}"
+                print(f"{entry.name}: left out, {how}", file=sys.stderr)
                 continue
             try:
                 runner.run(entry)

@@ -483,12 +483,13 @@ def presses_cost() -> str:
 
 
 def drafters() -> str:
-    """Accepted tokens of drafters on the same texts."""
-    rows = [["drafter", "accepted tokens per forward pass", "same tokens as without"]]
+    """Accepted tokens and speed of drafters on the same texts."""
+    rows = [["drafter", "accepted tokens per forward pass", "speed", "same tokens as without"]]
     for line in _presses()["drafts"]:
         if line["method"] != "none":
             same = f"{line['same']} of {line['documents']}"
-            rows.append([f"`{line['method']}`", f"{line['accepted per pass']:.2f}", same])
+            numbers = f"{line['accepted per pass']:.2f}", f"{line['speedup']:.2f}×"
+            rows.append([f"`{line['method']}`", *numbers, same])
     return table(rows)
 
 
@@ -533,12 +534,13 @@ def pocket_recipes(group: str) -> str:
     """Accuracy of recipes on `pocket` and `tiny`, of one kind of recipes (`_recipe_kind`)."""
     against = dict(_against("pocket", "random"))
     tiny = numbers("positions") | numbers("")
-    rows = [["recipe", "`pocket`", "against `random`", "`tiny`"]]
+    rows = [["recipe", "kept", "`pocket`", "against `random`", "`tiny`"]]
     for name, run in numbers("pocket", "pocket").items():
         if _recipe_kind(name) != group:
             continue
         own = f"{100 * tiny[name]['accuracy_image']:.1f}" if name in tiny else ""
-        rows.append([f"`{name}`", _within(run, "image"), against.get(name, ""), own])
+        kept = f"{100 * run['kept']:.0f} %"
+        rows.append([f"`{name}`", kept, _within(run, "image"), against.get(name, ""), own])
     return table(rows)
 
 
@@ -546,14 +548,14 @@ def pocket_types() -> str:
     """Accuracy on `pocket` by type of question, and how wrong numbers of objects are wrong."""
     counted = {row["recipe"]: row for row in _measured("pocket-counting")["rows"]}
     kinds = ("what", "where", "list", "empty", "count")
-    rows = [["recipe", *(f"`{kind}`" for kind in kinds), "too high", "too low"]]
+    rows = [["recipe", "kept", *(f"`{kind}`" for kind in kinds), "too high", "too low"]]
     for name, run in numbers("pocket", "pocket").items():
         kept = name.endswith("keep,budget=0.11") and _recipe_kind(name) == "reducers"
         if kept or name in ("none", str(Recipe.parse("fast"))):
             own = counted[name]
             cells = [f"{100 * run['types'][f'image/{kind}']['accuracy']:.0f} %" for kind in kinds]
             cells += [f"{100 * own[kind] / own['answers']:.0f} %" for kind in ("high", "low")]
-            rows.append([f"`{name}`", *cells])
+            rows.append([f"`{name}`", f"{100 * run['kept']:.0f} %", *cells])
     return table(rows)
 
 

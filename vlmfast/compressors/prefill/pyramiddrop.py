@@ -20,6 +20,10 @@ Different from the authors' code, and why:
 - Any depth: a value of ``layers`` below 1 is a fraction of the model's depth (8, 16, 24 of 32 by
   default).
 - The prompt is not truncated to a tokenizer's maximum length.
+
+The attention of early layers has to rank the tokens. Where it does not, as on `pocket`, whose
+decoder is Gemma 3 270M, random tokens are better: 80 % of the answers are right at a third of the
+tokens, and 92 % with `random` (2026-11-26).
 """
 
 from __future__ import annotations
