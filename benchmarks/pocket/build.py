@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from checkpoints import WEIGHTS, load_checkpoint, load_weights
-from parts import TERMS, PocketError, check_folder
+from parts import TERMS, PocketError, as_pocket_error, check_folder, read_note
 from torch import nn
 
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.errors import VLMFastError
 
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
@@ -264,7 +265,7 @@ def read(parts: Path, size: int, dtype: torch.dtype = torch.float32) -> Pocket:
     Raises
     ------
     PocketError
-        If a part is missing, or another version of ``parts.py`` has made the folder.
+        If a part is missing or damaged, or another version of ``parts.py`` has made the folder.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -272,9 +273,12 @@ def read(parts: Path, size: int, dtype: torch.dtype = torch.float32) -> Pocket:
     for name in ("tower", "decoder"):
         if not (parts / name / "config.json").exists():
             raise PocketError(f"{parts / name} is missing; `parts.py` makes it")
-    tower = AutoModel.from_pretrained(parts / "tower", dtype=torch.float32)
-    decoder = AutoModelForCausalLM.from_pretrained(parts / "decoder", dtype=dtype)
-    return assemble(tower, decoder, AutoTokenizer.from_pretrained(parts / "decoder"), size)
+    with as_pocket_error(f"{parts / 'tower'} cannot be read"):
+        tower = AutoModel.from_pretrained(parts / "tower", dtype=torch.float32)
+    with as_pocket_error(f"{parts / 'decoder'} cannot be read"):
+        decoder = AutoModelForCausalLM.from_pretrained(parts / "decoder", dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(parts / "decoder")
+    return assemble(tower, decoder, tokenizer, size)
 
 
 def add_adapter(pocket: Pocket) -> Any:
@@ -288,6 +292,28 @@ def add_adapter(pocket: Pocket) -> Any:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(pocket.decoder, LoraConfig(**ADAPTER))
+
+
+def load_adapter(adapted: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Set the LoRA weights of a decoder.
+
+    Parameters
+    ----------
+    adapted : peft.PeftModel
+        As `add_adapter` returns it.
+    weights : dict of str to torch.Tensor
+
+    Raises
+    ------
+    RuntimeError
+        As ``load_state_dict``, if they are of another decoder.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    # peft skips weights that the decoder does not have.
+    if other := weights.keys() ^ get_peft_model_state_dict(adapted).keys():
+        raise RuntimeError(f"the adapter has other weights than the decoder, such as {min(other)}")
+    set_peft_model_state_dict(adapted, weights)
 
 
 def read_trained(run: Path) -> tuple[str, dict[str, Any]]:
@@ -313,19 +339,31 @@ def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
     Raises
     ------
     PocketError
-        As `read_trained`.
+        As `read_trained`, or if the weights are of other parts.
     """
-    from peft import set_peft_model_state_dict
-
     stage, state = read_trained(run)
     pocket = read(parts, state["settings"]["size"])
-    pocket.projector.load_state_dict(state["projector"])
+    with as_pocket_error(f"{run} is no training of the parts in {parts}"):
+        pocket.projector.load_state_dict(state["projector"])
+        if stage == "b":
+            adapted = add_adapter(pocket)
+            load_adapter(adapted, state["adapter"])
     if stage == "b":
-        adapted = add_adapter(pocket)
-        set_peft_model_state_dict(adapted, state["adapter"])
         pocket.model.model.language_model = adapted.merge_and_unload()
     notes = {"stage": stage, "step": state["step"], "settings": state["settings"]}
     return pocket, notes
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that exists, and make its parent.
+
+    Raises
+    ------
+    VLMFastError
+    """
+    if folder.exists():
+        raise PocketError(f"{folder} exists already; remove it or name another folder")
+    make_folder(folder.parent)
 
 
 def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype: str) -> None:
@@ -333,11 +371,10 @@ def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype
 
     Raises
     ------
-    PocketError
-        If the folder exists.
+    VLMFastError
+        As `check_new`.
     """
-    if folder.exists():
-        raise PocketError(f"{folder} exists already; remove it or name another folder")
+    check_new(folder)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     pocket.model.to(getattr(torch, dtype)).save_pretrained(part)
@@ -360,8 +397,7 @@ def about(folder: Path) -> dict[str, Any]:
     PocketError
         If the folder was made by another version or by something else.
     """
-    note = folder / "pocket.json"
-    found = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+    found = read_note(folder / "pocket.json")
     if "stage" not in found:  # that of the parts has none
         raise PocketError(f"{folder} has no model; `build.py` makes it")
     if (made := found.get("version")) != VERSION:
@@ -395,9 +431,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args(argv)
     try:
+        check_new(args.out)  # before the parts are read
         pocket, notes = trained(args.parts, args.run)
         save(pocket, args.out, notes, args.parts, args.dtype)
-    except PocketError as error:
+    except VLMFastError as error:
         raise SystemExit(f"error: {error}") from None
     print(f"made {args.out} of step {notes['step']} of stage {notes['stage']}")
     return 0

@@ -4,13 +4,12 @@ weights alone."""
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from parts import PocketError
-from safetensors import SafetensorError, safe_open
+from parts import PocketError, as_pocket_error
+from safetensors import safe_open
 from safetensors.torch import save
 
 from vlmfast.core.files import make_folder, replace_text, replacing
@@ -36,10 +35,8 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    try:
+    with as_pocket_error(f"{path} cannot be read"):
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise PocketError(f"{path} cannot be read: {error}".splitlines()[0]) from error
     if not isinstance(state, dict) or (found := state.get("version")) != VERSION:
         found = state.get("version") if isinstance(state, dict) else None
         raise PocketError(f"{path} is of version {found}, expected is {VERSION}; use a new folder")
@@ -68,12 +65,9 @@ def load_weights(path: Path) -> dict[str, Any]:
     PocketError
         If it cannot be read, or was written by another version.
     """
-    try:
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("pocket", "{}"))
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise PocketError(f"{path} cannot be read: {error}".splitlines()[0]) from error
+    with as_pocket_error(f"{path} cannot be read"), safe_open(path, "pt") as file:
+        about = json.loads((file.metadata() or {}).get("pocket", "{}"))
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
     if (found := about.get("version")) != VERSION:
         raise PocketError(f"{path} is of version {found}, expected is {VERSION}")
     for name, value in tensors.items():

@@ -4,7 +4,8 @@
 
 Answers are free and greedy, through vlmfast, and count if they equal the expected text. With the
 default recipe and drawings the command fails unless 80 % of the answers to "what" and "where" are
-right. ``--compare N`` also compares the tokens of ``N`` answers with Hugging Face's ``generate``.
+right, where these are asked. ``--compare N`` also compares the tokens of ``N`` answers with Hugging
+Face's ``generate``.
 
 ===========  ===================================================================================
 ``train``    new scenes of the drawings that were trained on
@@ -32,12 +33,13 @@ import scenes
 import torch
 import transformers
 from objects import Objects
-from parts import PocketError
+from parts import PocketError, as_pocket_error
 from PIL import Image
 from scenes import TYPES, Question
 
 from vlmfast import VLM, Request, VLMFastError
 from vlmfast.core.files import replace_text
+from vlmfast.eval.commands import check_folder
 from vlmfast.eval.scores import normalise, wilson
 
 Asked = Sequence[tuple[list[Image.Image], list[Question]]]
@@ -72,14 +74,19 @@ def read_photographs(folder: Path | None) -> list[Image.Image]:
     Raises
     ------
     PocketError
-        If there is none.
+        If there is none, or one cannot be read.
     """
     if folder is None:
         return []
     paths = sorted(of for of in folder.glob("*") if of.suffix.lower() in (".jpg", ".jpeg", ".png"))
     if not paths:
         raise PocketError(f"photographs: {folder} has no .jpg, .jpeg or .png file")
-    return [Image.open(path).convert("RGB") for path in paths]
+    found = []
+    for path in paths:
+        problem = f"photographs: {path} cannot be read"
+        with as_pocket_error(problem), Image.open(path) as image:
+            found.append(image.convert("RGB"))
+    return found
 
 
 def evaluate(
@@ -111,18 +118,35 @@ def evaluate(
     return found
 
 
+def check_compare(number: int, questions: int) -> None:
+    """Refuse a number of comparisons that is negative or more than the questions.
+
+    Raises
+    ------
+    PocketError
+    """
+    if number < 0:
+        raise PocketError(f"compare={number} must be at least 0")
+    if number > questions:
+        raise PocketError(
+            f"compare={number} is more than the {questions} questions; raise --scenes"
+        )
+
+
 def compare(vlm: VLM, asked: Asked, number: int) -> int:
-    """How many of ``number`` greedy answers under ``none`` have Hugging Face's tokens."""
-    equal = done = 0
-    for images, questions in asked:
-        for of in questions:
-            if done == number:
-                return equal
-            own = vlm.ask(of.text, images=images, recipe="none", **GREEDY).token_ids
-            equal += own == reference(vlm, of.text, images)
-            done += 1
-    if done < number:
-        raise PocketError(f"compare={number} is more than the {done} questions; raise --scenes")
+    """How many of ``number`` greedy answers under ``none`` have Hugging Face's tokens.
+
+    Raises
+    ------
+    PocketError
+        As `check_compare`.
+    """
+    flat = [(images, of.text) for images, questions in asked for of in questions]
+    check_compare(number, len(flat))
+    equal = 0
+    for images, text in flat[:number]:
+        own = vlm.ask(text, images=images, recipe="none", **GREEDY).token_ids
+        equal += own == reference(vlm, text, images)
     return equal
 
 
@@ -146,12 +170,34 @@ def gate(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [of for of in GATED if found.get(of, {"accuracy": 0.0})["accuracy"] < GATE]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Evaluate, print a table, write the result; 1 where the gate is missed, else 0."""
+def is_gated(args: argparse.Namespace, found: Mapping[str, Any]) -> bool:
+    """Whether the gate applies: to the default recipe and drawings, if its types were asked."""
+    default = args.recipe == "none" and args.split == "train" and args.photographs is None
+    return args.gate and default and set(GATED) <= set(found)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse arguments that would end the command after the evaluation.
+
+    Raises
+    ------
+    VLMFastError
+    """
     for name in ("scenes", "batch_size"):
         if getattr(args, name) < 1:
             raise PocketError(f"{name}={getattr(args, name)} must be at least 1")
+    check_compare(args.compare, args.scenes * sum(len(TYPES[kind]) for kind in args.kind))
+    if args.out is None:
+        return
+    check_folder(args.out.parent)
+    if args.out.is_dir():
+        raise PocketError(f"out: {args.out} is a folder; it must be a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, print a table, write the result; 1 where the gate is missed, else 0."""
     model = build.about(args.model)
+    check(args)
     vlm = VLM.from_pretrained(args.model, device=args.device, dtype=args.dtype)
     drawn = objects.read(args.parts / "objects", vlm.processor.tokenizer)
     photographs = read_photographs(args.photographs)
@@ -166,12 +212,7 @@ def run(args: argparse.Namespace) -> int:
             f"{type_:8}{of['right']:5} of {of['asked']:5}  "
             f"{of['accuracy']:6.1%}  [{low:.1%}, {high:.1%}]"
         )
-    result: dict[str, Any] = {"types": found, "seconds": round(seconds, 1)}
-    if args.compare:
-        equal = compare(vlm, asked, args.compare)
-        result["compared"] = {"equal": equal, "asked": args.compare}
-        print(f"{equal} of {args.compare} greedy answers have the tokens of generate")
-    facts = {
+    result: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "recipe": args.recipe,
         "split": args.split,
@@ -182,15 +223,27 @@ def run(args: argparse.Namespace) -> int:
         "transformers": transformers.__version__,
         "machine": platform.machine(),
         "model": model,
+        "types": found,
+        "seconds": round(seconds, 1),
     }
-    if args.out is not None:
-        replace_text(args.out, json.dumps({**facts, **result}, indent=1) + "\n")
-    missed = gate(found) if args.gate else []
-    if args.compare and result["compared"]["equal"] < args.compare:
-        missed.append("compare")
+    write(args.out, result)  # also if the comparison is interrupted
+    missed = gate(found) if is_gated(args, found) else []
+    if args.compare:
+        equal = compare(vlm, asked, args.compare)
+        result["compared"] = {"equal": equal, "asked": args.compare}
+        write(args.out, result)
+        print(f"{equal} of {args.compare} greedy answers have the tokens of generate")
+        if equal < args.compare:
+            missed.append("compare")
     for name in missed:
         print(f"missed: {name}")
     return 1 if missed else 0
+
+
+def write(out: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON, if there is a file for it."""
+    if out is not None:
+        replace_text(out, json.dumps(result, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

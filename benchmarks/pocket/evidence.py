@@ -1,7 +1,7 @@
 """Measure recipes on pocket: ``python benchmarks/pocket/evidence.py pocket --parts PARTS``.
 
-All options are those of ``vlmfast eval``, and ``vlmfast report`` reads the results. The questions
-are about the unseen layouts of ``evaluate.py``.
+All options are those of ``vlmfast eval``, and ``vlmfast report`` reads the results. ``--model`` is
+a folder of ``build.py``. The questions are about the unseen layouts of ``evaluate.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import build
 import objects
 import scenes
 from evaluate import GREEDY
 from objects import Objects
-from parts import PocketError
+from parts import PocketError, as_pocket_error
 from PIL import Image
 from scenes import TYPES, Layout
 from transformers import AutoConfig, AutoTokenizer
@@ -113,8 +114,11 @@ def main(argv: list[str] | None = None) -> int:
             return find_task(name, **options)
         if options:
             raise PocketError(f"task {name} has no option {', '.join(options)}")
-        drawn = objects.read(args.parts / "objects", AutoTokenizer.from_pretrained(args.model))
-        size = AutoConfig.from_pretrained(args.model).vision_config.image_size
+        build.about(Path(args.model))
+        with as_pocket_error(f"{args.model} cannot be read"):
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+            size = AutoConfig.from_pretrained(args.model).vision_config.image_size
+        drawn = objects.read(args.parts / "objects", tokenizer)
         return Scenes(drawn, size, args.kind or ("scene", "word"), args.drawings)
 
     try:

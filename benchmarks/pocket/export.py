@@ -12,9 +12,10 @@ from pathlib import Path
 
 import build
 from checkpoints import CURVE, save_weights
-from parts import PocketError, terms
+from parts import as_pocket_error, terms
 
 from vlmfast.core.files import replace_text
+from vlmfast.errors import VLMFastError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,11 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         _, state = build.read_trained(args.run)
         path = save_weights(args.folder, state)
         replace_text(args.folder / "GEMMA_TERMS.txt", terms(args.parts / "decoder") + "\n")
-    except PocketError as error:
+        replace_text(args.folder / "NOTICE.md", build.NOTICE)
+        if (curve := args.run / CURVE).exists():
+            with as_pocket_error(f"{curve} cannot be read"):
+                replace_text(args.folder / CURVE, curve.read_text(encoding="utf-8"))
+    except VLMFastError as error:
         raise SystemExit(f"error: {error}") from None
-    replace_text(args.folder / "NOTICE.md", build.NOTICE)
-    if (curve := args.run / CURVE).exists():
-        replace_text(args.folder / CURVE, curve.read_text(encoding="utf-8"))
     print(f"made {path}, {path.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parts import PocketError, check_folder, check_sum
+from parts import PocketError, as_pocket_error, check_folder, check_sum, read_json
 from PIL import Image
 
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import make_folder, replace_text
+from vlmfast.errors import VLMFastError
 
 VERSION = 1  # of the folder
 _NOTE = "objects.json"
@@ -86,7 +87,8 @@ class Objects:
         return self._drawing(name, style)
 
     def _read(self, name: str, style: str) -> Image.Image:
-        with Image.open(self.files[name][style]) as image:
+        path = self.files[name][style]
+        with as_pocket_error(f"{path} cannot be read"), Image.open(path) as image:
             return image.convert("RGBA")
 
     def drawings(self, split: str) -> dict[str, list[str]]:
@@ -126,7 +128,7 @@ def read(folder: Path, tokenizer: Any) -> Objects:
     if not (folder / _NOTE).exists():
         raise PocketError(f"{folder} has no drawings; `objects.py` makes them")
     files: dict[str, dict[str, Path]] = {}
-    for entry in json.loads((folder / "emoji.json").read_text(encoding="utf-8")):
+    for entry in read_json(folder / "emoji.json"):
         name = _name(entry)
         if name and len(tokenizer(f" {name}", add_special_tokens=False).input_ids) == 1:
             files[name] = {style: folder / style / entry["image"] for style in STYLES}
@@ -210,7 +212,7 @@ def make(folder: Path, archives: Path | None = None) -> Path:
         return target
     part = folder / "objects.part"
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    make_folder(part)
     with tempfile.TemporaryDirectory() as scratch:
         for name, style in STYLES.items():
             if archives is not None:
@@ -233,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(f"drawings in {make(args.folder, args.archives)}")
-    except PocketError as error:
+    except VLMFastError as error:
         raise SystemExit(f"error: {error}") from None
     return 0
 

@@ -14,6 +14,7 @@ Every file is checked against its SHA-256. A part that is already there is not m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import html
 import importlib.util
@@ -21,10 +22,12 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import make_folder, replace_text
 from vlmfast.errors import VLMFastError
 
 VERSION = 1  # of the folder
@@ -48,6 +51,56 @@ _POSITIONS = ("onnx::Concat_1957", "onnx::Reshape_1962")
 
 class PocketError(VLMFastError):
     """A part that is missing or not the expected one."""
+
+
+@contextlib.contextmanager
+def as_pocket_error(problem: str) -> Iterator[None]:
+    """Report the errors of libraries in one line.
+
+    Parameters
+    ----------
+    problem : str
+        Such as "FILE cannot be read"; the reason follows.
+
+    Raises
+    ------
+    PocketError
+        In place of every error but `VLMFastError`, which is one line already.
+    """
+    try:
+        yield
+    except VLMFastError:
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = textwrap.shorten(reason, 300, placeholder=" ...")
+        raise PocketError(f"{problem}: {reason}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises
+    ------
+    PocketError
+        If the file is missing or damaged.
+    """
+    with as_pocket_error(f"{path} cannot be read"):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """The JSON object that a script has noted; empty if there is no such file.
+
+    Raises
+    ------
+    PocketError
+        If the file is damaged.
+    """
+    found = read_json(path) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise PocketError(f"{path} has no JSON object")
+    return found
 
 
 def located(module: str, *path: str) -> Path:
@@ -89,13 +142,16 @@ def check_folder(folder: Path, name: str = "pocket.json", version: int = VERSION
     Raises
     ------
     PocketError
+        Also if it is a file.
     """
     note = folder / name
     if not note.exists():
-        if folder.exists() and any(of.suffix != ".part" for of in folder.iterdir()):
+        with as_pocket_error(f"{folder} cannot be read"):
+            found = list(folder.iterdir()) if folder.exists() else []
+        if any(of.suffix != ".part" for of in found):
             raise PocketError(f"{folder} is not empty and was not made by this command")
         return
-    made = json.loads(note.read_text(encoding="utf-8")).get("version")
+    made = read_note(note).get("version")
     if made != version:
         raise PocketError(
             f"{folder} is of version {made}, this command makes version {version}; use a new folder"
@@ -110,10 +166,8 @@ def terms(folder: Path) -> str:
     PocketError
         If the page is missing or has no such title.
     """
-    try:
+    with as_pocket_error(f"{folder / TERMS} cannot be read"):
         page = (folder / TERMS).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PocketError(f"{folder / TERMS} cannot be read: {error.strerror}") from error
     text = re.sub(r"(?s)<(script|style|head|svg|nav)\b.*?</\1>|<[^>]+>", " ", page)
     lines = [line.strip() for line in html.unescape(text).splitlines() if line.strip()]
     if "Gemma Terms of Use" not in lines:
@@ -145,7 +199,7 @@ def make_decoder(folder: Path) -> None:
 
     chunks = [located(f"{GGUF}_part{n + 1}", "data", f"{GGUF_FILE}.part0{n}") for n in range(4)]
     check_sum(GGUF_FILE, chunks, DECODER)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     joined = folder / GGUF_FILE
     with joined.open("wb") as file:
         for chunk in chunks:
@@ -224,8 +278,7 @@ def make(folder: Path, accepted: bool) -> None:
         shutil.rmtree(part, ignore_errors=True)
         maker(part)
         part.rename(folder / name)
-        note = json.dumps({"version": VERSION}) + "\n"
-        (folder / "pocket.json").write_text(note, encoding="utf-8")
+        replace_text(folder / "pocket.json", json.dumps({"version": VERSION}) + "\n")
         print(f"made {folder / name}")
 
 
@@ -236,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         make(args.folder, args.accept_gemma_terms)
-    except PocketError as error:
+    except VLMFastError as error:
         raise SystemExit(f"error: {error}") from None
     return 0
 

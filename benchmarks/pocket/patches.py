@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from build import Pocket
 from objects import Objects
-from parts import PocketError
+from parts import PocketError, as_pocket_error, read_note
 from scenes import KINDS, WORDS, Layout, draw, layout, seed_of
 from torch.utils.data import DataLoader, Dataset
 
@@ -45,7 +45,7 @@ class Patches:
         self.classes = list(dict.fromkeys([*objects.names, *WORDS]))
         facts = {"version": VERSION, "part": part, "size": pocket.size, "classes": self.classes}
         note = folder / "patches.json"
-        if note.exists() and json.loads(note.read_text(encoding="utf-8")) != facts:
+        if note.exists() and read_note(note) != facts:
             raise PocketError(
                 f"{folder} has patches of other images or of another version; remove it"
             )
@@ -104,7 +104,8 @@ class Patches:
         labels, features = self._paths(kind, len(self._shards[kind]))
         if not features.exists():  # written last
             return False
-        pair = np.load(features, mmap_mode="r"), np.load(labels, mmap_mode="r")
+        with as_pocket_error(f"{features} or its labels cannot be read"):
+            pair = np.load(features, mmap_mode="r"), np.load(labels, mmap_mode="r")
         self._shards[kind].append(pair)
         return True
 

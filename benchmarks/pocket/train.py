@@ -31,7 +31,7 @@ import objects
 import torch
 from build import Pocket, prompt
 from checkpoints import CURVE, Curve, load_checkpoint, save_checkpoint
-from parts import PocketError
+from parts import PocketError, as_pocket_error
 from patches import BACKGROUND, Patches, loader
 from scenes import CELLS, GRID, KINDS, Question, questions
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from vlmfast.core.files import make_folder
+from vlmfast.errors import VLMFastError
 
 IGNORED = -100  # label of tokens without loss
 # Arguments of the command with their least values.
@@ -471,11 +472,9 @@ class StageB:
         return {"projector": self.pocket.projector.state_dict(), "adapter": adapter}
 
     def load(self, state: dict[str, Any]) -> None:
-        from peft import set_peft_model_state_dict
-
         self.pocket.projector.load_state_dict(state["projector"])
         if "adapter" in state:
-            set_peft_model_state_dict(self.adapted, state["adapter"])
+            build.load_adapter(self.adapted, state["adapter"])
 
 
 class _Batches(Dataset):
@@ -527,7 +526,7 @@ def fit(
     Raises
     ------
     PocketError
-        If the checkpoint is of other settings.
+        If the checkpoint is of other settings or parts.
     """
     path, settings = folder / f"{stage.name}.pt", asdict(stage.settings)
     for group in stage.groups:
@@ -547,8 +546,9 @@ def fit(
             raise PocketError(
                 f"{path} is of settings {state['settings']}; give the same or remove it"
             )
-        stage.load(state)
-        optimizer.load_state_dict(state["optimizer"])
+        with as_pocket_error(f"{path} is no training of these parts"):
+            stage.load(state)
+            optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     curve, begin = Curve(folder / CURVE, stage.name, step), clock()
 
@@ -628,10 +628,12 @@ def train(args: argparse.Namespace, settings: Settings) -> None:
             stage = StageA(pocket, parts["train"], parts["check"], settings)
         else:
             stage = StageB(pocket, parts["train"], parts["check"], settings, args.workers)
-            before = load_checkpoint(args.run / "a.pt")
+            path = args.run / "a.pt"
+            before = load_checkpoint(path)
             if before is None:
                 raise PocketError(f"{args.run} has no checkpoint of stage a; run it first")
-            pocket.projector.load_state_dict(before["projector"])
+            with as_pocket_error(f"{path} is no training of these parts"):
+                pocket.projector.load_state_dict(before["projector"])
         done = fit(stage, args.run, steps, deadline, args.checkpoint_every)
         print(f"stage {name}: {done} of {steps} steps", flush=True)
         if done < steps:
@@ -661,7 +663,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         train(args, Settings(**{name: getattr(args, name) for name in standard}))
-    except PocketError as error:
+    except VLMFastError as error:
         raise SystemExit(f"error: {error}") from None
     return 0
 

@@ -502,8 +502,13 @@ def vision_attention(
         attention_mask = bias.to(query.dtype)
     layer = context.modules.get(id(module), -1)
     if (request := context.requests.get(layer)) is not None:
-        visible = None if padding is None else _visible_keys(padding).expand(len(key), n)
-        stats = _vision_rows(request, query, key, visible, bias, scaling, context.specials)
+        # A mask for each head is no padding: the tower adds it to its logits.
+        own = visible = None
+        if padding is not None and padding.shape[1] > 1:
+            own = padding
+        elif padding is not None:
+            visible = _visible_keys(padding).expand(len(key), n)
+        stats = _vision_rows(request, query, key, visible, bias, scaling, context.specials, own)
         keys = None
         if request.keys:
             keys = key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
@@ -539,6 +544,7 @@ def _vision_rows(
     bias: Tensor | None,
     scaling: float | None,
     specials: int,
+    own: Tensor | None = None,
 ) -> Tensor | None:
     """Statistics of one block of a tower, float32, (V, H, 1, N); see `StatRequest`.
 
@@ -549,6 +555,8 @@ def _vision_rows(
     bias : Tensor, float32, (V, 1, 1, N), optional
     specials : int
         Rows before the patches.
+    own : Tensor, (V or 1, H, N, N), optional
+        What the tower adds to its logits, as relative positions.
     """
     if request.rows == "keys":
         return None
@@ -557,12 +565,17 @@ def _vision_rows(
         logits = logits * _scale(scaling, query)
         if bias is not None:
             logits = logits + bias
+        if own is not None:
+            logits = logits + own[:, :, :1].float()
         if visible is not None:
             logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
         return logits.softmax(-1)
     if request.rows not in ("columns", "received"):
         raise ValueError(f"a vision tower has no {request.rows!r} rows")
     first = specials if request.rows == "received" else 0
+    if own is not None:
+        shared = own.float() if bias is None else own.float() + bias
+        return _received_with(query, key, shared, first, scaling, mean=request.rows == "received")
     views = []
     for number, (q, k) in enumerate(zip(query, key, strict=True)):
         here = torch.arange(k.shape[1], device=k.device)
@@ -574,6 +587,18 @@ def _vision_rows(
         if request.rows == "received":
             taken = taken / max(len(here) - first, 1)
         views.append(taken.new_zeros(*taken.shape[:2], k.shape[1]).index_copy(2, here, taken))
+    return torch.stack(views)
+
+
+def _received_with(
+    query: Tensor, key: Tensor, own: Tensor, first: int, scaling: float | None, *, mean: bool
+) -> Tensor:
+    """What keys receive from the rows after ``first``, (V, H, 1, N), with ``own`` in the logits."""
+    views = []
+    for q, k, added in zip(query, key, own.expand(len(query), -1, -1, -1), strict=True):
+        logits = q[:, first:].float() @ k.float().transpose(-1, -2) * _scale(scaling, query)
+        rows = (logits + added[:, first:]).softmax(-1)
+        views.append(rows.mean(1, keepdim=True) if mean else rows.sum(1, keepdim=True))
     return torch.stack(views)
 
 

@@ -173,15 +173,15 @@ def tower_of(vlm: VLM) -> str:
     adapter = vlm.adapter
     tower, sizes = adapter.tower(), adapter.sizes()
     parameters = sum(weight.numel() for weight in tower.parameters())
-    side = getattr(adapter.config.vision_config, "image_size", None)
+    size = adapter.view_size()
     facts = [
         type(tower).__name__,
         f"{sizes['vision_depth']} blocks",
         f"width {sizes['vision_width']}",
         f"{parameters / 1e6:.0f}M parameters",
     ]
-    if isinstance(side, int):
-        facts.append(f"{side} x {side} pixels")
+    if size is not None:
+        facts.append(f"{size[0]} x {size[1]} pixels")
     return ", ".join(facts)
 
 

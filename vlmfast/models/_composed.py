@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, RecipeError
 
+from ._media import view_size
 from ._parts import decoder_parts, tower_parts
+from ._rotation import turn
 from .base import Adapter
 
 if TYPE_CHECKING:
@@ -26,11 +30,20 @@ class Composed(Adapter):
 
     # Whether the projector must get the rows of patches alone, because a canvas is made of them.
     patches_alone: ClassVar[bool] = False
+    fixed = True
+
+    @classmethod
+    def without_weights(cls, config: Any, processor: Any) -> Self:
+        adapter = super().without_weights(config, processor)
+        adapter.measure(config.vision_config.model_type)
+        return adapter
 
     def examine(self) -> None:
         kind = type(self.tower()).__name__
-        self.tower_parts = tower_parts(kind, self.config.vision_config)
+        self.measure(kind)
         self.decoder_parts = decoder_parts(self.decoder, self.config.get_text_config())
+        self._turns: dict[int, str] = {}  # what positions do to the keys of a layer, see `turn`
+        self._check_feature_layers()
         strategy = self.config.vision_feature_select_strategy
         if (cut := int(strategy == "default")) > self.specials():
             raise ModelError(
@@ -44,6 +57,88 @@ class Composed(Adapter):
                 f"{self.specials()} rows before its patches and vision_feature_select_strategy="
                 f"{strategy!r} cuts off {cut}; the others have no position in the image"
             )
+
+    def measure(self, kind: str) -> None:
+        """Find the parts of the tower, ``kind``, for views as the processor makes them.
+
+        Raises
+        ------
+        ModelError
+            If they are no squares, or the tower does not take them.
+        """
+        vision = self.config.vision_config
+        name = type(self.processor).__name__
+        height, width = self.side = view_size(self.processor)
+        if height != width:
+            raise ModelError(
+                f"{name} makes images of {height}x{width} pixels, and {self.config.model_type} "
+                "takes squares; set the size in the processor"
+            )
+        usual = height == getattr(vision, "image_size", height)
+        try:
+            self.tower_parts = tower_parts(kind, vision, None if usual else height)
+            other = self.patches_alone and height // vision.patch_size != self._config_side()
+            if other:
+                raise ModelError(f"{self.config.model_type} packs the patches of its config")
+        except ModelError as error:
+            if usual:
+                raise
+            raise ModelError(
+                f"{name} makes images of {height}x{width} pixels, and the config of the vision "
+                f"tower has {vision.image_size}x{vision.image_size}; set the size in the "
+                f"processor: {error}"
+            ) from error
+
+    def _config_side(self) -> int:
+        vision = self.config.vision_config
+        return vision.image_size // vision.patch_size
+
+    def view_size(self) -> tuple[int, int]:
+        return self.side
+
+    def patches(self) -> int:
+        return (self.side[0] // self.config.vision_config.patch_size) ** 2
+
+    def _check_feature_layers(self) -> None:
+        layers, depth = self.config.vision_feature_layer, len(self.vision_blocks())
+        for layer in [layers] if isinstance(layers, int) else layers:
+            # Hugging Face reads a single 0 as none given.
+            if not -depth - 1 <= layer <= depth or layers == 0:
+                raise ModelError(
+                    f"vision_feature_layer={layers} in the config of the model: the vision tower "
+                    f"has {depth} blocks, so it must be from {-depth - 1} to {depth} and not 0"
+                )
+
+    def examine_windows(self) -> None:
+        """Windows are those that layers give to their attention; others in configs are unused."""
+        found = self.decoder_parts.windows
+        if not any(found):
+            if self.kinds:  # without them, Hugging Face's cache has a window all the same
+                self.window, self.windows = None, (None,) * self.depth
+        elif found != self.windows:  # the masks of Hugging Face may be those of another layer
+            self.window, self.windows = min(filter(None, found)), (None,) * self.depth
+
+    def rotate(self, keys: Tensor, delta: Tensor, layer: int = 0) -> Tensor:
+        if layer not in self._turns:
+            width = self.config.get_text_config().hidden_size
+            rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(layer))
+            self._turns[layer] = turn(
+                self.decoder_parts,
+                layer,
+                self.text_attention(layer),
+                lambda rows, at: tuple(
+                    table.to(rows.device) for table in self.tables(rows, at, layer)
+                ),
+                partial(super().rotate, layer=layer),
+                rows.to(keys.device, self.dtype),
+            )
+        if self._turns[layer] == "other":
+            raise RecipeError(
+                "this recipe changes the rotary ids of cached keys, which is not supported on "
+                f"{type(self.decoder).__name__}: layer {layer} does not rotate its keys as Llama "
+                "does; 'snapkv:0.5' works on this model"
+            )
+        return keys if self._turns[layer] == "unchanged" else super().rotate(keys, delta, layer)
 
     def vision_blocks(self) -> list[nn.Module]:
         return self.tower_parts.blocks_of(self.tower())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
+from vlmfast.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,25 @@ def runs(ids: Tensor, token: int) -> list[tuple[int, int]]:
     edges = here.diff(prepend=here.new_zeros(1), append=here.new_zeros(1))
     first, stop = (edges > 0).nonzero().flatten(), (edges < 0).nonzero().flatten()
     return list(zip(first.tolist(), (stop - first).tolist(), strict=True))
+
+
+def view_size(processor: Any) -> tuple[int, int]:
+    """Height and width in pixels of the views that a processor makes of a square image.
+
+    Raises
+    ------
+    ModelError
+        If it cannot read one.
+    """
+    try:
+        views = processor.image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
+        height, width = views["pixel_values"].shape[-2:]
+    except Exception as error:  # whatever its code raises with settings that do not fit
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"{type(processor).__name__} makes no view of an image: {reason}"
+        ) from error
+    return height, width
 
 
 def square_views(sizes: list[tuple[int, int]], side: int) -> tuple[ItemGeometry, ...]:

@@ -44,7 +44,8 @@ class TowerParts:
     specials : int
         Rows before the patches of an image: the CLS token and registers.
     rows_alone : bool
-        Whether its blocks take nothing but these rows; others also take positions of them.
+        Whether its blocks take nothing but these rows; others also take positions of them, or add
+        a bias to their attention.
     """
 
     blocks: str
@@ -68,18 +69,44 @@ class DecoderParts:
         The module whose output that module takes; empty where it takes the layer's own input.
     norm : str
         The module after the last layer; empty if there is none.
+    windows : tuple of int or None
+        The sliding window of each layer.
+    calls : tuple of _Call
+        How each layer calls its attention; of no use where it holds a state.
     """
 
     attention: tuple[str, ...]
     attention_norm: tuple[str, ...]
     norm: str
+    windows: tuple[int | None, ...]
+    calls: tuple[_Call | None, ...]
+
+
+@dataclass(frozen=True)
+class _Attending:
+    """One call of Transformers' attention interface."""
+
+    module: nn.Module
+    passed: bool  # an argument of the language model
+    masked: bool  # by a mask that Transformers did not make: there is none for this interface
+    causal: bool
+    sinks: bool
+    window: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Arguments of a module, with tensors on the meta device."""
+
+    args: tuple
+    given: Mapping[str, Any]
 
 
 @dataclass
 class _Run:
     """What is seen of one run. Tensors are kept, so that no two of them have the same id."""
 
-    attending: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    attending: list[_Attending] = field(default_factory=list)
     rows: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)  # shapes of outputs
     inputs: dict[nn.Module, int] = field(default_factory=dict)  # ids of first arguments
     args: dict[nn.Module, tuple] = field(default_factory=dict)
@@ -101,14 +128,23 @@ def _record(
 ) -> tuple[Tensor, None]:
     run = _run.get()
     assert run is not None
-    run.attending.append((module, "vlmfast_context" in kwargs))
+    run.attending.append(
+        _Attending(
+            module,
+            passed="vlmfast_context" in kwargs,
+            masked=attention_mask is not None,
+            causal=getattr(module, "is_causal", True),
+            sinks=kwargs.get("s_aux") is not None,
+            window=kwargs.get("sliding_window"),
+        )
+    )
     return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 AttentionInterface.register(_PROBE, _record)
 
 
-def tower_parts(kind: str, config: Any) -> TowerParts:
+def tower_parts(kind: str, config: Any, pixels_per_side: int | None = None) -> TowerParts:
     """The parts of a vision tower that Transformers builds from ``config``.
 
     Parameters
@@ -116,6 +152,8 @@ def tower_parts(kind: str, config: Any) -> TowerParts:
     kind : str
         Its name in errors.
     config : transformers.PreTrainedConfig
+    pixels_per_side : int, optional
+        Of the views that it gets; by default those of its config. Some towers take others, too.
 
     Raises
     ------
@@ -123,7 +161,7 @@ def tower_parts(kind: str, config: Any) -> TowerParts:
         If its patches are no square raster, or its blocks do not attend by Transformers' attention
         interface, once each.
     """
-    side, edge = _side(config, kind)
+    side, edge = _side(config, kind, pixels_per_side)
     shape = _VIEWS, getattr(config, "num_channels", 3), edge, edge
     pixels = torch.empty(shape, device="meta", dtype=_DTYPE)
     twin, run = _probed(config, kind, "vision tower", pixels, output_hidden_states=True)
@@ -140,12 +178,14 @@ def tower_parts(kind: str, config: Any) -> TowerParts:
         )
     more = [[*run.args[block][1:], *run.given[block].values()] for block in blocks]
     rows_alone = not any(isinstance(value, Tensor) for value in tree_leaves(more))
+    rows_alone = rows_alone and not any(call.masked for call in run.attending)
     return TowerParts(name, attention, specials, rows_alone)
 
 
-def _side(config: Any, kind: str) -> tuple[int, int]:
+def _side(config: Any, kind: str, image: int | None) -> tuple[int, int]:
     """Patches in a row of an image, and pixels."""
-    image, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    image = getattr(config, "image_size", None) if image is None else image
+    patch = getattr(config, "patch_size", None)
     if not isinstance(image, int) or not isinstance(patch, int):
         raise ModelError(
             f"{kind} as vision tower is not supported: its config has image_size={image} and "
@@ -160,8 +200,8 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
     Raises
     ------
     ModelError
-        If its layers do not attend by Transformers' attention interface, once each, take no rotary
-        tables, or do not pass arguments on to their attention.
+        If its layers do not attend by Transformers' attention interface, once each and causally,
+        take no rotary tables, or do not pass arguments on to their attention.
     """
     kind = type(decoder).__name__
     embeds = torch.empty(1, _TOKENS, config.hidden_size, device="meta", dtype=_DTYPE)
@@ -179,11 +219,17 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
                 "layers that take rotary tables",
                 all("position_embeddings" in run.given.get(layer, {}) for layer in layers),
             ),
-            ("layers that pass arguments on", all(passed for _, passed in run.attending)),
+            ("layers that pass arguments on", all(call.passed for call in run.attending)),
             (
                 "a layer index in its attention",
-                all(hasattr(module, "layer_idx") for module, _ in run.attending),
+                all(hasattr(call.module, "layer_idx") for call in run.attending),
             ),
+            ("attention that is causal", all(call.causal for call in run.attending)),
+            (
+                "attention without a mask of its own",
+                not any(call.masked for call in run.attending),
+            ),
+            ("attention without sinks", not any(call.sinks for call in run.attending)),
         )
         if not there
     ]
@@ -201,7 +247,18 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
         for of, module in twin.named_children()
         if run.inputs.get(module) is not None and run.makers.get(run.inputs[module]) is layers[-1]
     ]
-    return DecoderParts(attention, tuple(norms), last[0] if last else "")
+    by_module = {call.module: call for call in run.attending}
+    attending = [
+        layer.get_submodule(inner) if inner or layer in by_module else None
+        for layer, inner in zip(layers, attention, strict=True)
+    ]
+    return DecoderParts(
+        attention,
+        tuple(norms),
+        last[0] if last else "",
+        tuple(None if of is None else by_module[of].window for of in attending),
+        tuple(None if of is None else _Call(run.args[of], run.given[of]) for of in attending),
+    )
 
 
 def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tuple[nn.Module, _Run]:
@@ -254,7 +311,7 @@ def _blocks(
     Without ``every``, some of them may not attend at all.
     """
     names = {module: name for name, module in twin.named_modules()}
-    calls = [names[module] for module, _ in run.attending if module in names]
+    calls = [names[call.module] for call in run.attending if call.module in names]
     best: tuple[str, tuple[str, ...]] = "", ()
     for name, module in twin.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) <= len(best[1]):

@@ -176,6 +176,7 @@ class Adapter:
                 self.window if kind == "sliding_attention" else None for kind in self.kinds
             )
             self.window = None
+        self.examine_windows()
         # Whether layers of different kinds have different rotary tables.
         rotary = inspect.signature(self.decoder.rotary_emb.forward).parameters
         self.rotary_by_kind = "layer_type" in rotary
@@ -244,6 +245,14 @@ class Adapter:
         ModelError
             For what is not found.
         """
+
+    def examine_windows(self) -> None:
+        """Correct `window` and `windows`, in families where any language model may stand."""
+
+    def view_size(self) -> tuple[int, int] | None:
+        """Height and width in pixels of the views that the tower gets; ``None`` where they vary."""
+        size = getattr(self.config.vision_config, "image_size", None)
+        return (size, size) if isinstance(size, int) else size and tuple(size)
 
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())
@@ -635,9 +644,8 @@ class Adapter:
         return value.to(self.device, dtype)
 
     def _fits(self, pixels: Tensor) -> None:
-        size = self.config.vision_config.image_size
-        expected = (size, size) if isinstance(size, int) else tuple(size)
-        if tuple(pixels.shape[-2:]) != expected:
+        expected = self.view_size()
+        if expected is not None and tuple(pixels.shape[-2:]) != expected:
             height, width = pixels.shape[-2:]
             raise ModelError(
                 f"{type(self.processor).__name__} makes images of {height}x{width} pixels, and the "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
 import torch
 from torch import Tensor
 
@@ -15,23 +13,14 @@ from vlmfast.errors import ModelError
 
 from ._composed import Completed
 from ._media import square_views
-from ._parts import tower_parts
 from .base import Encoded
 
 
 class FamilyAdapter(Completed):
     fixed_tower = views_in_rows = True
 
-    @classmethod
-    def without_weights(cls, config: Any, processor: Any) -> Self:
-        adapter = super().without_weights(config, processor)
-        vision = config.vision_config
-        adapter.tower_parts = tower_parts(vision.model_type, vision)
-        return adapter
-
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        vision = self.config.vision_config
-        return square_views(sizes, vision.image_size // vision.patch_size)
+        return square_views(sizes, self.side[0] // self.config.vision_config.patch_size)
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels = inputs["pixel_values"]
