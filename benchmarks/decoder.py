@@ -83,9 +83,11 @@ def opened(folder: Path) -> tuple[VLM, Any]:
     model.model.language_model, model.lm_head = decoder.model, decoder.lm_head
     for part in (model.model.vision_tower, model.model.multi_modal_projector):
         part.to_empty(device="cpu").requires_grad_(False)
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(), tokenizer=tokens, image_token="<unused0>"
+    edge = tower["image_size"]
+    images = CLIPImageProcessor(
+        size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge}
     )
+    processor = LlavaProcessor(image_processor=images, tokenizer=tokens, image_token="<unused0>")
     return VLM(model, processor), tokens
 
 

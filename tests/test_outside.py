@@ -208,7 +208,6 @@ OWN = {
     ("vlmfast.core.saliency", "BLOCKS"),  # choices of a parameter
     ("vlmfast.kernels.quantize_kv", "BITS"),
     ("vlmfast.kernels.quantize_kv", "check"),
-    ("vlmfast.models._parts", "tower_parts"),  # `Composed` calls it
     ("vlmfast.models.base", "Model"),  # a type for annotations alone
 }
 

@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = public_names(
         "vlmfast.compressors.reducer": "Reducer",
         "vlmfast.compressors.select": "apportion best count most_alike plus_mean top",
         "vlmfast.kernels.col_stats": "col_stats",
-        "vlmfast.kernels.diversity": "cosine density_peaks dpp max_min",
+        "vlmfast.kernels.diversity": "cosine density_peaks dpp euclidean max_min",
         "vlmfast.kernels.merge": "merge_into",
         "vlmfast.kernels.pool": "cell_average cell_mix resample",
         "vlmfast.kernels.quantize_kv": "Segment channel_scale parameter_dtype quantize",

@@ -593,7 +593,10 @@ def _vision_rows(
 def _received_with(
     query: Tensor, key: Tensor, own: Tensor, first: int, scaling: float | None, *, mean: bool
 ) -> Tensor:
-    """What keys receive from the rows after ``first``, (V, H, 1, N), with ``own`` in the logits."""
+    """What keys receive from the rows after ``first``, (V, H, 1, N), with ``own`` in the logits.
+
+    The map of one view at a time is as large as ``own``.
+    """
     views = []
     for q, k, added in zip(query, key, own.expand(len(query), -1, -1, -1), strict=True):
         logits = q[:, first:].float() @ k.float().transpose(-1, -2) * _scale(scaling, query)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError, RecipeError
+from vlmfast.errors import ModelError
 
 from ._media import view_size
 from ._parts import decoder_parts, tower_parts
@@ -35,7 +35,7 @@ class Composed(Adapter):
     @classmethod
     def without_weights(cls, config: Any, processor: Any) -> Self:
         adapter = super().without_weights(config, processor)
-        adapter.measure(config.vision_config.model_type)
+        adapter.side = (getattr(config.vision_config, "image_size", 0),) * 2
         return adapter
 
     def examine(self) -> None:
@@ -68,30 +68,30 @@ class Composed(Adapter):
         """
         vision = self.config.vision_config
         name = type(self.processor).__name__
-        height, width = self.side = view_size(self.processor)
+        if callable(getattr(self.processor, "image_processor", None)):
+            height, width = view_size(self.processor)
+        else:  # where only sizes are asked for
+            height = width = vision.image_size
+        self.side = height, width
         if height != width:
             raise ModelError(
                 f"{name} makes images of {height}x{width} pixels, and {self.config.model_type} "
                 "takes squares; set the size in the processor"
             )
-        usual = height == getattr(vision, "image_size", height)
+        if height == getattr(vision, "image_size", height):
+            self.tower_parts = tower_parts(kind, vision)
+            return
+        sizes = (
+            f"{name} makes images of {height}x{width} pixels, and the config of the vision tower "
+            f"has {vision.image_size}x{vision.image_size}; set the size in the processor"
+        )
+        patch = vision.patch_size
+        if self.patches_alone and height // patch != vision.image_size // patch:
+            raise ModelError(f"{sizes}: {self.config.model_type} packs the patches of its config")
         try:
-            self.tower_parts = tower_parts(kind, vision, None if usual else height)
-            other = self.patches_alone and height // vision.patch_size != self._config_side()
-            if other:
-                raise ModelError(f"{self.config.model_type} packs the patches of its config")
+            self.tower_parts = tower_parts(kind, vision, height)
         except ModelError as error:
-            if usual:
-                raise
-            raise ModelError(
-                f"{name} makes images of {height}x{width} pixels, and the config of the vision "
-                f"tower has {vision.image_size}x{vision.image_size}; set the size in the "
-                f"processor: {error}"
-            ) from error
-
-    def _config_side(self) -> int:
-        vision = self.config.vision_config
-        return vision.image_size // vision.patch_size
+            raise ModelError(f"{sizes}: {error}") from error
 
     def view_size(self) -> tuple[int, int]:
         return self.side
@@ -118,7 +118,9 @@ class Composed(Adapter):
         elif found != self.windows:  # the masks of Hugging Face may be those of another layer
             self.window, self.windows = min(filter(None, found)), (None,) * self.depth
 
-    def rotate(self, keys: Tensor, delta: Tensor, layer: int = 0) -> Tensor:
+    def why_no_rotation(self, layer: int, device: torch.device) -> str:
+        if reason := super().why_no_rotation(layer, device):
+            return reason
         if layer not in self._turns:
             width = self.config.get_text_config().hidden_size
             rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(layer))
@@ -126,19 +128,16 @@ class Composed(Adapter):
                 self.decoder_parts,
                 layer,
                 self.text_attention(layer),
-                lambda rows, at: tuple(
-                    table.to(rows.device) for table in self.tables(rows, at, layer)
-                ),
-                partial(super().rotate, layer=layer),
-                rows.to(keys.device, self.dtype),
+                lambda rows, at: tuple(of.to(rows.device) for of in self.tables(rows, at, layer)),
+                partial(super().turned, layer=layer),
+                rows.to(device, self.dtype),
             )
-        if self._turns[layer] == "other":
-            raise RecipeError(
-                "this recipe changes the rotary ids of cached keys, which is not supported on "
-                f"{type(self.decoder).__name__}: layer {layer} does not rotate its keys as Llama "
-                "does; 'snapkv:0.5' works on this model"
-            )
-        return keys if self._turns[layer] == "unchanged" else super().rotate(keys, delta, layer)
+        other = self._turns[layer] == "other"
+        return f"whose language model rotates the keys of layer {layer} otherwise" if other else ""
+
+    def turned(self, keys: Tensor, delta: Tensor, layer: int) -> Tensor:
+        # A layer without a rotary embedding keeps its keys.
+        return keys if self._turns.get(layer) == "unchanged" else super().turned(keys, delta, layer)
 
     def vision_blocks(self) -> list[nn.Module]:
         return self.tower_parts.blocks_of(self.tower())

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
@@ -54,6 +53,8 @@ def view_size(processor: Any) -> tuple[int, int]:
     ModelError
         If it cannot read one.
     """
+    from PIL import Image
+
     try:
         views = processor.image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
         height, width = views["pixel_values"].shape[-2:]

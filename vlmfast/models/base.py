@@ -791,11 +791,15 @@ class Adapter:
         RecipeError
             Where keys cannot be rotated, see `why_no_rotation`.
         """
-        if reason := self.why_no_rotation():
+        if reason := self.why_no_rotation(layer, keys.device):
             raise RecipeError(
                 "this recipe changes the rotary ids of cached keys, which is not supported on "
                 f"{self.config.model_type}, {reason}; 'snapkv:0.5' works on this model"
             )
+        return self.turned(keys, delta, layer)
+
+    def turned(self, keys: Tensor, delta: Tensor, layer: int) -> Tensor:
+        """Keys as `rotate` returns them, by the rotary tables of a layer."""
         cos, sin = self.tables(keys.float(), delta, layer)  # heads are batch rows here
         kind = self.rotary(layer) or None
         scale = attention_scaling(self.decoder.rotary_emb, kind)  # keys have it already
@@ -805,8 +809,8 @@ class Adapter:
         turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
         return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
-    def why_no_rotation(self) -> str:
-        """The reason why `rotate` is not supported; empty where it is."""
+    def why_no_rotation(self, layer: int, device: torch.device) -> str:
+        """The reason why `rotate` is not supported on a layer, which is on ``device``; or empty."""
         text = self.config.get_text_config()
         if text.model_type in _INTERLEAVED:
             return "whose rotary embedding pairs neighboring dimensions"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,12 @@ from .base import Encoded
 
 class FamilyAdapter(Completed):
     fixed_tower = views_in_rows = True
+
+    @classmethod
+    def without_weights(cls, config: Any, processor: Any) -> Self:
+        adapter = super().without_weights(config, processor)
+        adapter.measure(config.vision_config.model_type)
+        return adapter
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         return square_views(sizes, self.side[0] // self.config.vision_config.patch_size)

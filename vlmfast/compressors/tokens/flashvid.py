@@ -52,6 +52,7 @@ from ..guard import Guarded
 from ..select import apportion
 
 NEIGHBOURS = 7
+LARGE = 1e15  # bound of a score, whose product with a distance is finite
 
 
 def segments(means: Tensor, threshold: float, least: int) -> Tensor:
@@ -142,7 +143,7 @@ class FlashVID(Guarded):
         for index, number, k in zip(frames, segment, picks, strict=True):
             event = (rows[index] @ middle[segment == number].T).mean(1)
             # A product that is not finite would give an index outside of the frame.
-            weight = (attention[index] * event).nan_to_num(0.0).clamp(0, 1e15)
+            weight = (attention[index] * event).nan_to_num(0.0).clamp(0, LARGE)
             chosen[index[calibrated(cosine(rows[index]), weight, k)]] = True
 
         parent, alike = self._links(rows, frames, segment, chosen)
