@@ -9,8 +9,9 @@ need their mask.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -232,24 +233,13 @@ def _cached(
     plain = not layer.segments and layer.attention_mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
     dense = plain and not (tokens <= _FEW and _kernels(query, key))
-    if dense and layer.prefix and tokens == 1 and not (sliding and layer.rank is not None):
-        n = layer.max_lengths[0] + 1
-        visible = slice(n - layer.window if sliding else 0, n)
-        bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
-        if len(query) > 1 or not alone:
-            return _buffer_attention(query, key[:, :, visible], value[:, :, visible], bias, scaling)
-        # A single row: Hugging Face's own call on these slots is bit-identical.
-        if bias is not None and bias.shape[1] != query.shape[1]:
-            bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
-        return sdpa_attention_forward(
-            module,
-            query,
-            key[:, :, visible],
-            value[:, :, visible],
-            bias,
-            dropout=dropout,
-            scaling=scaling,
-        )[0]
+    alone = alone and len(query) == 1
+    if dense and layer.prefix and not (sliding and layer.rank is not None):
+        attend = partial(_last, module, layer, sliding, scaling, dropout, alone)
+        if tokens == 1:
+            return attend(query, key, value, layer.max_lengths[0] + 1)
+        if alone and context.tree is not None and query.dtype.itemsize == 2:
+            return _by_node(query, key, value, context.tree[0], layer.max_lengths[0], attend)
     if (
         context.ancestors is not None
         and layer.attention_mass is None
@@ -297,6 +287,54 @@ def _cached(
             layer.receive(attention_mass[:, :, -tail:], sliding)
         output = output.transpose(1, 2)
     return output
+
+
+def _last(
+    module: TextAttention,
+    layer: KVLayer,
+    sliding: bool,
+    scaling: float | None,
+    dropout: float,
+    alone: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end: int,
+) -> Tensor:
+    """Attention of one token of each row over the first ``end`` slots, the last one its own."""
+    visible = slice(max(end - layer.window, 0) if sliding and layer.window else 0, end)
+    key, value = key[:, :, visible], value[:, :, visible]
+    bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
+    if not alone:
+        return _buffer_attention(query, key, value, bias, scaling)
+    # A single row: Hugging Face's own call on these slots is bit-identical.
+    if bias is not None and bias.shape[1] != query.shape[1]:
+        bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
+    return sdpa_attention_forward(
+        module, query, key, value, bias, dropout=dropout, scaling=scaling
+    )[0]
+
+
+def _by_node(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    n: int,
+    attend: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """Attention of the nodes of a tree after ``n`` slots, each as if it were a single token.
+
+    In half precision, one call for all nodes rounds differently, which can decide near ties.
+    """
+    outputs = []
+    keys, values = (x[:, :, : n + len(tree)].clone() for x in (key, value))
+    for node, seen in enumerate(tree):
+        path = n + seen.nonzero().flatten()
+        end = n + len(path)
+        keys[:, :, n:end], values[:, :, n:end] = key[:, :, path], value[:, :, path]
+        outputs.append(attend(query[:, :, node : node + 1], keys, values, end))
+    return torch.cat(outputs, 1)
 
 
 def _grouped(
