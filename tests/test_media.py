@@ -148,31 +148,7 @@ def test_source_types(tmp_path: Path) -> None:
         assert np.array_equal(pixels(load_image(source)), array)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("fmt", ["PNG", "TIFF"])
-def test_exif_orientation_is_applied_once(orientation: int, fmt: str) -> None:
-    stored = fx.make_image(12, 20)
-    upright = {
-        1: stored,
-        2: stored[:, ::-1],
-        3: stored[::-1, ::-1],
-        4: stored[::-1],
-        5: stored.transpose(1, 0, 2),
-        6: np.rot90(stored, -1),
-        7: stored[::-1, ::-1].transpose(1, 0, 2),
-        8: np.rot90(stored, 1),
-    }[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = fx.encoded(Image.fromarray(stored), fmt, exif=exif)
-    once = load_image(data)
-    assert np.array_equal(pixels(once), upright)
-    assert np.array_equal(pixels(load_image(once)), upright)
-    opened = Image.open(io.BytesIO(data))
-    assert np.array_equal(pixels(load_image(opened)), upright)
-
-
-def test_jpeg_orientation_and_unreadable_metadata() -> None:
+def test_unreadable_metadata() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.fromarray(fx.make_image(12, 20))
