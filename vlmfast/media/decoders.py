@@ -48,6 +48,9 @@ class Reader(abc.ABC):
         Size of the frames, upright.
     """
 
+    width: int
+    height: int
+
     def __init__(self, name: str, starts: list[float], last_length: float, fps: float) -> None:
         if not starts:
             raise MediaError(f"{name}: has no frames that can be decoded")
@@ -308,7 +311,7 @@ class DecordReader(Reader):
         except ImportError:
             return
         self._file.seek(0)
-        with av.open(self._file, metadata_errors="replace", options=_ALONE) as container:
+        with av.open(self._file, "r", metadata_errors="replace", options=_ALONE) as container:
             stream: Any = container.streams.best("video")
             if stream is None:
                 raise MediaError(f"{self.name}: has no video stream")

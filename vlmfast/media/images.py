@@ -103,13 +103,12 @@ def _opaque(image: Image.Image) -> Image.Image | None:
     from PIL import Image
     from PIL.PngImagePlugin import PngImageFile
 
-    key = image.info.get("transparency")
-    unread = isinstance(image, PngImageFile) and image.tile and image.fp and not image.tell()
-    if not (unread and isinstance(key, int | tuple)):
+    if not (isinstance(image, PngImageFile) and image.tile and image.fp) or image.tell():
         return None
+    key = image.info.get("transparency")
     mode = str(image.tile[0][3])
     step = {"1": 1, "L;2": 85, "L;4": 17, "I;16B": 1, "RGB;16B": 1}.get(mode)
-    if step is None:
+    if step is None or not isinstance(key, int | tuple):
         return None
     at = image.fp.tell()
     image.fp.seek(0)
@@ -124,7 +123,7 @@ def _opaque(image: Image.Image) -> Image.Image | None:
     pixels = decoded(mode) // step
     if mode == "RGB;16B":  # of which Pillow keeps the upper bytes
         pixels = pixels << 8 | decoded("RGB;16L")
-    differs = pixels != np.asarray(key > 0 if mode == "1" else key)
+    differs = pixels != np.asarray(bool(key) if mode == "1" else key)
     return Image.fromarray(differs.any(-1) if differs.ndim == 3 else differs)
 
 
