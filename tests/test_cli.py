@@ -514,7 +514,7 @@ def test_interrupt_exits_with_130(
     assert capsys.readouterr() == ("", "")
 
 
-def test_gpu_out_of_memory_is_one_line(
+def test_out_of_memory_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -524,6 +524,8 @@ def test_gpu_out_of_memory_is_one_line(
 
     replace(monkeypatch, full)
     assert "tried to allocate" in run_error(capsys, ["env"])
+    replace(monkeypatch, lambda args: torch.empty(1 << 50))  # the CPU's allocator
+    assert "the memory is too small" in run_error(capsys, ["env"])
 
 
 class Refused:

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.help import examples
-from vlmfast.errors import MediaError, ModelError, VLMFastError
+from vlmfast.errors import (
+    MediaError,
+    ModelError,
+    OutOfMemory,
+    VLMFastError,
+    is_out_of_memory,
+)
 from vlmfast.version import __version__
 
 from . import arguments, completion, methods
@@ -98,8 +104,10 @@ def _message(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, VLMFastError):
         return text
-    if type(error).__name__ == "OutOfMemoryError":
-        return f"the GPU's memory is too small: {text}"
+    if isinstance(error, OutOfMemory):
+        return text
+    if is_out_of_memory(error):
+        return f"the memory is too small: {text or type(error).__name__}"
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, check_memory
 
 from . import hub
 from .cards import FOLDER, model_card, with_hub_id
@@ -141,6 +141,7 @@ class StageWeights:
         except RecipeError:
             raise
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            check_memory(error)
             raise RecipeError(
                 f"{self.stage}: the weights cannot be used: {type(error).__name__}: {error}"
             ) from error

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 
 from .images import on_white
 from .info import MAX_PIXELS
@@ -82,6 +82,7 @@ class Reader(abc.ABC):
         except MediaError:
             raise
         except Exception as error:
+            check_memory(error)
             raise self._fail(error) from error
 
     def _check_size(self, width: int, height: int) -> None:
@@ -356,6 +357,7 @@ class DecordReader(Reader):
             # their neighbors, with only a line on stderr.
             self._reader = self._decord.VideoReader(source, fault_tol=1e-6)
         except Exception as error:
+            check_memory(error)
             if "cannot find video stream" in str(error):
                 raise MediaError(f"{self.name}: has no video stream") from error
             raise

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 
 from .sources import short, sniffed
 
@@ -79,6 +79,7 @@ def open_image(name: str, file: BinaryIO) -> Image.Image:
         with _strict_pillow():
             return Image.OPEN[fmt][0](file, "")
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: cannot be read as {fmt}: {_reason(error)}") from error
 
 
@@ -90,6 +91,7 @@ def load_pixels(name: str, image: Image.Image) -> Image.Image | None:
             image.load()
             return opaque
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: is truncated or damaged: {_reason(error)}") from error
 
 
@@ -161,7 +163,8 @@ def upright_rgb(name: str, image: Image.Image, opaque: Image.Image | None = None
 
     try:
         orientation = image.getexif().get(0x0112)
-    except Exception:  # unreadable metadata has no orientation
+    except Exception as error:  # unreadable metadata has no orientation
+        check_memory(error)
         orientation = None
     turn = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -178,6 +181,7 @@ def upright_rgb(name: str, image: Image.Image, opaque: Image.Image | None = None
     except MediaError:
         raise
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: mode {image.mode} is not supported: {_reason(error)}") from error
     # Otherwise the next reader would apply the orientation again.
     rgb.info = {}
@@ -250,6 +254,7 @@ def from_tensor(name: str, tensor: Tensor) -> npt.NDArray[Any]:
             tensor = tensor.float()
         array = tensor.numpy()
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: cannot be read: {_reason(error)}") from error
     if array.ndim == 3 and array.shape[0] in (1, 3, 4):
         return array.transpose(1, 2, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, check_memory
 
 from . import alternatives, families, skipped
 
@@ -85,5 +85,6 @@ def _try(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except Exception as error:  # a bad checkpoint can raise any exception
+        check_memory(error)
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{what}: {reason}") from error

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, check_memory
 
 from .rope import rotary_by_length
 
@@ -272,6 +272,7 @@ def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tupl
         with rotary, _watched(twin) as run, torch.no_grad():
             twin(*args, **given)
     except Exception as error:  # whatever its code raises without what it needs
+        check_memory(error)
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{kind} as {role} is not supported: {reason}") from error
     return twin, run

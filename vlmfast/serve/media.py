@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 from vlmfast.media import load_image, open_video
 from vlmfast.media.containers import HEAD_BYTES, damage, sniff, stated_seconds
 from vlmfast.media.selection import check_choice
@@ -256,6 +256,7 @@ def _check_video(data: bytes, limits: MediaLimits) -> None:
     except MediaError:
         raise
     except (av.FFmpegError, OSError, ValueError) as error:
+        check_memory(error)
         raise Refused(f"cannot be read as {container}") from error
 
 

@@ -30,7 +30,7 @@ from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training, TrainingContext
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError, check_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -399,6 +399,7 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             written = state["settings"]
         except Exception as error:  # any other file may raise anything
+            check_memory(error)
             raise TrainingError(
                 f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
                 "choose another --out, or start again with --fresh"

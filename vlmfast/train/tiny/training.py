@@ -22,7 +22,7 @@ from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import make_folder, replacing
 from vlmfast.core.help import examples
 from vlmfast.core.progress import Progress
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, check_memory
 
 from . import data
 from .parallel import Group, join, launch
@@ -147,6 +147,7 @@ class Trainer:
                 self.step, self.elapsed = state["step"], state["elapsed"]
                 self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
         except Exception as error:  # any other file may raise anything
+            check_memory(error)
             raise TrainingError(
                 f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
                 "choose another --out, or start again with --fresh"
