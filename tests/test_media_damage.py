@@ -16,6 +16,7 @@ import pytest
 import damaged_media as dm
 import media_fixtures as fx
 import vlmfast
+from vlmfast import errors
 from vlmfast.errors import MediaError, OutOfMemory, VLMFastError, is_out_of_memory
 from vlmfast.media import containers, decoders, load_image, load_video, probe_video
 
@@ -225,10 +226,15 @@ def test_exhausted_memory_is_no_fault_of_a_video(whole, monkeypatch) -> None:
         def _image(self, frame):
             raise av.error.MemoryError(12, "Cannot allocate memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(decoders, "AvReader", Broken)
-        with pytest.raises(OutOfMemory):
-            load_video(whole["front.mp4"], decoder="av")
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(decoders, "AvReader", Broken)
+    with pytest.raises(MediaError, match="Cannot allocate memory"):  # more than there ever is
+        load_video(whole["front.mp4"], decoder="av")
+    monkeypatch.setattr(errors.mmap, "mmap", full)
+    with pytest.raises(OutOfMemory):
+        load_video(whole["front.mp4"], decoder="av")
     for other in (RuntimeError("own"), OSError("out of"), OSError(2, "out of memory"), KeyError()):
         assert not is_out_of_memory(other)
     assert is_out_of_memory(OSError(errno.ENOMEM, "no"))

@@ -1,6 +1,7 @@
 """Exceptions raised by vlmfast."""
 
 import errno
+import mmap
 
 __all__ = [
     "DeadlineExceeded",
@@ -74,10 +75,14 @@ class OutOfMemory(MemoryError):
 
 # In the messages of PyTorch's CPU allocator, C++, libavif and Pillow, whose types are not specific.
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+_FFMPEG_MOST = 1 << 31  # bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of any library says that the memory is too small, a GPU's included."""
+    if type(error).__module__ == "av.error" and isinstance(error, MemoryError):
+        # FFmpeg also says so of damaged files that state more than it ever allocates.
+        return not _is_free(_FFMPEG_MOST)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -86,6 +91,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(part in text for part in _EXHAUSTED)
+
+
+def _is_free(size: int) -> bool:
+    try:
+        mmap.mmap(-1, size).close()  # not touched, and thus free of cost
+    except (OSError, MemoryError):
+        return False
+    return True
 
 
 def check_memory(error: BaseException) -> None:

@@ -164,12 +164,11 @@ def _compare(args: argparse.Namespace) -> int:
     rows = vlm.compare(args.question, **media, recipes=args.recipes, **_generation(args))
     if args.overlay:
         from vlmfast.api.overlays import contact_sheet
+        from vlmfast.core.files import replacing
 
         sheet = contact_sheet([row.answer for row in rows if row.answer is not None])
-        try:
-            sheet.save(args.overlay)
-        except OSError as error:
-            raise MediaError(f"--overlay {args.overlay} cannot be written: {error}") from error
+        with replacing(args.overlay) as file:
+            sheet.save(file, _image_format(args.overlay))
     # As given: the canonical text omits defaults.
     named = list(zip(["none", *args.recipes], rows, strict=True))
     if args.json:
@@ -493,10 +492,17 @@ def _check_overlay(path: str | None) -> None:
         return
     from PIL import Image
 
-    if Image.registered_extensions().get(Path(path).suffix.lower()) not in Image.SAVE:
+    if _image_format(path) not in Image.SAVE:
         raise MediaError(f"--overlay {path}: the name must end in .png or another image format")
     if not Path(path).parent.is_dir():
         raise MediaError(f"--overlay {path}: folder {Path(path).parent} does not exist")
+
+
+def _image_format(path: str) -> str | None:
+    """Pillow's name of the format that the name of a file ends with."""
+    from PIL import Image
+
+    return Image.registered_extensions().get(Path(path).suffix.lower())
 
 
 # --- surroundings --------------------------------------------------------------------------------

@@ -1,17 +1,36 @@
-"""Atomic replacement of files: after any interruption, the old or the new file is complete."""
+"""Reads and writes the files of users: regular files alone, and no links where it writes.
+
+Files are replaced atomically: after any interruption, the old or the new one is complete.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import threading
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from vlmfast.errors import VLMFastError
 
-__all__ = ["make_folder", "replace_bytes", "replace_text", "replacing"]
+__all__ = [
+    "make_folder",
+    "open_to_append",
+    "open_to_read",
+    "read_bytes",
+    "read_text",
+    "replace_bytes",
+    "replace_text",
+    "replacing",
+]
+
+_SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
+# Windows has no links of this kind, and needs to be told that a file is not text.
+_FLAGS = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_NEW, _APPEND = _FLAGS | os.O_EXCL, _FLAGS | os.O_APPEND
 
 
 @contextlib.contextmanager
@@ -21,7 +40,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     Parameters
     ----------
     path : str or Path
-        In a folder that exists.
+        A regular file, which keeps its owner and permissions, or a new one; in a folder that
+        exists.
 
     Yields
     ------
@@ -35,10 +55,16 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         With the path and the reason, where the file cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
+        old = _old(path)
+        # No one can have put a link at a name that is not known before.
+        draft = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+        # Private until it has the permissions of the old file.
+        file = os.fdopen(os.open(draft, _NEW, 0o666 if old is None else 0o600), "wb")
         try:
-            with open(draft, "wb") as file:
+            with file:
+                if old is not None:
+                    _make_alike(file.fileno(), old)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -55,6 +81,50 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         if isinstance(error.__context__, OSError):
             raise _cannot(path, error.__context__) from error
         raise
+
+
+def open_to_append(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a new one, to append to it.
+
+    Raises
+    ------
+    VLMFastError
+        With the path and the reason, where the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        _old(path)
+        # Of a pipe that was put there meanwhile, opening would wait for the reader.
+        handle = os.open(path, _APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
+        return os.fdopen(_regular(handle, path), "ab")
+    except OSError as error:
+        raise _cannot(path, error) from error
+
+
+def open_to_read(path: str | Path) -> BinaryIO:
+    """Open a regular file: a pipe may have no writer, and a device no end.
+
+    Raises
+    ------
+    OSError
+        Where the file cannot be opened or is no regular one.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        return os.fdopen(_regular(os.open(os.fspath(path), flags), path), "rb")
+    except ValueError as error:  # a null character
+        raise OSError(errno.EINVAL, _NO_PATH) from error
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a regular file; errors as `open_to_read`."""
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a regular file, UTF-8; errors as `open_to_read`, and `UnicodeDecodeError`."""
+    return read_bytes(path).decode()
 
 
 def replace_bytes(path: str | Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -81,6 +151,42 @@ def make_folder(path: str | Path) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot(Path(path), error) from error
+
+
+def _old(path: Path) -> os.stat_result | None:
+    """The file at a path, None if there is none; an OSError if it must not be written."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # a null character
+        raise OSError(errno.EINVAL, _NO_PATH) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.EINVAL, "Is a link, and links are not followed")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, _SPECIAL)
+    return status
+
+
+def _make_alike(handle: int, old: os.stat_result) -> None:
+    """Give a file the owner, where this user may, and the permissions of another."""
+    if hasattr(os, "fchown"):
+        with contextlib.suppress(PermissionError):
+            os.fchown(handle, old.st_uid, old.st_gid)
+        os.fchmod(handle, stat.S_IMODE(old.st_mode))
+
+
+def _regular(handle: int, path: str | Path) -> int:
+    """The descriptor of a regular file; any other is closed, with an OSError."""
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, _SPECIAL, str(path))
 
 
 def _cannot(path: Path, error: OSError) -> VLMFastError:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError, check_memory
 
-from .files import replace_bytes
+from .files import read_bytes, replace_bytes
 from .former import FormerAttribute
 
 _OPENING = b'{"__metadata__":{"digest":"'  # after the eight bytes of the header's length
@@ -222,7 +222,7 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     from safetensors.torch import load
 
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
     if data[8:_AT] != _OPENING or len(data) < _AT + _SUM:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.drafting import Target
+from vlmfast.core.files import read_text
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import RecipeError, check_memory
 
@@ -145,7 +146,7 @@ def _marked(ids: Tensor, marks: Tensor) -> bool:
 
 def _read(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:

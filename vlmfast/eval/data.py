@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmfast.core.files import read_bytes
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media.sources import is_url, short, shown
 
@@ -313,7 +314,7 @@ def read_subtitles(path: Path) -> list[Subtitle]:
         prompt.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         marked = data[:2] in (b"\xff\xfe", b"\xfe\xff")
         text = data.decode("utf-16" if marked else "utf-8-sig")
     except OSError as error:

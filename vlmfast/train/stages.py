@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlmfast.core.files import replacing
+from vlmfast.core.files import open_to_append, read_text, replacing
 from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
@@ -188,7 +188,7 @@ def conversations(
     were the first. Entries without media are skipped, and of the others those outside ``part``.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise TrainingError(f"--data {path} cannot be read: {error}") from error
     kinds = list(dict.fromkeys(modalities))
@@ -546,7 +546,7 @@ class Trainer:
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
         log = self.out / "log.jsonl"
         try:
-            with log.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with open_to_append(log) as file:
+                file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error
