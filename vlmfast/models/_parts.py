@@ -266,7 +266,8 @@ def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tupl
     config = copy.deepcopy(config)  # it is changed, and the user's has their attention
     try:
         with torch.device("meta"):
-            twin = AutoModel.from_config(config, dtype=_DTYPE, attn_implementation=_PROBE).eval()
+            own = {"attn_implementation": _PROBE, "trust_remote_code": False}
+            twin = AutoModel.from_config(config, dtype=_DTYPE, **own).eval()
         # Tables by length would be read on the host.
         rotary = rotary_by_length(twin) if hasattr(twin, "rotary_emb") else nullcontext()
         with rotary, _watched(twin) as run, torch.no_grad():
