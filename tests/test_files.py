@@ -120,6 +120,7 @@ def test_links_are_not_followed(tmp_path: Path, write, monkeypatch: pytest.Monke
     for name in (".file.known.tmp", f".file.{os.getpid()}-{threading.get_ident()}.tmp"):
         (tmp_path / name).symlink_to(victim)
     refused(lambda: write(path, 1), path, "File exists")
+    assert (tmp_path / ".file.known.tmp").is_symlink()  # it is not ours
     monkeypatch.undo()
     write(path, 1)
     path.unlink()

@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,9 +29,9 @@ __all__ = [
 ]
 
 _SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
-# Windows has no links of this kind, and needs to be told that a file is not text.
-_FLAGS = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-_NEW, _APPEND = _FLAGS | os.O_EXCL, _FLAGS | os.O_APPEND
+# Not on Windows. Without the second, opening a pipe waits for its other end.
+_NO_LINK, _AT_ONCE = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
 
 
 @contextlib.contextmanager
@@ -60,9 +61,9 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         # No one can have put a link at a name that is not known before.
         draft = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
         # Private until it has the permissions of the old file.
-        file = os.fdopen(os.open(draft, _NEW, 0o666 if old is None else 0o600), "wb")
+        handle = _open(draft, _NEW, mode=0o666 if old is None else 0o600)
         try:
-            with file:
+            with open(handle, "wb") as file:
                 if old is not None:
                     _make_alike(file.fileno(), old)
                 yield file
@@ -94,9 +95,7 @@ def open_to_append(path: str | Path) -> BinaryIO:
     path = Path(path)
     try:
         _old(path)
-        # Of a pipe that was put there meanwhile, opening would wait for the reader.
-        handle = os.open(path, _APPEND | getattr(os, "O_NONBLOCK", 0), 0o666)
-        return os.fdopen(_regular(handle, path), "ab")
+        return open(path, "ab", opener=partial(_open, more=_NO_LINK | _AT_ONCE))
     except OSError as error:
         raise _cannot(path, error) from error
 
@@ -109,9 +108,8 @@ def open_to_read(path: str | Path) -> BinaryIO:
     OSError
         Where the file cannot be opened or is no regular one.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        return os.fdopen(_regular(os.open(os.fspath(path), flags), path), "rb")
+        return open(path, "rb", opener=partial(_open, more=_AT_ONCE))
     except ValueError as error:  # a null character
         raise OSError(errno.EINVAL, _NO_PATH) from error
 
@@ -178,15 +176,16 @@ def _make_alike(handle: int, old: os.stat_result) -> None:
         os.fchmod(handle, stat.S_IMODE(old.st_mode))
 
 
-def _regular(handle: int, path: str | Path) -> int:
-    """The descriptor of a regular file; any other is closed, with an OSError."""
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
+def _open(path: str | Path, flags: int, *, more: int = 0, mode: int = 0o666) -> int:
+    """An opener of `open` for regular files."""
+    handle = os.open(path, flags | more, mode)
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
         return handle
     os.close(handle)
-    if stat.S_ISDIR(mode):
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, _SPECIAL, str(path))
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, _SPECIAL, path)
 
 
 def _cannot(path: Path, error: OSError) -> VLMFastError:
