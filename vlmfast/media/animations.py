@@ -8,6 +8,7 @@ from vlmfast.errors import MediaError
 
 from .decoders import Reader
 from .images import load_pixels, open_image, upright_rgb
+from .info import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,6 +29,8 @@ class AnimationReader(Reader):
         Name of the file in error messages.
     file : BinaryIO
         An image, seekable; must stay open while the reader is used.
+    max_pixels : int, optional
+        Of a frame; by default as for images.
 
     Raises
     ------
@@ -35,8 +38,8 @@ class AnimationReader(Reader):
         If the image is not animated, or it cannot be decoded.
     """
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
-        self.name = name
+    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
+        self.name, self._max_pixels = name, max_pixels or MAX_PIXELS
         image: Any = open_image(name, file)
         self._image = image
         # The pages of a TIFF and the views of an MPO have no times.

@@ -50,6 +50,7 @@ class Reader(abc.ABC):
 
     width: int
     height: int
+    _max_pixels: int
 
     def __init__(self, name: str, starts: list[float], last_length: float, fps: float) -> None:
         if not starts:
@@ -86,10 +87,17 @@ class Reader(abc.ABC):
             raise self._fail(error) from error
 
     def _check_size(self, width: int, height: int) -> None:
-        if not 0 < width * height <= MAX_PIXELS:
+        most = self._max_pixels
+        if not 0 < width * height <= most:
             raise MediaError(
-                f"{self.name}: has frames of {width}x{height}, the limit is {MAX_PIXELS} pixels"
+                f"{self.name}: is too large: it has frames of {width}x{height}, the limit is "
+                f"{most} pixels"
             )
+
+    def _bounded(self) -> dict[str, str]:
+        """Options of a codec, which may find larger frames than its stream states."""
+        # Twice, since decoders round sides up. Larger frames are not decoded at all.
+        return {"max_pixels": str(2 * self._max_pixels)}
 
 
 class _Packet(NamedTuple):
@@ -109,6 +117,9 @@ class AvReader(Reader):
     file : BinaryIO
         Seekable; must stay open while the reader is used. A file object rather than a path, so that
         FFmpeg cannot interpret a file name as a protocol.
+    max_pixels : int, optional
+        Of a frame as it is decoded: some may be larger than the header states. By default as for
+        images.
 
     Raises
     ------
@@ -116,10 +127,10 @@ class AvReader(Reader):
         If the file has no video stream, or it cannot be decoded.
     """
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
+    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
         import av
 
-        self.name, self._file, self._av = name, file, av
+        self.name, self._file, self._av, self._max_pixels = name, file, av, max_pixels or MAX_PIXELS
         # Iterator of decoded frames, and the index of the frame before the next one.
         self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
         self._container: Any = None
@@ -216,7 +227,7 @@ class AvReader(Reader):
         if stream.codec_context is None:
             raise MediaError(f"{self.name}: has a video stream that no installed decoder reads")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
-        stream.codec_context.options = _bounded()
+        stream.codec_context.options = self._bounded()
         stream.thread_type = "AUTO"
         self._stream = stream
 
@@ -241,7 +252,9 @@ class AvReader(Reader):
             self._open()
         if key:
             self._container.seek(self._pts[key], stream=self._stream, backward=True)
-        yield from self._container.decode(self._stream)
+        for frame in self._container.decode(self._stream):
+            self._check_size(frame.width, frame.height)
+            yield frame
 
     def _key_before(self, index: int) -> int:
         """Return the index of the frame from which `index` can be decoded."""
@@ -284,12 +297,13 @@ class DecordReader(Reader):
     _reader: Any
     _at: int | None
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
+    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
         import decord
 
         # Process-wide, like FFmpeg's log level: decord offers no other way and cannot restore it.
         decord.logging.set_level(decord.logging.QUIET)
         self.name, self._file, self._decord = name, file, decord
+        self._max_pixels = max_pixels or MAX_PIXELS
         with self._decoding():
             self._check_header()
             self._open()
@@ -319,7 +333,7 @@ class DecordReader(Reader):
             if stream.codec_context is None:
                 return
             self._check_size(stream.codec_context.width, stream.codec_context.height)
-            stream.codec_context.options = _bounded()
+            stream.codec_context.options = self._bounded()
             first = next(container.decode(stream), None)
             if first is not None and (unfit := _unlike_decord(first, container.format.name)):
                 raise MediaError(f"{self.name}: decord {unfit}; use PyAV (pip install av)")
@@ -374,11 +388,6 @@ class DecordReader(Reader):
             # as additional channels.
             pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
         return Image.fromarray(np.ascontiguousarray(pixels))
-
-
-def _bounded() -> dict[str, str]:
-    """Options of a codec: a frame may be larger than its stream states."""
-    return {"max_pixels": str(2 * MAX_PIXELS)}  # twice, since decoders round sides up
 
 
 def _turn(frame: Any) -> Image.Transpose | None:

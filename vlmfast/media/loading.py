@@ -25,7 +25,16 @@ from .images import (
 )
 from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
 from .selection import check_choice, check_total, choose
-from .sources import is_array, is_image, is_tensor, is_url, opened, shown, sniffed
+from .sources import (
+    BoundedVideo,
+    is_array,
+    is_image,
+    is_tensor,
+    is_url,
+    opened,
+    shown,
+    sniffed,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -329,20 +338,21 @@ def _opened_video(source: VideoLike, decoder: str) -> Iterator[Reader]:
     if is_array(source) or is_tensor(source):
         raise MediaError(f"{type(source).__name__}: for an array of frames, pass list(array)")
     with opened(source) as (name, file):
-        reader = _reader(name, file, decoder)
+        limit = source.max_pixels if isinstance(source, BoundedVideo) else None
+        reader = _reader(name, file, decoder, limit)
         try:
             yield reader
         finally:
             reader.close()
 
 
-def _reader(name: str, file: BinaryIO, decoder: str) -> Reader:
+def _reader(name: str, file: BinaryIO, decoder: str, max_pixels: int | None) -> Reader:
     """Open a video with the decoder that `load_video` documents."""
     kind, container = sniffed(name, file, "a video")
     if kind == "image":
         from .animations import AnimationReader
 
-        return AnimationReader(name, file)
+        return AnimationReader(name, file, max_pixels)
     reason = damage(file, container)
     if reason:
         raise MediaError(f"{name}: {reason}")
@@ -364,7 +374,7 @@ def _reader(name: str, file: BinaryIO, decoder: str) -> Reader:
             unfit = "reserves memory for the stated length of this file, which is above 11 days"
         if unfit:
             raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
-    return readers[choice](name, file)
+    return readers[choice](name, file, max_pixels)
 
 
 def _installed(module: str) -> bool:

@@ -11,7 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeGuard
 from urllib.parse import unquote_to_bytes
 
 from vlmfast.errors import MediaError, MediaUnavailable
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_DOWNLOAD_BYTES",
+    "WHITESPACE",
+    "BoundedVideo",
     "is_array",
     "is_image",
     "is_tensor",
@@ -36,6 +38,27 @@ __all__ = [
 ]
 
 MAX_DOWNLOAD_BYTES = 64 << 20
+WHITESPACE = b" \t\r\n\f\v"
+
+
+class BoundedVideo(bytes):
+    """The bytes of a video of which no frame may be larger than a number of pixels.
+
+    Attributes
+    ----------
+    name : str
+        Its name in messages.
+    max_pixels : int
+        Of a frame as it is decoded, whatever the header states.
+    """
+
+    name: str
+    max_pixels: int
+
+    def __new__(cls, data: bytes, name: str, max_pixels: int) -> Self:
+        video = super().__new__(cls, data)
+        video.name, video.max_pixels = name, max_pixels
+        return video
 
 
 def is_a(source: object, module: str, kind: str) -> bool:
@@ -80,8 +103,8 @@ def shown(url: str) -> str:
 def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, BinaryIO]]:
     """Open a path, URL or bytes as (name for messages, seekable file), not empty."""
     if isinstance(source, (bytes, bytearray, memoryview)):
-        data = bytes(source)
-        name = f"bytes ({len(data)})"
+        data = source if isinstance(source, bytes) else bytes(source)
+        name = source.name if isinstance(source, BoundedVideo) else f"bytes ({len(data)})"
     elif isinstance(source, str) and source[:5].lower() == "data:":
         name = f"data: URL ({len(source)} characters)"
         data = _decode_data_url(name, source)
@@ -132,7 +155,7 @@ def _decode_data_url(name: str, url: str) -> bytes:
     try:
         data = unquote_to_bytes(payload)
         if header.lower().replace(" ", "").endswith(";base64"):
-            data = b"".join(data.split())
+            data = data.translate(None, WHITESPACE)
             data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, UnicodeError) as error:
         raise MediaError(f"{name}: is not valid base64: {error}") from error
