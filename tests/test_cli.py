@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -649,6 +650,64 @@ def test_closed_pipe_is_quiet() -> None:
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+COMMANDS = {
+    "--help": None,
+    "env --help": None,
+    "--version": None,
+    "": None,
+    "methods": None,
+    "completion bash": None,
+    "env --json": None,
+    "env": lambda args: print("a long answer " * 10_000),  # more than a buffer
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_full_output_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (run := COMMANDS[command]) is not None:
+        replace(monkeypatch, run)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(command.split()) == 2
+        full.flush()  # nothing is left that Python would report when it ends
+    message = "vlmfast: error: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_closed_output_is_quiet(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (run := COMMANDS[command]) is not None:
+        replace(monkeypatch, run)
+    error = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", None)  # as in Python, if the descriptor is closed
+    monkeypatch.setattr(sys, "stderr", error)
+    with contextlib.suppress(SystemExit):  # --help
+        assert main(command.split()) == 0
+    sys.stdout.close()
+    assert error.getvalue() == ""
+    # Nor is an error printed elsewhere if the place for errors is closed too.
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setattr(sys, "stderr", None)
+    with contextlib.suppress(SystemExit):
+        main(["methods", "nothing"])
+    sys.stderr.close()
+    assert out.getvalue() == ""
+
+
+@pytest.mark.slow
+def test_process_with_closed_and_full_outputs() -> None:
+    command = [sys.executable, "-m", "vlmfast", "env"]
+    for shell, code, lines in ((">&-", 0, 0), (">&- 2>&-", 0, 0), (">/dev/full", 2, 1)):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {shell}', "sh", *command], capture_output=True, cwd=ROOT
+        )
+        assert (done.returncode, len(done.stderr.splitlines())) == (code, lines)
+        assert done.stdout == b""
 
 
 @pytest.mark.slow

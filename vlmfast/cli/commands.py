@@ -47,6 +47,13 @@ from .output import (
     stats_row,
 )
 from .parser import Command, Help, add_logging, log_level
+from .streams import (
+    Output,
+    OutputError,
+    discard_output,
+    open_missing,
+    survive_narrow_encodings,
+)
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -69,22 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         An `ExitCode`. A user error is printed to stderr in one line. Usage errors and ``--help``
         raise `SystemExit`, as in argparse.
     """
+    open_missing()
+    with contextlib.redirect_stdout(Output(sys.stdout)):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     debug = False
     try:
-        args = parser.parse_args(argv)
-        debug = args.debug
-        if args.command is None:
-            parser.print_help()
-            return ExitCode.FINISHED
-        _survive_narrow_encodings()
-        with _logged(args), contextlib.nullcontext() if debug else _quiet():
-            code = args.run(args) or ExitCode.FINISHED
+        try:
+            args = parser.parse_args(argv)
+            debug = args.debug
+            if args.command is None:
+                parser.print_help()
+                sys.stdout.flush()
+                return ExitCode.FINISHED
+            survive_narrow_encodings()
+            with _logged(args), contextlib.nullcontext() if debug else _quiet():
+                code = args.run(args) or ExitCode.FINISHED
+        except SystemExit:  # of argparse, after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe; without this Python prints another error at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return ExitCode.BROKEN_PIPE
     except KeyboardInterrupt:
         if debug:
@@ -92,9 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         message = _message(error)
+        if isinstance(error, OutputError):
+            discard_output()
         if debug or message is None:
             raise
-        print(f"vlmfast: error: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # there is no other place for it
+            print(f"vlmfast: error: {message}", file=sys.stderr)
         return ExitCode.USER_ERROR
     return code
 
@@ -539,10 +558,3 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("default", "vlmfast.(stages|families): ", UserWarning)
         warnings.showwarning = show
         yield
-
-
-def _survive_narrow_encodings() -> None:
-    """Print ``?`` for characters of an answer that the terminal's encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
