@@ -117,6 +117,21 @@ def test_ask_about_a_video(ask, video: Path, capsys: pytest.CaptureFixture[str])
     assert rate == 3 * two
 
 
+def test_ask_about_an_animation(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = (Image.new("RGB", (64, 64), colour) for colour in ("red", "lime", "blue"))
+    moving, still = tmp_path / "moving.gif", tmp_path / "still.gif"
+    first.save(moving, save_all=True, append_images=others, duration=100)
+    first.save(still)
+    two, three = (
+        run_json(capsys, ask("--json", "--num-frames", count, file=moving))["stats"]
+        for count in ("2", "3")
+    )
+    assert 2 * three["visual_tokens_in"] == 3 * two["visual_tokens_in"]
+    assert "still.gif is an image; --num-frames" in run_error(
+        capsys, ask("--num-frames", "2", file=still)
+    )
+
+
 def test_compare_prints_a_row_per_recipe(ask, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ask("--recipe", "hired:0.3", "--recipe", "grid:0.5", command="compare")
     assert main(argv) == 0

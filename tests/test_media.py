@@ -511,6 +511,27 @@ def test_invalid_data_urls_are_rejected(url: str, reason: str) -> None:
     refused(url, "data: URL", reason)
 
 
+def test_texts_that_are_no_paths_are_named(tmp_path: Path) -> None:
+    data = fx.encoded(Image.fromarray(fx.make_image()), "PNG")
+    text = base64.b64encode(data).decode()
+    for loader in (load_image, load_video):
+        for source, reason in (
+            (text, "is PNG in base64, not a path; write 'data:;base64,' before it"),
+            (base64.encodebytes(data).decode(), "is PNG in base64, not a path"),
+            ("file:///a/b%20c.png", "is a file: URL; pass its path, '/a/b c.png'"),
+            ("FILE:/a/b.png", "is a file: URL; pass its path, '/a/b.png'"),
+            ("file://localhost/a", "is a file: URL; pass its path, '/a'"),
+            ("s3://bucket/a.png", "is a URL that is not fetched"),
+            (text.encode(), "its content is PNG in base64"),
+        ):
+            with pytest.raises(MediaError, match=re.escape(reason)) as caught:
+                loader(source)
+            assert len(str(caught.value)) < 500
+    assert load_image(f"data:;base64,{text}").size == (40, 30)
+    (tmp_path / "iVBORw0KGgo=").write_bytes(data)  # a file of this name is a file
+    assert load_image(str(tmp_path / "iVBORw0KGgo=")).size == (40, 30)
+
+
 def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     array = fx.make_image()

@@ -492,13 +492,19 @@ def _vlm(args: argparse.Namespace) -> VLM:
 
 def _media(args: argparse.Namespace) -> dict[str, Any]:
     """The media arguments of `VLM.ask` for FILE."""
-    from vlmfast.media import kind_of
+    from vlmfast.media import kind_of, probe_video
 
+    frames = {"num_frames": args.num_frames, "fps": args.fps}
     if kind_of(args.file) == "video":
-        return {"video": args.file, "num_frames": args.num_frames, "fps": args.fps}
-    if args.num_frames or args.fps:
-        raise MediaError(f"{args.file} is an image; --num-frames and --fps are for videos")
-    return {"images": args.file}
+        return {"video": args.file, **frames}
+    if not any(frames.values()):
+        return {"images": args.file}
+    try:
+        probe_video(args.file)  # an animated image
+    except MediaError as error:
+        reason = f"{args.file} is an image; --num-frames and --fps are for videos"
+        raise MediaError(reason) from error
+    return {"video": args.file, **frames}
 
 
 def _generation(args: argparse.Namespace) -> dict[str, Any]:

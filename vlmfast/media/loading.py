@@ -279,7 +279,8 @@ def _with_read(
 def kind_of(source: ImageLike | VideoLike) -> Literal["image", "video"]:
     """Return whether a source is an image or a video, by its content and not by its name.
 
-    Lists are videos; URLs are images, as only images are fetched; animated GIFs are images.
+    Lists are videos; URLs are images, as only images are fetched; animated images are images,
+    although `load_video` reads their frames.
 
     Raises
     ------

@@ -136,16 +136,41 @@ def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
         if status.st_size == 0:
             raise MediaError(f"{name}: is empty")
         file = open(path, "rb")  # noqa: SIM115 - closed below, outside this try
-    except FileNotFoundError as error:
-        raise MediaUnavailable(f"{name}: no such file") from error
     except OSError as error:
-        raise MediaUnavailable(f"{name}: cannot be opened: {error.strerror}") from error
+        if (what := _no_path(path)) is not None:
+            raise MediaError(f"{name}: {what}") from error
+        missing = isinstance(error, FileNotFoundError)
+        reason = "no such file" if missing else f"cannot be opened: {error.strerror}"
+        raise MediaUnavailable(f"{name}: {reason}") from error
     except MediaError:
         raise
     except ValueError as error:  # a null character
         raise MediaError(f"{name}: is not a path") from error
     with file:
         yield name, file
+
+
+def _no_path(text: str) -> str | None:
+    """What else a text is that names no file, None if it may be a path."""
+    if kind := _in_base64(text[:HEAD_BYTES].encode(errors="replace")):
+        return f"is {kind} in base64, not a path; write 'data:;base64,' before it"
+    url = re.match(r"(file:(?=/)|[a-z][a-z0-9+.-]+://)(.*)", text, re.IGNORECASE | re.DOTALL)
+    if url is None:
+        return None
+    if url[1][:5].lower() == "file:":
+        path = re.sub(r"^//(localhost)?(?=/)", "", url[2])
+        return f"is a file: URL; pass its path, {short(os.fsdecode(unquote_to_bytes(path)))!r}"
+    return "is a URL that is not fetched: only http, https and data: are read; download it first"
+
+
+def _in_base64(head: bytes) -> str | None:
+    """The format of media in base64."""
+    head = head.translate(None, WHITESPACE)
+    try:
+        found = sniff(base64.b64decode(head[: len(head) // 4 * 4], validate=True))
+    except binascii.Error:
+        return None
+    return found and found[1]
 
 
 def _decode_data_url(name: str, url: str) -> bytes:
@@ -167,6 +192,9 @@ def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Literal["image", "v
     head = file.read(HEAD_BYTES)
     found = sniff(head)
     if found is None:
-        what = "its content is text" if looks_like_text(head) else "its content has no known format"
+        what = "its content has no known format"
+        if looks_like_text(head):
+            kind = _in_base64(head)
+            what = f"its content is {kind} in base64" if kind else "its content is text"
         raise MediaError(f"{name}: is not {wanted}: {what}")
     return found
