@@ -55,7 +55,7 @@ def pixels(image: Image.Image) -> np.ndarray:
 
 
 def oriented(fmt: str, orientation: int) -> bytes:
-    """A picture stored in landscape, in a file that states an orientation."""
+    """An image stored in landscape, in a file that states an orientation."""
     stored = Image.fromarray(fx.frame_pixels(20, 48, 80))
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.files import read_bytes
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError, check_memory
 from vlmfast.media.sources import is_url, short, shown
 
 from .tasks import Doc, check_choice
@@ -155,6 +155,7 @@ class _Readable:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, VLMFastError):
+            check_memory(error)
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise VLMFastError(f"cannot read {self.source}: {reason}") from error
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeGuard
 from urllib.parse import unquote_to_bytes
 
-from vlmfast.errors import MediaError, MediaUnavailable
+from vlmfast.errors import MediaError, MediaUnavailable, check_memory
 
 from .containers import HEAD_BYTES, looks_like_text, sniff
 
@@ -137,6 +137,7 @@ def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
             raise MediaError(f"{name}: is empty")
         file = open(path, "rb")  # noqa: SIM115 - closed below, outside this try
     except OSError as error:
+        check_memory(error)
         if (what := _no_path(path)) is not None:
             raise MediaError(f"{name}: {what}") from error
         missing = isinstance(error, FileNotFoundError)
