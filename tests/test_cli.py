@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -114,6 +115,21 @@ def test_ask_about_a_video(ask, video: Path, capsys: pytest.CaptureFixture[str])
     )
     assert four == 2 * two
     assert rate == 3 * two
+
+
+def test_ask_about_an_animation(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = (Image.new("RGB", (64, 64), colour) for colour in ("red", "lime", "blue"))
+    moving, still = tmp_path / "moving.gif", tmp_path / "still.gif"
+    first.save(moving, save_all=True, append_images=others, duration=100)
+    first.save(still)
+    two, three = (
+        run_json(capsys, ask("--json", "--num-frames", count, file=moving))["stats"]
+        for count in ("2", "3")
+    )
+    assert 2 * three["visual_tokens_in"] == 3 * two["visual_tokens_in"]
+    assert "still.gif is an image; --num-frames" in run_error(
+        capsys, ask("--num-frames", "2", file=still)
+    )
 
 
 def test_compare_prints_a_row_per_recipe(ask, capsys: pytest.CaptureFixture[str]) -> None:
@@ -514,7 +530,7 @@ def test_interrupt_exits_with_130(
     assert capsys.readouterr() == ("", "")
 
 
-def test_gpu_out_of_memory_is_one_line(
+def test_out_of_memory_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -524,6 +540,8 @@ def test_gpu_out_of_memory_is_one_line(
 
     replace(monkeypatch, full)
     assert "tried to allocate" in run_error(capsys, ["env"])
+    replace(monkeypatch, lambda args: torch.empty(1 << 50))  # the CPU's allocator
+    assert "the memory is too small" in run_error(capsys, ["env"])
 
 
 class Refused:
@@ -647,6 +665,64 @@ def test_closed_pipe_is_quiet() -> None:
     os.close(writer)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+COMMANDS = {
+    "--help": None,
+    "env --help": None,
+    "--version": None,
+    "": None,
+    "methods": None,
+    "completion bash": None,
+    "env --json": None,
+    "env": lambda args: print("a long answer " * 10_000),  # more than a buffer
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_full_output_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (run := COMMANDS[command]) is not None:
+        replace(monkeypatch, run)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(command.split()) == 2
+        full.flush()  # nothing is left that Python would report when it ends
+    message = "vlmfast: error: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_closed_output_is_quiet(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (run := COMMANDS[command]) is not None:
+        replace(monkeypatch, run)
+    error = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", None)  # as in Python, if the descriptor is closed
+    monkeypatch.setattr(sys, "stderr", error)
+    with contextlib.suppress(SystemExit):  # --help
+        assert main(command.split()) == 0
+    sys.stdout.close()
+    assert error.getvalue() == ""
+    # Nor is an error printed elsewhere if the place for errors is closed too.
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setattr(sys, "stderr", None)
+    with contextlib.suppress(SystemExit):
+        main(["methods", "nothing"])
+    sys.stderr.close()
+    assert out.getvalue() == ""
+
+
+@pytest.mark.slow
+def test_process_with_closed_and_full_outputs() -> None:
+    command = [sys.executable, "-m", "vlmfast", "env"]
+    for shell, code, lines in ((">&-", 0, 0), (">&- 2>&-", 0, 0), (">/dev/full", 2, 1)):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {shell}', "sh", *command], capture_output=True, cwd=ROOT
+        )
+        assert (done.returncode, len(done.stderr.splitlines())) == (code, lines)
+        assert done.stdout == b""
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import stat
 import subprocess
 import sys
 import textwrap
@@ -18,11 +20,22 @@ import torch
 import eval_fakes as fakes
 import vlmfast
 from vlmfast import Recipe, VLMFastError
-from vlmfast.core.files import make_folder, replace_bytes, replace_text, replacing
+from vlmfast.core import snapshot
+from vlmfast.core.files import (
+    make_folder,
+    open_to_append,
+    replace_bytes,
+    replace_text,
+    replacing,
+)
 from vlmfast.core.weights import save_weights
+from vlmfast.eval.data import read_subtitles
 from vlmfast.eval.report import write_difference, write_report
+from vlmfast.eval.reproduce.papers import catalogue
 from vlmfast.eval.results import write_json
 from vlmfast.eval.runner import evaluate
+from vlmfast.media import load_image, load_video
+from vlmfast.tune.data import read as read_questions
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -83,15 +96,88 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, write, step, err
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
 @EVERY
-def test_really_full_disk(tmp_path: Path, write) -> None:
+def test_permissions_are_kept(tmp_path: Path, write) -> None:
     path = tmp_path / "file"
+    umask = os.umask(0o027)
+    try:
+        write(path, 1)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        for mode in (0o600, 0o644, 0o660):
+            path.chmod(mode)
+            write(path, 2)
+            assert stat.S_IMODE(path.stat().st_mode) == mode
+    finally:
+        os.umask(umask)
+
+
+@EVERY
+def test_links_are_not_followed(tmp_path: Path, write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at the target nor at any name of a temporary file, even if someone knows it."""
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(b"precious")
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "known")
+    for name in (".file.known.tmp", f".file.{os.getpid()}-{threading.get_ident()}.tmp"):
+        (tmp_path / name).symlink_to(victim)
+    refused(lambda: write(path, 1), path, "File exists")
+    assert (tmp_path / ".file.known.tmp").is_symlink()  # it is not ours
+    monkeypatch.undo()
     write(path, 1)
-    old = path.read_bytes()
-    (tmp_path / f".file.{os.getpid()}-{threading.get_ident()}.tmp").symlink_to("/dev/full")
-    refused(lambda: write(path, 2), path, "No space left on device")
-    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    for target in (victim, tmp_path / "nothing"):
+        path.symlink_to(target)
+        refused(lambda: write(path, 1), path, "Is a link, and links are not followed")
+        assert path.is_symlink()
+        path.unlink()
+    assert victim.read_bytes() == b"precious" and not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@EVERY
+def test_special_files_are_neither_replaced_nor_opened(tmp_path: Path, write) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    refused(lambda: write(path, 1), path, "Is not a regular file")
+    refused(lambda: open_to_append(path), path, "Is not a regular file")
+    assert stat.S_ISFIFO(path.lstat().st_mode) and list(tmp_path.iterdir()) == [path]
+
+
+def test_evaluation_appends_to_its_own_files_alone(tmp_path: Path) -> None:
+    run = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for name in ("samples.jsonl", "timings.jsonl"):
+        kept = (run.path / name).read_bytes()
+        (run.path / name).unlink()
+        (run.path / name).symlink_to(victim)
+        with pytest.raises(VLMFastError, match=f"{name} cannot be written: Is a link"):
+            evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
+        (run.path / name).unlink()
+        (run.path / name).write_bytes(kept)
+    assert victim.read_bytes() == b"precious"
+    evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize(
+    "read",
+    [
+        Recipe.load,
+        partial(snapshot.read, what="a session"),
+        read_subtitles,
+        read_questions,
+        catalogue,
+        load_image,
+        load_video,
+    ],
+)
+def test_readers_refuse_files_without_an_end(tmp_path: Path, read) -> None:
+    """A pipe without a writer, at which opening would wait, and a device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(VLMFastError, match=r"(?i)is not a regular file"):
+            read(path)
 
 
 @EVERY

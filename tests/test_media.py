@@ -148,31 +148,7 @@ def test_source_types(tmp_path: Path) -> None:
         assert np.array_equal(pixels(load_image(source)), array)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("fmt", ["PNG", "TIFF"])
-def test_exif_orientation_is_applied_once(orientation: int, fmt: str) -> None:
-    stored = fx.make_image(12, 20)
-    upright = {
-        1: stored,
-        2: stored[:, ::-1],
-        3: stored[::-1, ::-1],
-        4: stored[::-1],
-        5: stored.transpose(1, 0, 2),
-        6: np.rot90(stored, -1),
-        7: stored[::-1, ::-1].transpose(1, 0, 2),
-        8: np.rot90(stored, 1),
-    }[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = fx.encoded(Image.fromarray(stored), fmt, exif=exif)
-    once = load_image(data)
-    assert np.array_equal(pixels(once), upright)
-    assert np.array_equal(pixels(load_image(once)), upright)
-    opened = Image.open(io.BytesIO(data))
-    assert np.array_equal(pixels(load_image(opened)), upright)
-
-
-def test_jpeg_orientation_and_unreadable_metadata() -> None:
+def test_unreadable_metadata() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.fromarray(fx.make_image(12, 20))
@@ -533,6 +509,27 @@ def test_formats_that_run_programs_are_rejected(monkeypatch: pytest.MonkeyPatch)
 )
 def test_invalid_data_urls_are_rejected(url: str, reason: str) -> None:
     refused(url, "data: URL", reason)
+
+
+def test_texts_that_are_no_paths_are_named(tmp_path: Path) -> None:
+    data = fx.encoded(Image.fromarray(fx.make_image()), "PNG")
+    text = base64.b64encode(data).decode()
+    for loader in (load_image, load_video):
+        for source, reason in (
+            (text, "is PNG in base64, not a path; write 'data:;base64,' before it"),
+            (base64.encodebytes(data).decode(), "is PNG in base64, not a path"),
+            ("file:///a/b%20c.png", "is a file: URL; pass its path, '/a/b c.png'"),
+            ("FILE:/a/b.png", "is a file: URL; pass its path, '/a/b.png'"),
+            ("file://localhost/a", "is a file: URL; pass its path, '/a'"),
+            ("s3://bucket/a.png", "is a URL that is not fetched"),
+            (text.encode(), "its content is PNG in base64"),
+        ):
+            with pytest.raises(MediaError, match=re.escape(reason)) as caught:
+                loader(source)
+            assert len(str(caught.value)) < 500
+    assert load_image(f"data:;base64,{text}").size == (40, 30)
+    (tmp_path / "iVBORw0KGgo=").write_bytes(data)  # a file of this name is a file
+    assert load_image(str(tmp_path / "iVBORw0KGgo=")).size == (40, 30)
 
 
 def test_urls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import struct
@@ -15,7 +16,8 @@ import pytest
 import damaged_media as dm
 import media_fixtures as fx
 import vlmfast
-from vlmfast.errors import MediaError
+from vlmfast import errors
+from vlmfast.errors import MediaError, OutOfMemory, VLMFastError, is_out_of_memory
 from vlmfast.media import containers, decoders, load_image, load_video, probe_video
 
 pytest.importorskip("av")
@@ -197,3 +199,42 @@ def test_a_session_description_opens_no_sockets() -> None:
     text[188] = text[376] = ord("G")
     with pytest.raises(MediaError):
         load_video(bytes(text))
+
+
+@pytest.mark.parametrize("step", ["_open", "load", "convert", "getexif"])
+@pytest.mark.parametrize("error", [MemoryError(), OSError("out of memory error when reading")])
+def test_exhausted_memory_is_no_fault_of_an_image(monkeypatch, step, error) -> None:
+    from PIL import Image, PngImagePlugin
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise error
+
+    data = fx.encoded(Image.new("LA", (4, 4)), "PNG")
+    kind = PngImagePlugin.PngImageFile if step in ("load", "_open") else Image.Image
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, step, full)
+        with pytest.raises(OutOfMemory, match="the memory is too small: ") as caught:
+            load_image(data)
+    assert not isinstance(caught.value, VLMFastError)
+    assert load_image(data).size == (4, 4)
+
+
+def test_exhausted_memory_is_no_fault_of_a_video(whole, monkeypatch) -> None:
+    import av
+
+    class Broken(decoders.AvReader):
+        def _image(self, frame):
+            raise av.error.MemoryError(12, "Cannot allocate memory")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(decoders, "AvReader", Broken)
+    with pytest.raises(MediaError, match="Cannot allocate memory"):  # more than there ever is
+        load_video(whole["front.mp4"], decoder="av")
+    monkeypatch.setattr(errors.mmap, "mmap", full)
+    with pytest.raises(OutOfMemory):
+        load_video(whole["front.mp4"], decoder="av")
+    for other in (RuntimeError("own"), OSError("out of"), OSError(2, "out of memory"), KeyError()):
+        assert not is_out_of_memory(other)
+    assert is_out_of_memory(OSError(errno.ENOMEM, "no"))

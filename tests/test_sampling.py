@@ -39,6 +39,7 @@ from vlmfast.engine import sampling
 from vlmfast.engine.noise import gumbel, gumbels
 from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.sampling import Parameters, Sampler, Sampling
+from vlmfast.errors import ModelError
 
 pytestmark = pytest.mark.cold
 
@@ -644,3 +645,43 @@ def test_single_request_equals_generate(vlm: VLM, generation: dict) -> None:
             kept = other.isfinite()
             assert torch.equal(one.isfinite(), kept)
             close(one[kept], other[kept], terms=network(vlm.model, 64))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_scores_that_are_not_finite_end_their_row_alone(bad: float) -> None:
+    """Rows in one batch draw the same tokens, whatever the scores of the others are."""
+    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
+    seeds, wrong = (None, None, 7, None), logits.clone()
+    wrong[1] = bad
+    if bad is torch.nan:
+        wrong[2, 3] = bad
+    kept = []
+    for scores in (logits, wrong):
+        rows = [sampler({}, [1], seed=seed) for seed in seeds]
+        torch.manual_seed(1)
+        Sampling(rows).take(scores)
+        kept.append(rows)
+    fine, found = kept
+    failed = {1, 2} if bad is torch.nan else {1}
+    for number, row in enumerate(found):
+        assert (row.error is not None) == (number in failed)
+        if number not in failed:
+            assert row.tokens == fine[number].tokens
+    assert isinstance(found[1].error, ModelError) and "not finite" in str(found[1].error)
+    assert not any(row.error for row in fine)
+
+
+def test_sampling_from_weights_that_are_nan_is_one_error() -> None:
+    vlm = VLM.from_pretrained("tiny", device="cpu", dtype="float32")
+    image = make_image(32, 32)
+    before = vlm.ask("What is here?", images=image, do_sample=True, seed=1, max_new_tokens=3)
+    head = vlm.model.get_output_embeddings().weight
+    with torch.no_grad():
+        kept = head[5].clone()
+        head[5] = torch.nan
+        for seed in (None, 1):
+            with pytest.raises(ModelError, match="none can be sampled"):
+                vlm.ask("What is here?", images=image, do_sample=True, seed=seed)
+        head[5] = kept
+    after = vlm.ask("What is here?", images=image, do_sample=True, seed=1, max_new_tokens=3)
+    assert after.token_ids == before.token_ids

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -765,17 +764,20 @@ def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
         assert vlm.load_session(path).messages == s.messages
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
-def test_full_disk(vlm, tmp_path):
+def test_permissions_of_a_saved_session_are_kept(vlm, tmp_path):
     path = tmp_path / "a.session"
     with vlm.session(images=make_image()) as s:
         s.save(path)
-        old = path.read_bytes()
-        draft = tmp_path / f".a.session.{os.getpid()}-{threading.get_ident()}.tmp"
-        draft.symlink_to("/dev/full")
-        with pytest.raises(VLMFastError, match="No space left on device"):
-            s.save(path)
-        assert path.read_bytes() == old and not draft.exists()
+        path.chmod(0o600)
+        s.save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no device without an end")
+def test_device_is_no_session(vlm):
+    with pytest.raises(VLMFastError, match=r"/dev/zero cannot be read: Is not a regular file"):
+        vlm.load_session("/dev/zero")
 
 
 def test_unwritable_paths_raise(vlm, tmp_path):

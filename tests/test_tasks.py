@@ -423,6 +423,46 @@ def test_subtitles_per_mode(tmp_path, mode, spoken_text):
     assert spoken(read_subtitles(file), [0, 2, 3], INFO, mode) == spoken_text
 
 
+STYLED = {
+    "tags": ('1\n{0}\n<i>one</i> <b><font color="#E5E5E5">two</font></b>\n', "one two"),
+    "text that is no tag": ("1\n{0}\n1 < 2 and 4 > 3 <3 {{x}}\n", "1 < 2 and 4 > 3 <3 {x}"),
+    "overrides": ("1\n{0}\n{{\\an8}}{{\\i1}}one{{\\i0}}\\Ntwo<br/>three\n", "one two three"),
+    "entities": ("1\n{0}\nQ&amp;A &lt;x&gt;&nbsp;z\n", "Q&A <x> z"),
+    "two speakers at once": ("1\n{0}\n- one\n\n2\n{0}\n- two\n", "- one\n- two"),
+    "twice": ("1\n{0}\none\n\n2\n{0}\none\n", "one"),
+    "overlap": ("1\n{0}\none\n\n2\n00:00:00,200 --> 00:00:09,000\ntwo\n", "one\ntwo"),
+    "no numbers": ("{0}\none\n\n{1}\ntwo\n", "one"),
+    "no empty lines": ("1\n{0}\none\n2\n{1}\ntwo", "one"),
+    "empty lines within": ("1\n{0}\none\n \nmore\n\n\n2\n{1}\ntwo", "one more"),
+    "a number as text": ("1\n{0}\n42", "42"),
+    "old lines": ("1\r{0}\rone\r\r2\r{1}\rtwo\r", "one"),
+    "an arrow": ("1\n{0}\na --> b\n", "a --> b"),
+    "web": (
+        "WEBVTT\n\nNOTE --\nnot said\n\nname\n00:00.500 --> 00:01.500 align:start line:0\n"
+        "<v Ann><c.yellow>one</c> <00:00:01.000>two</v>\n\nNOTE nor this\n",
+        "one two",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "shown"), STYLED.values(), ids=STYLED)
+def test_subtitles_of_every_style_are_read_as_players_show_them(tmp_path, text, shown):
+    spans = "00:00:00,500 --> 00:00:01,500", "00:01:00,000 --> 00:01:01,000"
+    file = tmp_path / "x.srt"
+    file.write_text(text.format(*spans), encoding="utf-8", newline="")
+    found = read_subtitles(file)
+    assert spoken(found, [2], INFO, "official") == shown
+    assert spoken(found, [2], INFO, "vlmevalkit") == shown.partition("\n")[0]
+    assert spoken(found, [0], INFO, "official") == ""
+
+
+def test_lmms_eval_keeps_the_last_of_a_span(tmp_path):
+    white, span = '<font color="white" size=".72c">{}</font>', (0.0, 1.0)
+    both = [(*span, white.format(text)) for text in ("one", "two")]
+    assert spoken(both, [1], INFO, "lmms-eval") == "two"
+    assert spoken(both, [1], INFO, "official") == "one\ntwo"
+
+
 def test_lmms_eval_subtitles_are_in_set_order(tmp_path):
     """In the order of a Python set for lmms-eval, in file order for the others."""
     many = [(i / 2, i / 2 + 0.5, f'<font color="white" size=".72c">{i}</font>') for i in range(40)]
@@ -444,6 +484,9 @@ def test_subtitle_encodings_with_bom(tmp_path, encoding):
         ("1\n00:00:01,000 --> 00:00:02,500\nÄh\n".encode("latin-1"), "x.srt are not UTF-8"),
         ("1\n00:00:01,000 --> 00:00:02,500\n你好\n".encode("gb18030"), "x.srt are not UTF-8"),
         (b"1\nnow --> 00:00:02,500\nWell\n", "'now' is not a time"),
+        (b"1\n00:00:02,500 --> then\nWell\n", "'then' is not a time"),
+        ("1\n00:00:01,000 --> 00:00:02,500\nWell\n".encode("utf-16-le"), "neither SRT nor WebVTT"),
+        (b"[Script Info]\nTitle: x\n", "neither SRT nor WebVTT"),
     ],
 )
 def test_unreadable_subtitles_raise(tmp_path, data, message):

@@ -273,6 +273,19 @@ def test_remote_code_is_left_to_the_user(tmp_path):
     assert asked(own) == asked(plain)
 
 
+def test_checkpoint_that_needs_code_is_refused_without_a_question(tmp_path, monkeypatch):
+    def asked(*prompt: object) -> str:
+        raise AssertionError("the terminal was asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    about = {"model_type": "my_own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "own.py").write_text("raise SystemExit('code ran')")
+    message = r"needs code of its own, which runs only with trust_remote_code=True$"
+    with pytest.raises(ModelError, match=message):
+        VLM.from_pretrained(tmp_path, device="cpu")
+
+
 # --- offloaded weights ---------------------------------------------------------------------------
 
 TOWER = {

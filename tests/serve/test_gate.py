@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from PIL.PngImagePlugin import PngImageFile
 from pydantic import BaseModel
 
 from tiny_models import build_llava
@@ -514,17 +516,29 @@ def test_defects_tell_nothing(serve: Callable[..., Any], caplog: Any) -> None:
     assert served.chat(max_tokens=1).status_code == 200
 
 
-def test_memory_errors_are_temporary(serve: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("place", ["engine", "GPU", "CPU", "image", "decoder"])
+def test_memory_errors_are_temporary(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     served = serve()
 
-    def submit(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if place == "CPU":
+            torch.empty(1 << 50)
+        if place == "decoder":  # Pillow's words for a code of its library
+            raise OSError("out of memory error when reading image file")
+        raise torch.OutOfMemoryError("full") if place == "GPU" else MemoryError
 
-    served.vlm.submit = submit
-    try:
-        assert error_of(served.chat(), 503)["code"] == "out_of_memory"
-    finally:
-        del served.vlm.submit
+    with monkeypatch.context() as patch:
+        if place in ("image", "decoder"):
+            patch.setattr(PngImageFile, "load", full)
+        else:
+            patch.setattr(served.vlm, "submit", full, raising=False)
+        response = served.chat()
+        error = error_of(response, 503)
+    assert (error["code"], error["param"]) == ("out_of_memory", None)
+    assert int(response.headers["Retry-After"]) > 0
+    assert served.chat(max_tokens=1).status_code == 200
 
 
 # --- log -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -79,6 +80,8 @@ def accepted(image: Image.Image) -> None:
         data_url(PNG, "image/png;name=a.png").replace("data:", "DATA:"),
         "data:image/png," + quote(PNG),
         "data:image/png;base64," + quote(base64.b64encode(PNG), safe=""),
+        "data:image/png;base64," + base64.encodebytes(PNG).decode(),  # lines
+        "data:image/png;base64,\r\n  " + quote(base64.encodebytes(PNG)).replace("%0A", "%0D%0A"),
     ],
 )
 def test_data_urls_are_decoded(url: str) -> None:
@@ -91,7 +94,6 @@ def test_data_urls_are_decoded(url: str) -> None:
         (data_url(PNG)[:-1], 400, "base64 that is cut short"),
         (data_url(PNG)[:-400], 400, "the image is truncated or damaged"),
         (data_url(PNG)[:60] + "!" + data_url(PNG)[61:], 400, "base64 that is cut short or invalid"),
-        (data_url(PNG)[:60] + "\n" + data_url(PNG)[60:], 400, "line breaks are not allowed"),
         (data_url(PNG)[:60] + "é" + data_url(PNG)[61:], 400, "not escaped"),
         (data_url(PNG) + "AAAA", 400, "base64"),
         ("data:image/png," + quote(PNG)[:-1] + "%8", 400, "cut short"),
@@ -795,6 +797,50 @@ def test_frame_sizes_are_limited(clip: bytes) -> None:
     few = MediaLimits(max_video_pixels=8 * pixels - 1)
     refused(413, "8 frames of 3840 pixels", what=watch, args=(clip, few))
     assert watch(clip, few, num_frames=7) == clip
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A stream of frames of 80x48, which its header states, and then of 320x240."""
+    folder = tmp_path_factory.mktemp("growing")
+    parts = [
+        fx.write_video(folder / f"{width}.ts", 12, width=width, height=height)
+        for width, height in ((80, 48), (320, 240))
+    ]
+    return b"".join(part.read_bytes() for part in parts)
+
+
+def test_frames_are_limited_by_their_own_size(
+    growing: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlmfast.serve import media as module
+
+    assert watch(growing, MediaLimits(max_pixels=320 * 240)) == growing
+    for most in (320 * 240 - 1, 80 * 48):
+        with pytest.raises(RequestError, match=r"320x240|cannot be decoded"):
+            watch(growing, MediaLimits(max_pixels=most))
+    # All of them might be of the largest size.
+    monkeypatch.setattr(module, "_MAX_DECODED_PIXELS", 24 * 320 * 240 // 4)
+    assert watch(growing, MediaLimits(max_video_seconds=4)) == growing
+    monkeypatch.setattr(module, "_MAX_DECODED_PIXELS", 24 * 320 * 240 // 4 - 8)
+    refused(413, "320x240", what=watch, args=(growing, MediaLimits(max_video_seconds=4)))
+
+
+def test_frames_that_cannot_be_decoded_are_reported_with_their_field(
+    served: Any, tmp_path: Path
+) -> None:
+    """They are found when the file has been accepted already."""
+    path = fx.write_video(tmp_path / "clip.mp4", 24, height=48, width=80)
+    for data, status in ((path.read_bytes(), 200), (fx.damaged(path, 11), 400)):
+        assert watch(data, num_frames=3) == data
+        video = {"type": "video_url", "video_url": {"url": data_url(data, "video/mp4")}}
+        content = [{"type": "text", "text": "What is here?"}, video]
+        body = {"messages": [{"role": "user", "content": content}], "num_frames": 3}
+        found = served.post("/v1/chat/completions", {"model": "tiny", "max_tokens": 1, **body})
+        assert found.status_code == status, found.text
+    error, param = found.json()["error"], "messages[0].content[1].video_url.url"
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: the video cannot be decoded: ")
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts"])

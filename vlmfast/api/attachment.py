@@ -20,7 +20,7 @@ from vlmfast.engine.opening import generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
 from vlmfast.models._batch import split
 from vlmfast.models.base import Adapter
 
@@ -260,6 +260,7 @@ class Attachment:
         try:
             rows = split(adapter, batch, mask)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            check_memory(error)
             if isinstance(error, VLMFastError):
                 raise
             raise ModelError(
@@ -282,6 +283,7 @@ def _tensor(key: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        check_memory(error)
         raise VLMFastError(f"{key} must be a tensor, or lists of numbers of one length") from error
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, check_memory
 from vlmfast.models.base import Adapter
 
 if TYPE_CHECKING:
@@ -326,7 +326,8 @@ def _allowing(name: str, value: Any, context: _Context) -> Any:
         found = value(row, ids)
         try:
             tokens = torch.as_tensor(found)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            check_memory(error)
             tokens = torch.zeros(0)
         whole = tokens.dtype in (torch.int64, torch.int32)
         inside = whole and tokens.dim() == 1 and len(tokens) > 0 and int(tokens.min()) >= 0

@@ -24,7 +24,7 @@ from vlmfast.engine.kv_layer import SLOTWISE
 from vlmfast.engine.prefill import Seen
 from vlmfast.engine.prefix import Prefix
 from vlmfast.engine.stats import Stats, Trace
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
 from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.models.base import Adapter
 from vlmfast.version import __version__
@@ -155,6 +155,7 @@ def read(
     except (ModelError, RecipeError):
         raise
     except Exception as error:  # a forged file can cause any exception
+        check_memory(error)
         reason = str(error).partition("\n")[0][:300]
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"

@@ -290,9 +290,11 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
         "--num-frames",
         type=count,
         metavar="N",
-        help="number of frames to read from a video (default: 8)",
+        help="number of frames to read from a video, or an animated image (default: 8)",
     )
-    frames.add_argument("--fps", type=float, help="frames to read per second of a video")
+    frames.add_argument(
+        "--fps", type=float, help="frames to read per second of a video, or an animated image"
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

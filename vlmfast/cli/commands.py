@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.help import examples
-from vlmfast.errors import MediaError, ModelError, VLMFastError
+from vlmfast.errors import (
+    MediaError,
+    ModelError,
+    OutOfMemory,
+    VLMFastError,
+    is_out_of_memory,
+)
 from vlmfast.version import __version__
 
 from . import arguments, completion, methods
@@ -41,6 +47,13 @@ from .output import (
     stats_row,
 )
 from .parser import Command, Help, add_logging, log_level
+from .streams import (
+    Output,
+    OutputError,
+    discard_output,
+    open_missing,
+    survive_narrow_encodings,
+)
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -63,22 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         An `ExitCode`. A user error is printed to stderr in one line. Usage errors and ``--help``
         raise `SystemExit`, as in argparse.
     """
+    open_missing()
+    with contextlib.redirect_stdout(Output(sys.stdout)):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     debug = False
     try:
-        args = parser.parse_args(argv)
-        debug = args.debug
-        if args.command is None:
-            parser.print_help()
-            return ExitCode.FINISHED
-        _survive_narrow_encodings()
-        with _logged(args), contextlib.nullcontext() if debug else _quiet():
-            code = args.run(args) or ExitCode.FINISHED
+        try:
+            args = parser.parse_args(argv)
+            debug = args.debug
+            if args.command is None:
+                parser.print_help()
+                sys.stdout.flush()
+                return ExitCode.FINISHED
+            survive_narrow_encodings()
+            with _logged(args), contextlib.nullcontext() if debug else _quiet():
+                code = args.run(args) or ExitCode.FINISHED
+        except SystemExit:  # of argparse, after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe; without this Python prints another error at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return ExitCode.BROKEN_PIPE
     except KeyboardInterrupt:
         if debug:
@@ -86,9 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         message = _message(error)
+        if isinstance(error, OutputError):
+            discard_output()
         if debug or message is None:
             raise
-        print(f"vlmfast: error: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # there is no other place for it
+            print(f"vlmfast: error: {message}", file=sys.stderr)
         return ExitCode.USER_ERROR
     return code
 
@@ -98,8 +123,10 @@ def _message(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, VLMFastError):
         return text
-    if type(error).__name__ == "OutOfMemoryError":
-        return f"the GPU's memory is too small: {text}"
+    if isinstance(error, OutOfMemory):
+        return text
+    if is_out_of_memory(error):
+        return f"the memory is too small: {text or type(error).__name__}"
     return None
 
 
@@ -156,12 +183,11 @@ def _compare(args: argparse.Namespace) -> int:
     rows = vlm.compare(args.question, **media, recipes=args.recipes, **_generation(args))
     if args.overlay:
         from vlmfast.api.overlays import contact_sheet
+        from vlmfast.core.files import replacing
 
         sheet = contact_sheet([row.answer for row in rows if row.answer is not None])
-        try:
-            sheet.save(args.overlay)
-        except OSError as error:
-            raise MediaError(f"--overlay {args.overlay} cannot be written: {error}") from error
+        with replacing(args.overlay) as file:
+            sheet.save(file, _image_format(args.overlay))
     # As given: the canonical text omits defaults.
     named = list(zip(["none", *args.recipes], rows, strict=True))
     if args.json:
@@ -466,13 +492,19 @@ def _vlm(args: argparse.Namespace) -> VLM:
 
 def _media(args: argparse.Namespace) -> dict[str, Any]:
     """The media arguments of `VLM.ask` for FILE."""
-    from vlmfast.media import kind_of
+    from vlmfast.media import kind_of, probe_video
 
+    frames = {"num_frames": args.num_frames, "fps": args.fps}
     if kind_of(args.file) == "video":
-        return {"video": args.file, "num_frames": args.num_frames, "fps": args.fps}
-    if args.num_frames or args.fps:
-        raise MediaError(f"{args.file} is an image; --num-frames and --fps are for videos")
-    return {"images": args.file}
+        return {"video": args.file, **frames}
+    if not any(frames.values()):
+        return {"images": args.file}
+    try:
+        probe_video(args.file)  # an animated image
+    except MediaError as error:
+        reason = f"{args.file} is an image; --num-frames and --fps are for videos"
+        raise MediaError(reason) from error
+    return {"video": args.file, **frames}
 
 
 def _generation(args: argparse.Namespace) -> dict[str, Any]:
@@ -485,10 +517,17 @@ def _check_overlay(path: str | None) -> None:
         return
     from PIL import Image
 
-    if Image.registered_extensions().get(Path(path).suffix.lower()) not in Image.SAVE:
+    if _image_format(path) not in Image.SAVE:
         raise MediaError(f"--overlay {path}: the name must end in .png or another image format")
     if not Path(path).parent.is_dir():
         raise MediaError(f"--overlay {path}: folder {Path(path).parent} does not exist")
+
+
+def _image_format(path: str) -> str | None:
+    """Pillow's name of the format that the name of a file ends with."""
+    from PIL import Image
+
+    return Image.registered_extensions().get(Path(path).suffix.lower())
 
 
 # --- surroundings --------------------------------------------------------------------------------
@@ -525,10 +564,3 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("default", "vlmfast.(stages|families): ", UserWarning)
         warnings.showwarning = show
         yield
-
-
-def _survive_narrow_encodings() -> None:
-    """Print ``?`` for characters of an answer that the terminal's encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")

@@ -14,7 +14,7 @@ from torch.nn.functional import grid_sample, normalize
 
 from vlmfast.core import hub
 from vlmfast.core.params import param
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, check_memory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -129,6 +129,7 @@ def load(stage: str, model: str, pretrained: str) -> Clip:
             "pip install open_clip_torch"
         ) from None
     except Exception as error:  # its readers and the hub raise errors of many types
+        check_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
             f"{stage}: OpenCLIP cannot load model={model} with pretrained={pretrained}: {reason}; "

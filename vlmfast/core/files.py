@@ -1,17 +1,37 @@
-"""Atomic replacement of files: after any interruption, the old or the new file is complete."""
+"""Reads and writes the files of users: regular files alone, and no links where it writes.
+
+Files are replaced atomically: after any interruption, the old or the new one is complete.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import threading
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from vlmfast.errors import VLMFastError
 
-__all__ = ["make_folder", "replace_bytes", "replace_text", "replacing"]
+__all__ = [
+    "make_folder",
+    "open_to_append",
+    "open_to_read",
+    "read_bytes",
+    "read_text",
+    "replace_bytes",
+    "replace_text",
+    "replacing",
+]
+
+_SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
+# Not on Windows. Without the second, opening a pipe waits for its other end.
+_NO_LINK, _AT_ONCE = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
 
 
 @contextlib.contextmanager
@@ -21,7 +41,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     Parameters
     ----------
     path : str or Path
-        In a folder that exists.
+        A regular file, which keeps its owner and permissions, or a new one; in a folder that
+        exists.
 
     Yields
     ------
@@ -35,10 +56,16 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         With the path and the reason, where the file cannot be written.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
+        old = _old(path)
+        # No one can have put a link at a name that is not known before.
+        draft = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp")
+        # Private until it has the permissions of the old file.
+        handle = _open(draft, _NEW, mode=0o666 if old is None else 0o600)
         try:
-            with open(draft, "wb") as file:
+            with open(handle, "wb") as file:
+                if old is not None:
+                    _make_alike(file.fileno(), old)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -55,6 +82,47 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         if isinstance(error.__context__, OSError):
             raise _cannot(path, error.__context__) from error
         raise
+
+
+def open_to_append(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a new one, to append to it.
+
+    Raises
+    ------
+    VLMFastError
+        With the path and the reason, where the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        _old(path)
+        return open(path, "ab", opener=partial(_open, more=_NO_LINK | _AT_ONCE))
+    except OSError as error:
+        raise _cannot(path, error) from error
+
+
+def open_to_read(path: str | Path) -> BinaryIO:
+    """Open a regular file: a pipe may have no writer, and a device no end.
+
+    Raises
+    ------
+    OSError
+        Where the file cannot be opened or is no regular one.
+    """
+    try:
+        return open(path, "rb", opener=partial(_open, more=_AT_ONCE))
+    except ValueError as error:  # a null character
+        raise OSError(errno.EINVAL, _NO_PATH) from error
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a regular file; errors as `open_to_read`."""
+    with open_to_read(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a regular file, UTF-8; errors as `open_to_read`, and `UnicodeDecodeError`."""
+    return read_bytes(path).decode()
 
 
 def replace_bytes(path: str | Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -81,6 +149,43 @@ def make_folder(path: str | Path) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot(Path(path), error) from error
+
+
+def _old(path: Path) -> os.stat_result | None:
+    """The file at a path, None if there is none; an OSError if it must not be written."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # a null character
+        raise OSError(errno.EINVAL, _NO_PATH) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.EINVAL, "Is a link, and links are not followed")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, _SPECIAL)
+    return status
+
+
+def _make_alike(handle: int, old: os.stat_result) -> None:
+    """Give a file the owner, where this user may, and the permissions of another."""
+    if hasattr(os, "fchown"):
+        with contextlib.suppress(PermissionError):
+            os.fchown(handle, old.st_uid, old.st_gid)
+        os.fchmod(handle, stat.S_IMODE(old.st_mode))
+
+
+def _open(path: str | Path, flags: int, *, more: int = 0, mode: int = 0o666) -> int:
+    """An opener of `open` for regular files."""
+    handle = os.open(path, flags | more, mode)
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return handle
+    os.close(handle)
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, _SPECIAL, path)
 
 
 def _cannot(path: Path, error: OSError) -> VLMFastError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vlmfast.errors import RecipeError
 
-from .files import replace_text
+from .files import read_text, replace_text
 from .hints import corrections
 from .params import quoted
 from .protocols import PROTOCOLS
@@ -174,7 +174,7 @@ class Recipe(Stages):
         import yaml
 
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            data = yaml.safe_load(read_text(path))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):

@@ -18,9 +18,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, check_memory
 
-from .files import replace_bytes
+from .files import read_bytes, replace_bytes
 from .former import FormerAttribute
 
 _OPENING = b'{"__metadata__":{"digest":"'  # after the eight bytes of the header's length
@@ -222,7 +222,7 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     from safetensors.torch import load
 
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
     if data[8:_AT] != _OPENING or len(data) < _AT + _SUM:
@@ -236,5 +236,6 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return header["__metadata__"], load(data)
     except Exception as error:  # the checksum matches, so the file was written like this
+        check_memory(error)
         reason = str(error).partition("\n")[0][:200]
         raise VLMFastError(f"{path} cannot be read: {reason}") from error

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, check_memory
 
 from . import hub
 from .cards import FOLDER, model_card, with_hub_id
-from .files import make_folder, replace_bytes, replace_text
+from .files import make_folder, read_text, replace_bytes, replace_text
 from .registry import stage_class
 from .stage import Stage
 
@@ -92,7 +92,7 @@ class StageWeights:
         state = _state(folder, f"{name}: weights={text}")
         card: str | None = None
         try:
-            card = (folder / CARD).read_text(encoding="utf-8")
+            card = read_text(folder / CARD)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -141,6 +141,7 @@ class StageWeights:
         except RecipeError:
             raise
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            check_memory(error)
             raise RecipeError(
                 f"{self.stage}: the weights cannot be used: {type(error).__name__}: {error}"
             ) from error
@@ -359,7 +360,7 @@ def _read(folder: Path, name: str, weights: str) -> dict[str, Any]:
 
 def _described(file: Path, where: str) -> dict[str, Any]:
     try:
-        about = json.loads(file.read_text(encoding="utf-8"))
+        about = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where} cannot be read: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("stage"), str):

@@ -11,7 +11,7 @@ from typing import Any
 
 import gradio as gr
 
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, is_out_of_memory
 
 from . import panels, views
 from .files import Files
@@ -360,7 +360,7 @@ def message_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, VLMFastError):
         return text
-    if type(error).__name__ == "OutOfMemoryError":
-        return "Out of GPU memory: use a smaller input or keep fewer tokens."
+    if is_out_of_memory(error):
+        return "Out of memory: use a smaller input or keep fewer tokens."
     _LOG.error("the demo could not answer", exc_info=error)
     return f"Internal error ({type(error).__name__}); the terminal shows the traceback."

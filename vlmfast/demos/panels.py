@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import replace_text
 from vlmfast.engine.stats import Stats
 
 from .remote import RemoteAnswer
@@ -147,7 +148,7 @@ def write_trace(talk: Conversation, turn: Turn, path: Path) -> None:
     }
     name = Path(talk.media.path or "").name
     about = {"file": name, "question": turn.question, "recipe": str(talk.recipe)}
-    path.write_text(json.dumps({**about, "answers": answers}, indent=1), encoding="utf-8")
+    replace_text(path, json.dumps({**about, "answers": answers}, indent=1))
 
 
 # --- counters ------------------------------------------------------------------------------------

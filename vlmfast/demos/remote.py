@@ -13,13 +13,13 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from PIL import Image
 
 from vlmfast.api.answer import Answer, Request
+from vlmfast.core.files import read_bytes
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.stats import Stats, Trace
@@ -259,7 +259,7 @@ class _Media:
 
     def _part(self) -> dict[str, Any]:
         if self.video is not None:
-            data = Path(self.video).read_bytes()
+            data = read_bytes(self.video)
             return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", data)}}
         assert self.image is not None
         file = io.BytesIO()

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.drafting import Target
+from vlmfast.core.files import read_text
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, check_memory
 
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -145,7 +146,7 @@ def _marked(ids: Tensor, marks: Tensor) -> bool:
 
 def _read(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_text(folder / CONFIG))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
@@ -160,6 +161,7 @@ def _read(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return config, load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
+        check_memory(error)
         raise RecipeError(f"{name}: {file} cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise RecipeError(f"{name}: {file} is not a dict of tensors")

@@ -36,8 +36,14 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from vlmfast.errors import ModelError
+
 from .noise import gumbels
 
+_NO_TOKEN = (
+    "the model's scores of the next token are not finite, so that none can be sampled: its weights "
+    "are damaged, or overflow in their dtype"
+)
 # The order in which Hugging Face's ``generate`` calls them.
 _ORDER = (
     RepetitionPenaltyLogitsProcessor,
@@ -420,7 +426,7 @@ class Sampling:
         Returns
         -------
         Tensor, int64, (B,)
-            On the device of ``logits``.
+            On the device of ``logits``; -1 where a row cannot be sampled, whose error is set.
         """
         raw = self._raw(logits)
         asked = [number for number, row in enumerate(self.rows) if row.top_logprobs is not None]
@@ -436,10 +442,12 @@ class Sampling:
         else:
             alone = zip(blocks, self.rows, strict=True)
             tokens = torch.cat([_choose(block, [row]) for block, row in alone])
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
         for row, token in zip(self.rows, tokens.tolist(), strict=True):
-            row.tokens.append(token)
+            if token < 0 and row.error is None:
+                row.error = ModelError(_NO_TOKEN)
+            row.tokens.append(max(token, 0))
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
         self._keep_logprobs([self.rows[number] for number in asked], logprobs)
         return tokens
 
@@ -522,20 +530,37 @@ def _entropy(normalized: Tensor) -> Tensor:
 
 
 def _choose(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
-    """The next tokens (B,) of ``rows`` from their processed scores (B, V)."""
+    """The next tokens (B,) of ``rows`` from their processed scores (B, V), -1 where none is drawn.
+
+    A greedy row of which a score is NaN has a token, as in Hugging Face's ``generate``.
+    """
     drawn = [number for number, row in enumerate(rows) if row.sampled and row.seed is None]
     if not drawn:
-        return _ranked(scores, rows).argmax(-1)
+        return _first(scores, rows)
     # One call draws the same tokens as one call per row in this order.
     probs = (scores if len(drawn) == len(rows) else scores[drawn]).softmax(-1)
-    tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
+    # On a GPU, `multinomial` of NaN ends the process.
+    valid = probs.isfinite().all(-1)
+    tokens = torch.multinomial(probs.where(valid[:, None], 1.0), num_samples=1).squeeze(1)
+    tokens = tokens.where(valid, -1)
     others = [number for number in range(len(rows)) if number not in drawn]
     if not others:
         return tokens
     found = tokens.new_empty(len(rows))
     found[drawn] = tokens
-    found[others] = _ranked(scores[others], [rows[number] for number in others]).argmax(-1)
+    found[others] = _first(scores[others], [rows[number] for number in others])
     return found
+
+
+def _first(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:
+    """The next tokens (B,) of greedy and seeded rows."""
+    ranked = _ranked(scores, rows)
+    tokens = ranked.argmax(-1)
+    if not any(row.sampled for row in rows):
+        return tokens
+    sampled = torch.tensor([row.sampled for row in rows], device=scores.device)
+    best = ranked.gather(1, tokens[:, None]).squeeze(1)  # NaN if one of them is NaN
+    return tokens.where(best.isfinite() | ~sampled, -1)
 
 
 def _ranked(scores: Tensor, rows: Sequence[Sampler]) -> Tensor:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import read_text
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import with_values
 from vlmfast.errors import VLMFastError
@@ -38,7 +39,7 @@ def accuracy_tables(report: str | Path, stage: str, note: str = "") -> list[dict
         When the report cannot be read, contains no run of the stage, or runs with several weights.
     """
     try:
-        tasks = json.loads(Path(report).read_text(encoding="utf-8"))["tasks"]
+        tasks = json.loads(read_text(report))["tasks"]
         runs = {
             task: _runs(found["recipes"], stage)
             for task, found in tasks.items()

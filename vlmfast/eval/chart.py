@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.display import html_table
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import read_text, replace_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -170,7 +170,7 @@ def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[
         data = report
     else:
         try:
-            data = json.loads(Path(report).read_text(encoding="utf-8"))
+            data = json.loads(read_text(report))
         except (OSError, ValueError) as error:
             raise VLMFastError(f"cannot read the report {report}: {error}") from error
     tasks: dict[str, Any] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.core.files import read_bytes
+from vlmfast.errors import MediaError, VLMFastError, check_memory
 from vlmfast.media.sources import is_url, short, shown
 
 from .tasks import Doc, check_choice
@@ -152,6 +155,7 @@ class _Readable:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, VLMFastError):
+            check_memory(error)
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise VLMFastError(f"cannot read {self.source}: {reason}") from error
 
@@ -292,21 +296,26 @@ def find_video(folder: str | Path | None, name: str) -> Path | None:
 
 # Start and end in seconds, and the text with its tags.
 Subtitle = tuple[float, float, str]
-_TIME = re.compile(r"(\d+):(\d+):(\d+)[,.](\d+)")
+_TIME = r"(?:(\d+):)?(\d+):(\d+)[,.](\d+)"
+_SPAN = re.compile(rf"{_TIME}\s*-->\s*{_TIME}(?:\s.*)?")  # WebVTT adds the place on the screen
 _WHITE = re.compile(r'<font color="white" size=".72c">(.*?)</font>')
+# Tags of SRT and WebVTT, times within a line, and ASS overrides. "1 < 2" and "<3" are text.
+_TAGS = re.compile(r"</?[A-Za-z][^<>]*>|<[\d:.]*:[\d:.]*>|</>|\{\\[^{}]*\}")
+_BREAKS = re.compile(r"<br\s*/?>|\\[Nh]", re.IGNORECASE)
 
 
 def read_subtitles(path: Path) -> list[Subtitle]:
-    """The entries of an SRT file without duplicate time spans; empty for an empty file.
+    """The entries of an SRT or WebVTT file without duplicates; empty for an empty file.
 
     Raises
     ------
     MediaError
-        If the encoding is neither UTF-8 nor UTF-16 with a byte order mark, or a time is invalid.
-        Encodings are not guessed: a wrong guess would corrupt the prompt.
+        If the encoding is neither UTF-8 nor UTF-16 with a byte order mark, a time is invalid, or
+        there are no entries in the text. Encodings are not guessed: a wrong guess would corrupt the
+        prompt.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         marked = data[:2] in (b"\xff\xfe", b"\xfe\xff")
         text = data.decode("utf-16" if marked else "utf-8-sig")
     except OSError as error:
@@ -315,28 +324,48 @@ def read_subtitles(path: Path) -> list[Subtitle]:
         raise MediaError(
             f"subtitles {path.name} are not UTF-8 (byte {error.start}); convert them"
         ) from error
-    found: dict[tuple[float, float], str] = {}
-    for block in text.replace("\r\n", "\n").split("\n\n"):
-        lines = block.split("\n")
-        if len(lines) >= 3 and block.strip():
-            start, _, end = lines[1].partition(" --> ")
-            found[_seconds(start, path), _seconds(end, path)] = " ".join(lines[2:])
-    return [(start, end, text) for (start, end), text in found.items()]
+    web = text.startswith("WEBVTT")
+    found: dict[Subtitle, None] = {}
+    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
+    heads = [at for at, line in enumerate(lines) if _is_span(line, lines[at - 1 : at], path)]
+    for at, after in itertools.pairwise([*heads, len(lines)]):
+        # Some writers leave empty lines in an entry, or none before the number of the next.
+        said = lines[at + 1 : after]
+        if web:
+            said = list(itertools.takewhile(bool, said))
+        else:
+            numbered = after < len(lines) and said and said[-1].isdigit()
+            said = list(filter(None, said[:-1] if numbered else said))
+        if said and (times := _SPAN.fullmatch(lines[at])):
+            start, end = _seconds(times.groups()[:4]), _seconds(times.groups()[4:])
+            found[start, end, " ".join(said)] = None
+    if not heads and text.strip() and not web:
+        raise MediaError(f"subtitles {path.name} are neither SRT nor WebVTT: they have no times")
+    return list(found)
 
 
-def _seconds(text: str, path: Path) -> float:
-    match = _TIME.search(text)
-    if match is None:
-        raise MediaError(f"subtitles {path.name}: {text.strip()!r} is not a time")
-    hours, minutes, seconds, rest = map(int, match.groups())
-    return hours * 3600 + minutes * 60 + seconds + rest / 1000
+def _is_span(line: str, before: list[str], path: Path) -> bool:
+    """Whether a line states when the next lines are shown; the times after a number must."""
+    if _SPAN.fullmatch(line):
+        return True
+    start, arrow, end = line.partition("-->")
+    if arrow and before and before[0].isdigit():
+        wrong = end if re.fullmatch(_TIME, start.strip()) else start
+        raise MediaError(f"subtitles {path.name}: {wrong.strip()!r} is not a time")
+    return False
+
+
+def _seconds(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, rest = (part or "0" for part in parts)
+    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + int(rest) / 10 ** len(rest)
 
 
 def spoken(subtitles: Sequence[Subtitle], frames: Sequence[int], info: VideoInfo, mode: str) -> str:
     """The subtitles at the selected frames, formatted as in the code base ``mode``.
 
     Without duplicates and in order. lmms-eval rounds spans down to frames, orders the lines as a
-    Python set, and keeps only those in its white font; vlmevalkit has one line for each frame.
+    Python set, and keeps the last of each span and only those in its white font; vlmevalkit has one
+    line for each frame.
     """
     times = [frame / info.fps for frame in frames]
     if mode == "vlmevalkit":
@@ -346,6 +375,9 @@ def spoken(subtitles: Sequence[Subtitle], frames: Sequence[int], info: VideoInfo
         ]
         return "\n".join(text for text in map(_plain, shown) if text)
     if mode == "lmms-eval":
+        subtitles = [
+            (*span, text) for span, text in {(s, e): text for s, e, text in subtitles}.items()
+        ]
         spans = [(int(start * info.fps), int(end * info.fps)) for start, end, _ in subtitles]
         seen = [i for f in frames for i, (start, end) in enumerate(spans) if start <= f < end]
         white = (_WHITE.findall(subtitles[i][2]) for i in list(set(seen)))
@@ -357,4 +389,6 @@ def spoken(subtitles: Sequence[Subtitle], frames: Sequence[int], info: VideoInfo
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"<[^>]*>", "", text).strip()
+    """What a player shows of an entry, in one line."""
+    shown = html.unescape(_TAGS.sub("", _BREAKS.sub(" ", text)))
+    return " ".join(shown.split())

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from vlmfast.core.files import read_bytes
 from vlmfast.errors import VLMFastError
 
 from .results import folder_lock, writable, write_json
@@ -28,7 +29,7 @@ def read_failures(folder: Path) -> dict[str, str]:
     """
     path = folder / FAILED
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bytes(path))
     except FileNotFoundError:
         return {}
     except OSError as error:

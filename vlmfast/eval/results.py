@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_text
 from vlmfast.errors import VLMFastError
 
 SCHEMA = 1
@@ -179,17 +179,14 @@ class Writer:
         with writable(self.path):
             self._check_siblings()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._samples, self._timings = (
-                open(self.path / shard_file(name, self.shard), "ab")  # noqa: SIM115 (see __exit__)
-                for name in (SAMPLES, TIMINGS)
-            )
-        try:
-            with writable(self.path):
+            with contextlib.ExitStack() as opened:
+                self._samples, self._timings = (
+                    opened.enter_context(open_to_append(self.path / shard_file(name, self.shard)))
+                    for name in (SAMPLES, TIMINGS)
+                )
                 lock_file(self._samples, self.path)
                 self._resume()
-        except BaseException:
-            self._close()
-            raise
+                opened.pop_all()  # closed on exit
         self._written = self._synced = time.monotonic()
         return self
 
@@ -239,8 +236,8 @@ class Writer:
                 check_same(metas, keys)
 
     def _resume(self) -> None:
-        for opened in (self._samples, self._timings):
-            opened.truncate(_read_lines(Path(opened.name))[1])
+        for name, opened in ((SAMPLES, self._samples), (TIMINGS, self._timings)):
+            opened.truncate(_read_lines(self.path / shard_file(name, self.shard))[1])
         for file in _all(self.path, SAMPLES):  # including other shards
             for line in _read_lines(file)[0]:
                 self._count(line)
@@ -288,7 +285,7 @@ def _line(value: dict[str, Any]) -> bytes:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads((path / META).read_bytes())
+        meta = json.loads(read_bytes(path / META))
     except OSError as error:
         raise VLMFastError(f"cannot read {path / META}: {error.strerror or error}") from error
     except ValueError as error:
@@ -302,7 +299,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _read_lines(path: Path) -> tuple[list[dict], int]:
     """The complete lines of a file and their size in bytes."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         return [], 0
     except OSError as error:

@@ -24,7 +24,7 @@ import torch
 
 from vlmfast.api.encoding import check_encodable, encode_image
 from vlmfast.api.vlm import VLM
-from vlmfast.core.files import make_folder, replace_bytes
+from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_bytes
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval.results import lock_file
 from vlmfast.eval.runner import stage_weights, weights_sha256
@@ -186,7 +186,7 @@ def _encoded(
 
 def _bytes_of(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_bytes(file)
     except OSError as error:
         raise MediaError(f"{file} cannot be read: {error.strerror or error}") from error
 
@@ -201,7 +201,7 @@ def _appending(
     """The entries of a manifest by source and digest, and a function that appends one."""
     path = out / MANIFEST
     try:
-        with open(path, "ab") as file:
+        with open_to_append(path) as file:
             lock_file(file, out)
             found, entries, good = _read(out)
             if found is not None and found != header:
@@ -228,7 +228,7 @@ def _read(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], in
     """Header, entries, and the size of the complete lines in bytes."""
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         return None, [], 0
     except OSError as error:
@@ -267,7 +267,7 @@ def _checked(folder: Path, entry: Mapping[str, Any]) -> bytes:
     if Path(name).name != name:
         raise VLMFastError(f"{folder / MANIFEST} names {name!r}, which is outside its folder")
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) != entry["bytes"]:

@@ -22,9 +22,7 @@ import torch
 
 from vlmfast.api.answer import Answer, Request
 from vlmfast.api.vlm import VLM
-from vlmfast.errors import VLMFastError
-
-_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+from vlmfast.errors import VLMFastError, is_out_of_memory
 
 
 class Answerer:
@@ -125,9 +123,12 @@ class Answerer:
                 errors="keep",
                 **self.generation,
             )
-        except _OUT_OF_MEMORY as error:
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             found = [error] * len(requests)
-        short = [i for i, one in enumerate(found) if isinstance(one, _OUT_OF_MEMORY)]
+        errors = {i: one for i, one in enumerate(found) if isinstance(one, Exception)}
+        short = [i for i, one in errors.items() if is_out_of_memory(one)]
         if len(requests) == 1 and short:
             return [VLMFastError(f"the memory is too small for this row: {found[0]}")]
         half = len(short) // 2 if len(short) == len(requests) else len(short)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, replace_bytes, replace_text
+from vlmfast.core.files import make_folder, read_text, replace_bytes, replace_text, replacing
 from vlmfast.errors import ModelError, VLMFastError
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")
@@ -123,7 +123,7 @@ def _templates(folder: Path) -> dict[str, str]:
     add: Callable[[str], str] = with_bos if has_bos else str
     found = {}
     if (folder / _TEMPLATE).exists():
-        found[_TEMPLATE] = add((folder / _TEMPLATE).read_text(encoding="utf-8"))
+        found[_TEMPLATE] = add(read_text(folder / _TEMPLATE))
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         if not (folder / name).exists():
             continue
@@ -137,15 +137,13 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 def _copy(file: Path, to: Path) -> None:
-    try:
-        shutil.copyfile(file, to)
-    except OSError as error:
-        raise VLMFastError(f"{to} cannot be written: {error.strerror or error}") from error
+    with open(file, "rb") as source, replacing(to) as copy:
+        shutil.copyfileobj(source, copy)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

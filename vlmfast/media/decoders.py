@@ -1,34 +1,40 @@
 """A common interface to PyAV and decord: exact frame indices and RGB frames.
 
-Both readers count every frame of the file in display order and take ascending indices. They apply
-the file's rotation (whole quarter turns; mirroring and non-square pixels are ignored).
+Both readers count every frame of the file in display order and take ascending indices. They turn
+and mirror frames as the file states (other angles than quarter turns, and the shape of pixels, are
+ignored), and put transparent ones on white.
 """
 
 from __future__ import annotations
 
+import abc
 import bisect
 import contextlib
 import math
 import os
 import re
+import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 
+from .images import on_white
 from .info import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["AvReader", "DecordReader"]
+__all__ = ["AvReader", "DecordReader", "Reader"]
 
 # For FFmpeg: no protocol has this name. Formats that describe streams would open sockets or files.
 _ALONE = {"protocol_whitelist": "none"}
+# Of a rotation by a degree, as far as players call it none.
+_STEEP = 57
 
 
-class _Reader:
-    """Interface of both readers.
+class Reader(abc.ABC):
+    """Interface of the readers.
 
     Attributes
     ----------
@@ -39,8 +45,12 @@ class _Reader:
     duration_s : float
         End of the last frame.
     width, height : int
-        Size of the frames, after rotation.
+        Size of the frames, upright.
     """
+
+    width: int
+    height: int
+    _max_pixels: int
 
     def __init__(self, name: str, starts: list[float], last_length: float, fps: float) -> None:
         if not starts:
@@ -54,6 +64,14 @@ class _Reader:
         self.fps = fps
         self.duration_s = round(span + (last_length if last_length > 0 else 1.0 / fps), 6)
 
+    @abc.abstractmethod
+    def read(self, indices: list[int]) -> list[Image.Image]:
+        """Decode the frames at ascending `indices`; consecutive calls are cheap."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release the decoder; the file stays open."""
+
     def _fail(self, reason: object) -> MediaError:
         return MediaError(f"{self.name}: cannot be decoded: {_one_line(reason)}")
 
@@ -65,13 +83,21 @@ class _Reader:
         except MediaError:
             raise
         except Exception as error:
+            check_memory(error)
             raise self._fail(error) from error
 
     def _check_size(self, width: int, height: int) -> None:
-        if not 0 < width * height <= MAX_PIXELS:
+        most = self._max_pixels
+        if not 0 < width * height <= most:
             raise MediaError(
-                f"{self.name}: has frames of {width}x{height}, the limit is {MAX_PIXELS} pixels"
+                f"{self.name}: is too large: it has frames of {width}x{height}, the limit is "
+                f"{most} pixels"
             )
+
+    def _bounded(self) -> dict[str, str]:
+        """Options of a codec, which may find larger frames than its stream states."""
+        # Twice, since decoders round sides up. Larger frames are not decoded at all.
+        return {"max_pixels": str(2 * self._max_pixels)}
 
 
 class _Packet(NamedTuple):
@@ -81,7 +107,7 @@ class _Packet(NamedTuple):
     is_discard: bool
 
 
-class AvReader(_Reader):
+class AvReader(Reader):
     """Frames by PyAV.
 
     Parameters
@@ -91,6 +117,9 @@ class AvReader(_Reader):
     file : BinaryIO
         Seekable; must stay open while the reader is used. A file object rather than a path, so that
         FFmpeg cannot interpret a file name as a protocol.
+    max_pixels : int, optional
+        Of a frame as it is decoded: some may be larger than the header states. By default as for
+        images.
 
     Raises
     ------
@@ -98,10 +127,10 @@ class AvReader(_Reader):
         If the file has no video stream, or it cannot be decoded.
     """
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
+    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
         import av
 
-        self.name, self._file, self._av = name, file, av
+        self.name, self._file, self._av, self._max_pixels = name, file, av, max_pixels or MAX_PIXELS
         # Iterator of decoded frames, and the index of the frame before the next one.
         self._cursor: tuple[Iterator[Any] | None, int] = (None, -1)
         self._container: Any = None
@@ -152,9 +181,9 @@ class AvReader(_Reader):
             raise self._fail("the decoder returns no frame")
         self._check_size(first.width, first.height)
         self._size = first.width, first.height
-        self.width, self.height = self._size
-        if self._quarter_turns(first) % 2:
-            self.width, self.height = self.height, self.width
+        # Of the first frame: where the codec states it, only some frames do.
+        self._turn = _turn(first)
+        self.width, self.height = self._image(first).size
 
     def close(self) -> None:
         if self._container is not None:
@@ -198,8 +227,7 @@ class AvReader(_Reader):
         if stream.codec_context is None:
             raise MediaError(f"{self.name}: has a video stream that no installed decoder reads")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
-        # A frame may be larger than its stream states. Twice, since decoders round sides up.
-        stream.codec_context.options = {"max_pixels": str(2 * MAX_PIXELS)}
+        stream.codec_context.options = self._bounded()
         stream.thread_type = "AUTO"
         self._stream = stream
 
@@ -224,7 +252,9 @@ class AvReader(_Reader):
             self._open()
         if key:
             self._container.seek(self._pts[key], stream=self._stream, backward=True)
-        yield from self._container.decode(self._stream)
+        for frame in self._container.decode(self._stream):
+            self._check_size(frame.width, frame.height)
+            yield frame
 
     def _key_before(self, index: int) -> int:
         """Return the index of the frame from which `index` can be decoded."""
@@ -245,23 +275,19 @@ class AvReader(_Reader):
                 return frame if frame.pts == target and not frame.is_corrupt else None
         return None
 
-    def _quarter_turns(self, frame: Any) -> int:
-        """Return the number of quarter turns to the left that make the frame upright."""
-        return round(frame.rotation / 90) % 4 if frame.rotation % 90 == 0 else 0
-
     def _image(self, frame: Any) -> Image.Image:
-        from PIL import Image
+        width, height = self._size
+        if _is_transparent(frame):
+            from PIL import Image
 
-        image = frame.to_image(width=self._size[0], height=self._size[1])
-        turn = {
-            1: Image.Transpose.ROTATE_90,
-            2: Image.Transpose.ROTATE_180,
-            3: Image.Transpose.ROTATE_270,
-        }.get(self._quarter_turns(frame))
-        return image if turn is None else image.transpose(turn)
+            pixels = frame.to_ndarray(format="rgba", width=width, height=height)
+            image = on_white(Image.fromarray(pixels))
+        else:
+            image = frame.to_image(width=width, height=height)
+        return image if self._turn is None else image.transpose(self._turn)
 
 
-class DecordReader(_Reader):
+class DecordReader(Reader):
     """Frames by decord; parameters and errors as for :class:`AvReader`.
 
     It decodes from the beginning up to the last requested frame. After a seek, decord returns wrong
@@ -271,12 +297,13 @@ class DecordReader(_Reader):
     _reader: Any
     _at: int | None
 
-    def __init__(self, name: str, file: BinaryIO) -> None:
+    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
         import decord
 
         # Process-wide, like FFmpeg's log level: decord offers no other way and cannot restore it.
         decord.logging.set_level(decord.logging.QUIET)
         self.name, self._file, self._decord = name, file, decord
+        self._max_pixels = max_pixels or MAX_PIXELS
         with self._decoding():
             self._check_header()
             self._open()
@@ -299,12 +326,17 @@ class DecordReader(_Reader):
         except ImportError:
             return
         self._file.seek(0)
-        with av.open(self._file, metadata_errors="replace", options=_ALONE) as container:
+        with av.open(self._file, "r", metadata_errors="replace", options=_ALONE) as container:
             stream: Any = container.streams.best("video")
             if stream is None:
                 raise MediaError(f"{self.name}: has no video stream")
-            if stream.codec_context is not None:
-                self._check_size(stream.codec_context.width, stream.codec_context.height)
+            if stream.codec_context is None:
+                return
+            self._check_size(stream.codec_context.width, stream.codec_context.height)
+            stream.codec_context.options = self._bounded()
+            first = next(container.decode(stream), None)
+            if first is not None and (unfit := _unlike_decord(first, container.format.name)):
+                raise MediaError(f"{self.name}: decord {unfit}; use PyAV (pip install av)")
 
     def close(self) -> None:
         del self._reader
@@ -339,6 +371,7 @@ class DecordReader(_Reader):
             # their neighbors, with only a line on stderr.
             self._reader = self._decord.VideoReader(source, fault_tol=1e-6)
         except Exception as error:
+            check_memory(error)
             if "cannot find video stream" in str(error):
                 raise MediaError(f"{self.name}: has no video stream") from error
             raise
@@ -355,6 +388,52 @@ class DecordReader(_Reader):
             # as additional channels.
             pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
         return Image.fromarray(np.ascontiguousarray(pixels))
+
+
+def _turn(frame: Any) -> Image.Transpose | None:
+    """Return how a frame becomes upright: its display matrix without scale, shift and tilt.
+
+    A pixel at (x, y), with y pointing down, is shown at (a x + c y, b x + d y).
+    """
+    from PIL import Image
+
+    stated = frame.side_data.get("DISPLAYMATRIX")
+    if stated is None:
+        return None
+    a, b, _, c, d = struct.unpack_from("=5i", bytes(stated))
+    straight, crossed = min(abs(a), abs(d)), min(abs(b), abs(c))
+    if max(abs(b), abs(c)) * _STEEP < straight:
+        return {
+            (True, False): Image.Transpose.FLIP_LEFT_RIGHT,
+            (False, True): Image.Transpose.FLIP_TOP_BOTTOM,
+            (True, True): Image.Transpose.ROTATE_180,
+        }.get((a < 0, d < 0))
+    if max(abs(a), abs(d)) * _STEEP < crossed:
+        return {
+            (False, False): Image.Transpose.TRANSPOSE,
+            (False, True): Image.Transpose.ROTATE_270,
+            (True, False): Image.Transpose.ROTATE_90,
+            (True, True): Image.Transpose.TRANSVERSE,
+        }[b < 0, c < 0]
+    return None
+
+
+def _is_transparent(frame: Any) -> bool:
+    name = frame.format.name
+    return name == "pal8" or any(part.is_alpha for part in frame.format.components)
+
+
+def _unlike_decord(frame: Any, container: str) -> str | None:
+    """Return why decord would show a frame otherwise than a player, None if it would not."""
+    from PIL import Image
+
+    if _is_transparent(frame):
+        return "ignores the transparency of this file"
+    turn = _turn(frame)
+    rotations = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
+    if turn is None or (turn in rotations and "mp4" in container):
+        return None
+    return "does not show this file upright: it is mirrored, or not rotated as an MP4 file is"
 
 
 def _one_line(reason: object) -> str:

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-from vlmfast.errors import MediaError, MediaUnavailable
+from vlmfast.errors import MediaError, MediaUnavailable, check_memory
 
 __all__ = ["Resolve", "download"]
 
@@ -76,6 +76,7 @@ def download(
     except MediaError:
         raise
     except Exception as error:
+        check_memory(error)
         if _is_timeout(error):
             late = f"{name}: cannot be fetched: took over {timeout_s:g} s"
             raise MediaUnavailable(late) from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 
 from .sources import short, sniffed
 
@@ -25,6 +26,7 @@ __all__ = [
     "from_tensor",
     "image_name",
     "load_pixels",
+    "on_white",
     "open_image",
     "upright_rgb",
 ]
@@ -77,16 +79,54 @@ def open_image(name: str, file: BinaryIO) -> Image.Image:
         with _strict_pillow():
             return Image.OPEN[fmt][0](file, "")
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: cannot be read as {fmt}: {_reason(error)}") from error
 
 
-def load_pixels(name: str, image: Image.Image) -> None:
-    """Decode all pixels of an image."""
+def load_pixels(name: str, image: Image.Image) -> Image.Image | None:
+    """Decode all pixels of an image, and return a mask of the opaque ones if Pillow cannot."""
     try:
         with _strict_pillow():
+            opaque = _opaque(image)
             image.load()
+            return opaque
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: is truncated or damaged: {_reason(error)}") from error
+
+
+def _opaque(image: Image.Image) -> Image.Image | None:
+    """Return a mask of the pixels that do not have the transparent colour of an unread PNG.
+
+    The file states this colour with as many bits as its pixels; Pillow compares it with 8 bits. The
+    result is None where both are the same, or there is no such colour.
+    """
+    import numpy as np
+    from PIL import Image
+    from PIL.PngImagePlugin import PngImageFile
+
+    if not (isinstance(image, PngImageFile) and image.tile and image.fp) or image.tell():
+        return None
+    key = image.info.get("transparency")
+    mode = str(image.tile[0][3])
+    step = {"1": 1, "L;2": 85, "L;4": 17, "I;16B": 1, "RGB;16B": 1}.get(mode)
+    if step is None or not isinstance(key, int | tuple):
+        return None
+    at = image.fp.tell()
+    image.fp.seek(0)
+    data = image.fp.read()
+    image.fp.seek(at)
+
+    def decoded(mode: str) -> npt.NDArray[Any]:
+        file = PngImageFile(io.BytesIO(data))
+        file.tile = [file.tile[0]._replace(args=mode)]
+        return np.asarray(file).astype("uint16")
+
+    pixels = decoded(mode) // step
+    if mode == "RGB;16B":  # of which Pillow keeps the upper bytes
+        pixels = pixels << 8 | decoded("RGB;16L")
+    differs = pixels != np.asarray(bool(key) if mode == "1" else key)
+    return Image.fromarray(differs.any(-1) if differs.ndim == 3 else differs)
 
 
 @contextlib.contextmanager
@@ -117,12 +157,14 @@ def _reason(error: Exception) -> str:
     return short(str(error).strip().partition("\n")[0]) or type(error).__name__
 
 
-def upright_rgb(name: str, image: Image.Image) -> Image.Image:
+def upright_rgb(name: str, image: Image.Image, opaque: Image.Image | None = None) -> Image.Image:
+    """Convert a decoded image; `opaque` is what `load_pixels` returned."""
     from PIL import Image
 
     try:
         orientation = image.getexif().get(0x0112)
-    except Exception:  # unreadable metadata has no orientation
+    except Exception as error:  # unreadable metadata has no orientation
+        check_memory(error)
         orientation = None
     turn = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -134,18 +176,19 @@ def upright_rgb(name: str, image: Image.Image) -> Image.Image:
         8: Image.Transpose.ROTATE_90,
     }.get(orientation or 0)
     try:
-        rgb = _to_rgb(name, image)
+        rgb = _to_rgb(name, image, opaque)
         rgb = rgb if turn is None else rgb.transpose(turn)
     except MediaError:
         raise
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: mode {image.mode} is not supported: {_reason(error)}") from error
     # Otherwise the next reader would apply the orientation again.
     rgb.info = {}
     return rgb
 
 
-def _to_rgb(name: str, image: Image.Image) -> Image.Image:
+def _to_rgb(name: str, image: Image.Image, opaque: Image.Image | None) -> Image.Image:
     """Convert any mode to a new RGB image."""
     import numpy as np
     from PIL import Image
@@ -158,15 +201,30 @@ def _to_rgb(name: str, image: Image.Image) -> Image.Image:
                 f"{name}: mode {image.mode} has values from {low} to {high}; "
                 "only 0 to 65535 are supported"
             )
-        return Image.fromarray(_eight_bits(values)).convert("RGB")
+        rgb = Image.fromarray(_eight_bits(values)).convert("RGB")
+        if opaque is None and isinstance(key := image.info.get("transparency"), int):
+            opaque = Image.fromarray(values != key)
+        return rgb if opaque is None else _over_white(rgb, opaque)
     if image.mode == "F":
         return Image.fromarray(_unit_to_bytes(name, np.asarray(image))).convert("RGB")
+    if opaque is not None:
+        return _over_white(image.convert("RGB"), opaque)
     if image.has_transparency_data:
-        rgba = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
-        white = Image.new("RGB", image.size, (255, 255, 255))
-        white.paste(rgba, mask=rgba.getchannel("A"))
-        return white
+        return on_white(image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA"))
     return image.copy() if image.mode == "RGB" else image.convert("RGB")
+
+
+def on_white(rgba: Image.Image) -> Image.Image:
+    """Return an RGBA image as RGB, on a white background."""
+    return _over_white(rgba, rgba.getchannel("A"))
+
+
+def _over_white(image: Image.Image, opaque: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(image, mask=opaque)
+    return white
 
 
 def _eight_bits(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -196,6 +254,7 @@ def from_tensor(name: str, tensor: Tensor) -> npt.NDArray[Any]:
             tensor = tensor.float()
         array = tensor.numpy()
     except Exception as error:
+        check_memory(error)
         raise MediaError(f"{name}: cannot be read: {_reason(error)}") from error
     if array.ndim == 3 and array.shape[0] in (1, 3, 4):
         return array.transpose(1, 2, 0)

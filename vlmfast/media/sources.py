@@ -11,10 +11,10 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, TypeGuard
 from urllib.parse import unquote_to_bytes
 
-from vlmfast.errors import MediaError, MediaUnavailable
+from vlmfast.errors import MediaError, MediaUnavailable, check_memory
 
 from .containers import HEAD_BYTES, looks_like_text, sniff
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_DOWNLOAD_BYTES",
+    "WHITESPACE",
+    "BoundedVideo",
     "is_array",
     "is_image",
     "is_tensor",
@@ -36,6 +38,27 @@ __all__ = [
 ]
 
 MAX_DOWNLOAD_BYTES = 64 << 20
+WHITESPACE = b" \t\r\n\f\v"
+
+
+class BoundedVideo(bytes):
+    """The bytes of a video of which no frame may be larger than a number of pixels.
+
+    Attributes
+    ----------
+    name : str
+        Its name in messages.
+    max_pixels : int
+        Of a frame as it is decoded, whatever the header states.
+    """
+
+    name: str
+    max_pixels: int
+
+    def __new__(cls, data: bytes, name: str, max_pixels: int) -> Self:
+        video = super().__new__(cls, data)
+        video.name, video.max_pixels = name, max_pixels
+        return video
 
 
 def is_a(source: object, module: str, kind: str) -> bool:
@@ -80,8 +103,8 @@ def shown(url: str) -> str:
 def opened(source: object, timeout_s: float = 20.0) -> Iterator[tuple[str, BinaryIO]]:
     """Open a path, URL or bytes as (name for messages, seekable file), not empty."""
     if isinstance(source, (bytes, bytearray, memoryview)):
-        data = bytes(source)
-        name = f"bytes ({len(data)})"
+        data = source if isinstance(source, bytes) else bytes(source)
+        name = source.name if isinstance(source, BoundedVideo) else f"bytes ({len(data)})"
     elif isinstance(source, str) and source[:5].lower() == "data:":
         name = f"data: URL ({len(source)} characters)"
         data = _decode_data_url(name, source)
@@ -113,16 +136,42 @@ def _opened_path(path: str) -> Iterator[tuple[str, BinaryIO]]:
         if status.st_size == 0:
             raise MediaError(f"{name}: is empty")
         file = open(path, "rb")  # noqa: SIM115 - closed below, outside this try
-    except FileNotFoundError as error:
-        raise MediaUnavailable(f"{name}: no such file") from error
     except OSError as error:
-        raise MediaUnavailable(f"{name}: cannot be opened: {error.strerror}") from error
+        check_memory(error)
+        if (what := _no_path(path)) is not None:
+            raise MediaError(f"{name}: {what}") from error
+        missing = isinstance(error, FileNotFoundError)
+        reason = "no such file" if missing else f"cannot be opened: {error.strerror}"
+        raise MediaUnavailable(f"{name}: {reason}") from error
     except MediaError:
         raise
     except ValueError as error:  # a null character
         raise MediaError(f"{name}: is not a path") from error
     with file:
         yield name, file
+
+
+def _no_path(text: str) -> str | None:
+    """What else a text is that names no file, None if it may be a path."""
+    if kind := _in_base64(text[:HEAD_BYTES].encode(errors="replace")):
+        return f"is {kind} in base64, not a path; write 'data:;base64,' before it"
+    url = re.match(r"(file:(?=/)|[a-z][a-z0-9+.-]+://)(.*)", text, re.IGNORECASE | re.DOTALL)
+    if url is None:
+        return None
+    if url[1][:5].lower() == "file:":
+        path = re.sub(r"^//(localhost)?(?=/)", "", url[2])
+        return f"is a file: URL; pass its path, {short(os.fsdecode(unquote_to_bytes(path)))!r}"
+    return "is a URL that is not fetched: only http, https and data: are read; download it first"
+
+
+def _in_base64(head: bytes) -> str | None:
+    """The format of media in base64."""
+    head = head.translate(None, WHITESPACE)
+    try:
+        found = sniff(base64.b64decode(head[: len(head) // 4 * 4], validate=True))
+    except binascii.Error:
+        return None
+    return found and found[1]
 
 
 def _decode_data_url(name: str, url: str) -> bytes:
@@ -132,7 +181,7 @@ def _decode_data_url(name: str, url: str) -> bytes:
     try:
         data = unquote_to_bytes(payload)
         if header.lower().replace(" ", "").endswith(";base64"):
-            data = b"".join(data.split())
+            data = data.translate(None, WHITESPACE)
             data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except (binascii.Error, UnicodeError) as error:
         raise MediaError(f"{name}: is not valid base64: {error}") from error
@@ -144,6 +193,9 @@ def sniffed(name: str, file: BinaryIO, wanted: str) -> tuple[Literal["image", "v
     head = file.read(HEAD_BYTES)
     found = sniff(head)
     if found is None:
-        what = "its content is text" if looks_like_text(head) else "its content has no known format"
+        what = "its content has no known format"
+        if looks_like_text(head):
+            kind = _in_base64(head)
+            what = f"its content is {kind} in base64" if kind else "its content is text"
         raise MediaError(f"{name}: is not {wanted}: {what}")
     return found

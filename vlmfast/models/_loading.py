@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, check_memory
 
 from . import alternatives, families, skipped
 
@@ -34,6 +34,8 @@ def load(
     mapped = kwargs.get("device_map") is not None
     if mapped and device is not None:
         raise ModelError("device_map and device both say where the model runs; pass one of them")
+    # Unset, transformers asks on the terminal.
+    kwargs = {"trust_remote_code": False, **kwargs}
     hub = {
         key: kwargs[key]
         for key in ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code")
@@ -85,5 +87,8 @@ def _try(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     except Exception as error:  # a bad checkpoint can raise any exception
+        check_memory(error)
         reason = str(error).strip().partition("\n")[0]
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own, which runs only with trust_remote_code=True"
         raise ModelError(f"{what}: {reason}") from error

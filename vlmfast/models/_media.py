@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, check_memory
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def view_size(processor: Any) -> tuple[int, int]:
         views = processor.image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
         height, width = views["pixel_values"].shape[-2:]
     except Exception as error:  # whatever its code raises with settings that do not fit
+        check_memory(error)
         reason = str(error).partition("\n")[0]
         raise ModelError(
             f"{type(processor).__name__} makes no view of an image: {reason}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, check_memory
 
 from .rope import rotary_by_length
 
@@ -266,12 +266,14 @@ def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tupl
     config = copy.deepcopy(config)  # it is changed, and the user's has their attention
     try:
         with torch.device("meta"):
-            twin = AutoModel.from_config(config, dtype=_DTYPE, attn_implementation=_PROBE).eval()
+            own = {"attn_implementation": _PROBE, "trust_remote_code": False}
+            twin = AutoModel.from_config(config, dtype=_DTYPE, **own).eval()
         # Tables by length would be read on the host.
         rotary = rotary_by_length(twin) if hasattr(twin, "rotary_emb") else nullcontext()
         with rotary, _watched(twin) as run, torch.no_grad():
             twin(*args, **given)
     except Exception as error:  # whatever its code raises without what it needs
+        check_memory(error)
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{kind} as {role} is not supported: {reason}") from error
     return twin, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmfast.engine.prefiller import TooLong
-from vlmfast.errors import DeadlineExceeded, VLMFastError
+from vlmfast.errors import DeadlineExceeded, VLMFastError, is_out_of_memory
 
 _TYPES = {
     400: "invalid_request_error",
@@ -72,7 +72,7 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, DeadlineExceeded):
         return RequestError(str(error), 408, code="timeout")
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return RequestError(
             "the memory is too small for this request beside those that are running; try later",
             503,

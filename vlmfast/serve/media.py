@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, check_memory
 from vlmfast.media import load_image, open_video
 from vlmfast.media.containers import HEAD_BYTES, damage, sniff, stated_seconds
 from vlmfast.media.selection import check_choice
-from vlmfast.media.sources import sniffed
+from vlmfast.media.sources import BoundedVideo, sniffed
 
 from .config import MediaLimits
 from .errors import RequestError
@@ -85,6 +85,7 @@ class RequestMedia:
     def __init__(self, reader: MediaReader, deadline: float) -> None:
         self._reader, self._deadline = reader, deadline
         self._images = self._frames = self._pixels = 0
+        self._videos: list[str] = []
 
     def image(self, url: str, *, param: str) -> Image.Image:
         """Read an image.
@@ -133,7 +134,8 @@ class RequestMedia:
         Returns
         -------
         bytes
-            For `vlmfast.media.load_video` with the same `num_frames` and `fps`.
+            For `vlmfast.media.load_video` with the same `num_frames` and `fps`. Its errors are for
+            `as_request_error`.
 
         Raises
         ------
@@ -145,7 +147,7 @@ class RequestMedia:
             check_choice(num_frames, fps, None)
             self._check_frames(num_frames or 0)
             data = self._reader.sources.read(url, "video", self._deadline)
-            _check_video(data, limits)
+            data = BoundedVideo(data, param, _check_video(data, limits))
             with open_video(data, num_frames=num_frames, fps=fps) as video:
                 _check_seconds(video.info.duration_s, limits)
                 count, pixels = len(video.indices), video.info.width * video.info.height
@@ -158,7 +160,18 @@ class RequestMedia:
                     f"have at most {limits.max_video_pixels} pixels in all frames that are read",
                     413,
                 )
+        self._videos.append(param)
         return data
+
+    def as_request_error(self, error: MediaError) -> Exception:
+        """An error of a video, when its frames are read, as an error of the request.
+
+        Other errors are returned as they are.
+        """
+        for param in self._videos:
+            if str(error).startswith(f"{param}: "):
+                return _as_request_error(error, "video", param)
+        return error
 
     def _check_frames(self, count: int) -> None:
         limit = self._reader.limits.max_frames
@@ -195,7 +208,7 @@ def _as_request_error(error: MediaError, kind: Kind, param: str) -> RequestError
 
     text = str(error)
     # Loaders put the name of the source first, which is one of these.
-    reason = re.sub(rf"^(bytes \(\d+\)|the {kind}): ", "", text)
+    reason = re.sub(rf"^(bytes \(\d+\)|the {kind}|{re.escape(param)}): ", "", text)
     if isinstance(error, Refused):
         status = error.status
     else:
@@ -236,10 +249,16 @@ def _check_seconds(seconds: float, limits: MediaLimits) -> None:
         )
 
 
-def _check_video(data: bytes, limits: MediaLimits) -> None:
+def _check_video(data: bytes, limits: MediaLimits) -> int:
     """Refuse files that are not a complete video, and those that take too long to decode.
 
     First by the length that a file states, which may be wrong, then by the frames in it.
+
+    Returns
+    -------
+    int
+        Most pixels of a frame, which may be larger than the stream states: so many that all of them
+        can be decoded in time.
     """
     file = io.BytesIO(data)
     kind, container = sniffed("the video", file, "a video")
@@ -252,18 +271,20 @@ def _check_video(data: bytes, limits: MediaLimits) -> None:
     import av
 
     try:
-        _check_packets(file, container, limits)
+        return _check_packets(file, container, limits)
     except MediaError:
         raise
     except (av.FFmpegError, OSError, ValueError) as error:
+        check_memory(error)
         raise Refused(f"cannot be read as {container}") from error
 
 
-def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> None:
+def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> int:
     """Refuse other formats than the one found, too many stored frames, and too large ones."""
     import av
 
     most = limits.max_video_seconds * _MAX_STORED_FPS
+    pixels = limits.max_video_seconds * _MAX_DECODED_PIXELS
     count = 0
     # No protocol has this name: whatever the format, nothing else is opened.
     nothing = {"protocol_whitelist": "none"}
@@ -283,11 +304,10 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> Non
             )
         for packet in video.demux(stream):
             count += bool(packet.size)
-            if count > most or (
-                count * width * height > limits.max_video_seconds * _MAX_DECODED_PIXELS
-            ):
+            if count > most or count * width * height > pixels:
                 raise Refused(
                     f"is too long: {count} frames of {width}x{height} and more after them; the "
                     f"limit is {limits.max_video_seconds:g} s, with at most {most:.0f} frames",
                     413,
                 )
+    return int(min(limits.max_pixels, pixels / max(count, 1)))

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit, urlunsplit
 
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media.download import download
-from vlmfast.media.sources import short
+from vlmfast.media.sources import WHITESPACE, short
 
 from .config import MediaLimits
 
@@ -233,12 +233,9 @@ def _decoded(url: str, kind: Kind) -> bytes:
     data = unquote_to_bytes(payload)
     if options[-1:] == ["base64"]:
         try:
-            data = base64.b64decode(data, validate=True)
+            data = base64.b64decode(data.translate(None, WHITESPACE), validate=True)
         except binascii.Error as error:
-            raise Refused(
-                "has base64 that is cut short or invalid; padding is needed, and line breaks are "
-                "not allowed"
-            ) from error
+            raise Refused("has base64 that is cut short or invalid; padding is needed") from error
     if not data:
         raise Refused("is empty")
     return data

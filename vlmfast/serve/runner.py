@@ -27,7 +27,7 @@ from vlmfast.api.generation import end_ids
 from vlmfast.api.vlm import VLM
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.sampling import TokenLogprobs
-from vlmfast.errors import DeadlineExceeded, RequestCancelled
+from vlmfast.errors import DeadlineExceeded, MediaError, RequestCancelled
 
 from .config import ServerConfig
 from .errors import RequestError
@@ -341,9 +341,12 @@ class Runner:
         left = end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request reached its deadline while its media were read")
-        handle = self.vlm.submit(
-            request, deadline=left, default_new_tokens=self.config.max_new_tokens
-        )
+        try:
+            handle = self.vlm.submit(
+                request, deadline=left, default_new_tokens=self.config.max_new_tokens
+            )
+        except MediaError as error:
+            raise reader.as_request_error(error) from error
         if gone.is_set():  # before the engine has done much of it
             handle.cancel()
         # Without its messages, whose media may be large.

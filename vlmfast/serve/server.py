@@ -180,7 +180,10 @@ async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], ob
         # Collections pass over the model and the modules from now on: they are short and frequent.
         gc.collect()
         gc.freeze()
-        ready()
+        try:
+            ready()
+        except Exception as error:  # it cannot be told
+            server.failure, running.should_exit = error, True
 
 
 async def _trim(server: Server) -> None:

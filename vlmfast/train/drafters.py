@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.files import make_folder, read_text, replace_text
 from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.training import TrainingContext
@@ -198,7 +198,7 @@ class Answers:
         if not file.exists():
             replace_text(file, json.dumps(about))
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(read_text(file))
         except (OSError, ValueError) as error:
             raise TrainingError(f"{file} cannot be read: {error}") from error
         for key, value in about.items():
@@ -217,7 +217,7 @@ class Answers:
         file = self.folder / f"{block:08}.jsonl"
         if file.exists():
             try:
-                lines = [json.loads(line) for line in file.read_text().splitlines()]
+                lines = [json.loads(line) for line in read_text(file).splitlines()]
             except ValueError as error:
                 raise TrainingError(f"{file} cannot be read ({error}); remove it") from error
             if len(lines) != _BLOCK:

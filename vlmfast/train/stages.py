@@ -24,13 +24,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlmfast.core.files import replacing
+from vlmfast.core.files import open_to_append, read_text, replacing
 from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training, TrainingContext
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError, check_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -188,7 +188,7 @@ def conversations(
     were the first. Entries without media are skipped, and of the others those outside ``part``.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise TrainingError(f"--data {path} cannot be read: {error}") from error
     kinds = list(dict.fromkeys(modalities))
@@ -399,6 +399,7 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             written = state["settings"]
         except Exception as error:  # any other file may raise anything
+            check_memory(error)
             raise TrainingError(
                 f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
                 "choose another --out, or start again with --fresh"
@@ -545,7 +546,7 @@ class Trainer:
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
         log = self.out / "log.jsonl"
         try:
-            with log.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with open_to_append(log) as file:
+                file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
             raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import read_bytes
 from vlmfast.errors import VLMFastError
 
 LEAST = 20  # questions
@@ -74,7 +75,7 @@ def read(path: str | Path) -> tuple[list[Question], str]:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         lines = content.decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise VLMFastError(f"--data {path} cannot be read: {error}") from error

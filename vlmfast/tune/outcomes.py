@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_text
 from vlmfast.errors import MediaUnavailable, VLMFastError
 
 from .data import Question
@@ -79,25 +78,18 @@ class Store:
         self.path = path
         self._found: dict[tuple[str, int], dict[str, Any]] = {}
         make_folder(path.parent)
-        if path.exists():
-            self._read(json.loads(json.dumps(about)))
-        else:
+        if not path.exists():
             replace_text(path, json.dumps(about) + "\n")
+        self._file = open_to_append(path)
+        self._read(json.loads(json.dumps(about)))
         self._recipes = {recipe for recipe, _ in self._found}
-        self._file = self._open()
-
-    def _open(self) -> Any:
-        try:
-            return open(self.path, "a", encoding="utf-8")
-        except OSError as error:
-            raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _read(self, about: dict[str, Any]) -> None:
         try:
-            content = self.path.read_bytes()
+            content = read_bytes(self.path)
             complete = content[: content.rfind(b"\n") + 1]
             if len(complete) < len(content):
-                os.truncate(self.path, len(complete))
+                self._file.truncate(len(complete))
             lines = [json.loads(line) for line in complete.decode().splitlines()]
             head, rows = lines[0], lines[1:]
             self._found = {(row["recipe"], row["question"]): row for row in rows}
@@ -123,7 +115,7 @@ class Store:
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append answers with one write: an interruption loses all of them or none."""
         try:
-            self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+            self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
             self._file.flush()
         except OSError as error:
             raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error

@@ -8,6 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import read_text
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError, VLMFastError
 
@@ -175,7 +176,7 @@ def catalogue(path: Path = DATA) -> Catalogue:
         If the file cannot be read or has an unknown or missing field.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(read_text(path))
         tasks = {name: _task(name, about) for name, about in data["tasks"].items()}
         papers = {name: _paper(name, about) for name, about in data["papers"].items()}
     except OSError as error:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.files import open_to_append, read_bytes
 from vlmfast.core.signals import exit_on_sigterm
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.results import lock_file, slug, writable, write_json
@@ -125,7 +126,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "ab")  # noqa: SIM115 (closed below)
+        file = open_to_append(folder / LOCK)
     with file:
         lock_file(file, folder)
         yield
@@ -143,7 +144,7 @@ def check_same(row: Row, settings: Settings) -> None:
     if not path.exists():
         return
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bytes(path))
     except (OSError, ValueError) as error:
         raise VLMFastError(f"{path} cannot be read: {error}") from error
     for key, value in _about(row, settings).items():
@@ -170,7 +171,7 @@ def finished(row: Row) -> Measured | None:
     """
     for path in sorted((row.folder / RESULTS).rglob("*_results.json"), reverse=True):
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_bytes(path))
         except ValueError:  # lmms-eval was killed while it wrote
             continue
         except OSError as error:
@@ -207,7 +208,8 @@ def measure(row: Row, settings: Settings) -> Measured:
     with writable(row.folder):
         row.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(row.folder / RESULTS, ignore_errors=True)  # an incomplete file
-        log = open(row.folder / LOG, "wb")  # noqa: SIM115 (closed below)
+        log = open_to_append(row.folder / LOG)
+        log.truncate(0)
     words = command(row, settings)
     write_json(row.folder / ABOUT, {**_about(row, settings), "command": shown(words)})
     with log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -92,8 +93,8 @@ def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: s
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
-    draft = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    draft.chmod(0o755)
     model.save_pretrained(draft)
     build_processor(tokenizer_file).save_pretrained(draft)
     for file in draft.iterdir():  # safetensors makes files readable for their owner only

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import make_folder, replacing
+from vlmfast.core.files import make_folder, open_to_append, replace_text, replacing
 from vlmfast.core.help import examples
 from vlmfast.core.progress import Progress
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, check_memory
 
 from . import data
 from .parallel import Group, join, launch
@@ -118,7 +118,7 @@ class Trainer:
         tokenizer = build_tokenizer()
         self.tokenizer = str(self.out / "tokenizer.json")
         if self.group.rank == 0:
-            tokenizer.save(self.tokenizer)
+            replace_text(self.tokenizer, tokenizer.to_str(pretty=True))
         model = build_model(args.seed)
         model.to(self.device, torch.bfloat16)  # type: ignore[arg-type]  # its wrapper hides self
         heads = DenseHeads(seed=args.seed).to(self.device)
@@ -147,6 +147,7 @@ class Trainer:
                 self.step, self.elapsed = state["step"], state["elapsed"]
                 self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
         except Exception as error:  # any other file may raise anything
+            check_memory(error)
             raise TrainingError(
                 f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
                 "choose another --out, or start again with --fresh"
@@ -267,8 +268,8 @@ class Trainer:
 
     def write(self, **line: Any) -> None:
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
-        with self.log.open("a") as f:
-            f.write(json.dumps(line) + "\n")
+        with open_to_append(self.log) as f:
+            f.write(json.dumps(line).encode() + b"\n")
 
     def train(self) -> None:
         """Train for the given time or number of steps."""
