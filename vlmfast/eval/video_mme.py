@@ -13,7 +13,7 @@ from vlmfast.media import load_video, open_video
 from .data import Rows, find_video, read_docs, read_subtitles, spoken, within
 from .scorers import check_mode, versioned
 from .scorers.video_mme import parse_choice
-from .tasks import Doc, grey, stops
+from .tasks import Doc, grey
 
 if TYPE_CHECKING:
     from vlmfast.media import VideoInfo
@@ -87,7 +87,7 @@ class VideoMME:
 
     @property
     def generation(self) -> dict[str, dict[str, Any]]:
-        return {"question": {"do_sample": False, "max_new_tokens": 16} | stops(self.mode)}
+        return {"question": {"do_sample": False, "max_new_tokens": 16}}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each duration; reports missing videos."""
