@@ -295,7 +295,7 @@ class Fuzz:
             return f"question {question!r:.80}", True, lambda: vlm.ask(question, **plain)
         if way == "media":
             name, media = rng.choice(("images", "video")), self.media(rng)
-            given = {name: media, rng.choice(("num_frames", "fps")): self.value(rng)}
+            given = {name: media, rng.choice(("num_frames", "fps", "timestamps")): self.value(rng)}
             if rng.random() < 0.5:
                 given = {name: media}
             return f"media {given}", True, lambda: vlm.ask(QUESTION, **given, **plain)

@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.parse
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -101,8 +101,17 @@ def write_video(
     return path
 
 
-def still(count: int, rate: int, container: str = "mp4") -> bytes:
-    """A video that repeats one key frame of 32x32, without encoding it each time."""
+def still(
+    count: int,
+    rate: int | Fraction,
+    container: str = "mp4",
+    *,
+    periods: Sequence[int] | None = None,
+) -> bytes:
+    """A video that repeats one key frame of 32x32, without encoding it each time.
+
+    `periods` are the times of the frames in periods of `rate`, by default 0, 1, 2, ...
+    """
     import av
 
     frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 99, np.uint8), format="rgb24")
@@ -113,10 +122,10 @@ def still(count: int, rate: int, container: str = "mp4") -> bytes:
         stream.pix_fmt = "yuv420p"
         (packet, *_) = [*stream.encode(frame), *stream.encode()]
         data = bytes(packet)
-        for index in range(count):
+        for at in range(count) if periods is None else periods:
             one = av.Packet(data)
             one.stream, one.time_base = stream, packet.time_base
-            one.pts = one.dts = index
+            one.pts = one.dts = at
             one.duration, one.is_keyframe = 1, True
             output.mux(one)
     return buffer.getvalue()

@@ -584,20 +584,9 @@ def test_table_in_the_docs_is_complete():
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_times_of_a_video_reach_the_model(name):
-    """Frames farther apart in time give another prompt."""
+def test_steps_of_a_video_have_temporal_positions(name):
     vlm = built(name)
-    frames = [make_image(i, 40, 40) for i in range(8)]
-    run = start(vlm, video=frames, num_frames=4)  # one frame per second, every second one
-    seconds = [at for *_, at in run.inputs.frames]
-    assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] - seconds[0] > 3
-    if name == "qwen2_5_vl":
-        gap = (seconds[-1] - seconds[0]) / 3
-        closeness.close(run.inputs.tensors["second_per_grid_ts"], [2 * gap], terms=3)
-    else:
-        text = vlm.processor.tokenizer.decode(run.inputs.tensors["input_ids"][0])
-        for a, b in zip(seconds[::2], seconds[1::2], strict=True):
-            assert f"<{(a + b) / 2:.1f} seconds>" in text
+    run = start(vlm, video=[make_image(i, 40, 40) for i in range(8)], num_frames=4)
     position = vlm.adapter.positions(run.inputs.tensors)
     assert position.shape == (3, run.inputs.tensors["input_ids"].shape[1])
     assert bool((position[0] != position[1]).any()) and bool((position[1] != position[2]).any())

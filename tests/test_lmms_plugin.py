@@ -224,6 +224,16 @@ def test_videos_are_supported_and_audio_is_refused():
     [
         ({}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
         ({"temperature": 0, "do_sample": True}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
+        # lmms-eval's default is a blank line; a task's own strings are kept.
+        ({"until": ["\n\n"]}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
+        ({"until": "\n\n"}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
+        (
+            {"until": ["\n\n", "\n", "</s>"], "max_new_tokens": 3},
+            (
+                {"max_new_tokens": 3, "do_sample": False, "stop_strings": ["\n", "</s>"]},
+                ["\n", "</s>"],
+            ),
+        ),
         (
             {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 3, "until": "x"},
             (

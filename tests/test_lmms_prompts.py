@@ -9,6 +9,7 @@ import pytest
 from eval_data import MMMU, OPEN, drawn, interleaved, question, write_plain
 from vlmfast import VLM
 from vlmfast.errors import VLMFastError
+from vlmfast.eval.lmms_generation import cut, generation_of
 from vlmfast.eval.mmmu import interleave
 from vlmfast.eval.runner import evaluate
 from vlmfast.eval.scorers import MODES, check_mode, versioned
@@ -99,7 +100,30 @@ def test_batches_equal_single_questions_and_results_name_the_version(vlm, folder
     assert len(hashes) == 13
     meta = json.loads((tmp_path / "1" / "mmmu" / "none" / "meta.json").read_text())
     assert meta["options"]["mode"] == "lmms-eval-0.7.3"
-    assert meta["generation"]["question"]["stop_strings"] == ["\n\n"]
+    assert "stop_strings" not in meta["generation"]["question"]
     # Runs from before modes had a version can still be read.
     former = meta | {"options": {"mode": "lmms-eval", "split": "validation"}}
     assert metrics(former, alone) == metrics(meta, alone) != {}
+
+
+@pytest.mark.parametrize(
+    ("until", "stops", "scored"),
+    [
+        # lmms-eval's few-shot delimiter, which it adds where a task states nothing.
+        (["\n\n"], None, "Two bars.\n\nThe answer is B.\nDone"),
+        ("\n\n", None, "Two bars.\n\nThe answer is B.\nDone"),
+        (["\n\n", "\nDone"], ["\nDone"], "Two bars.\n\nThe answer is B."),
+        ("\n", ["\n"], "Two bars."),
+        (None, None, "Two bars.\n\nThe answer is B.\nDone"),
+    ],
+)
+def test_blank_lines_end_no_answer(until, stops, scored):
+    generation, left = generation_of({"until": until, "max_new_tokens": 64})
+    assert generation.get("stop_strings") == stops
+    assert cut("Two bars.\n\nThe answer is B.\nDone", left) == scored
+
+
+@pytest.mark.parametrize("mode", ["official", "lmms-eval", "vlmevalkit"])
+def test_tasks_end_no_answer_at_a_blank_line(mode, folder):
+    for task in (find_task("mmmu", data=folder, mode=mode), find_task("pope", mode=mode)):
+        assert "stop_strings" not in task.generation["question"]

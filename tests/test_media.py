@@ -996,7 +996,6 @@ def test_invalid_video_sources_are_rejected() -> None:
     refused([], "list of frames", "is empty", loader=probe_video)
     refused([frame, b"words"], "frame 2 of 2", "text", loader=load_video)
     refused([frame, frame[:-2]], "frame 2 of 2", "80x46", "of one size", loader=load_video)
-    refused([frame], "list of 1 frames", "has no timestamps", loader=load_video, fps=1)
     refused([frame] * 9, "9 frames", "read fewer", loader=load_video, max_pixels=9)
     refused(np.stack([frame] * 2), "ndarray", "pass list(array)", loader=load_video)
     refused(torch.zeros(2, 3, 4, 4), "Tensor", "pass list(array)", loader=load_video)

@@ -6,12 +6,14 @@ import base64
 import http.server
 import io
 import os
+import re
 import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +23,8 @@ import pytest
 from PIL import Image
 
 import media_fixtures as fx
+import tiny_families
+from vlmfast import VLM
 from vlmfast.errors import VLMFastError
 from vlmfast.media import load_video
 from vlmfast.serve import media_sources
@@ -707,6 +711,20 @@ def test_videos_are_returned_as_bytes(clip: bytes, frames: dict, count: int) -> 
     for kind in ("video/mp4", "video/quicktime", "", "application/octet-stream"):
         found = media().video(data_url(clip, kind), param=PARAM, **frames)
         assert found == clip and len(load_video(found, **frames)) == count
+
+
+def test_the_model_is_told_the_times_of_the_file(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("num2words")  # needed by its processor
+    minute = fx.still(12, Fraction(1, 5))
+    vlm = VLM(*tiny_families.build_smolvlm())
+    url = {"url": data_url(minute, "video/mp4")}
+    content = [{"type": "video_url", "video_url": url}, {"type": "text", "text": "hi there"}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "num_frames": 4}
+    found = serve(vlm).post("/tokenize", body).json()["tokens"]
+    text = vlm.processor.tokenizer.decode(found)
+    assert re.findall(r"from a ([\d:]+)|Frame from ([\d:]+\d):", text) == [
+        ("0:01:00", ""), ("", "00:00"), ("", "00:15"), ("", "00:35"), ("", "00:55"),
+    ]  # fmt: skip
 
 
 def test_videos_are_read_from_hosts_and_files(clip: bytes, tmp_path: Path) -> None:

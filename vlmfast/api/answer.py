@@ -87,6 +87,8 @@ class Request:
         Replaces the question, its images and its video.
     tenant : str
         Requests share entries of the prefix cache only with requests of the same tenant.
+    timestamps : list of float, optional
+        As in `VLM.ask`.
     """
 
     question: str | None = None
@@ -98,6 +100,7 @@ class Request:
     generation: dict[str, Any] = field(default_factory=dict)
     messages: list[dict] | None = None
     tenant: str = ""
+    timestamps: Sequence[float] | None = None
 
 
 @dataclass(repr=False)

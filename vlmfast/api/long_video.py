@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -104,7 +105,7 @@ class Positions(CacheStage):
 def answer_long(
     adapter: Adapter,
     question: str,
-    source: tuple[VideoLike, int | None, float | None],
+    source: tuple[VideoLike, int | None, float | None, Many[float] | None],
     recipe: Recipe,
     max_kv_tokens: int,
     generation: Generation,
@@ -115,17 +116,18 @@ def answer_long(
 
     Parameters
     ----------
-    source : (video, num_frames, fps)
+    source : (video, num_frames, fps, timestamps)
         As `VLM.ask` takes them.
     """
     recipe = checked(recipe, max_kv_tokens)
-    video, num_frames, fps = source
-    check_messages(adapter, messages_of(question, None, video, num_frames, fps))
+    video, num_frames, fps, timestamps = source
+    check_messages(adapter, messages_of(question, None, *source))
     check_frames("num_frames", num_frames)
     check_frames("fps", fps)
     choose = chooser(recipe, question)
-    with open_video(video, num_frames=num_frames, fps=fps, select=choose) as opened:
-        content = [*frame_parts(adapter, len(opened.indices)), {"type": "text", "text": question}]
+    chosen: Any = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
+    with open_video(video, **chosen, select=choose) as opened:
+        content = [*frame_parts(adapter, opened.times), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
         begin = time.perf_counter()
         long = LongVideo(adapter, opened, text, max_kv_tokens, progress)

@@ -40,10 +40,14 @@ from .stored_recipe import AUTO, stored_recipe
 if TYPE_CHECKING:
     from PIL import Image
 
+    from vlmfast.media import FrameTimes
     from vlmfast.media.types import ImageLike, VideoLike
 
 # Parameters of the public methods, suggested for misspelt arguments.
-ASK = ("question", "images", "video", "num_frames", "fps", "recipe", "max_kv_tokens", "progress")
+ASK = (
+    *("question", "images", "video", "num_frames", "fps", "timestamps"),
+    *("recipe", "max_kv_tokens", "progress"),
+)
 CHAT = ("messages", "recipe")
 OF_ASK = dict.fromkeys(("max_kv_tokens", "progress"), "it is an argument of VLM.ask")
 _SLACK = 16  # extra tokens that cutting a text may produce at its end
@@ -60,6 +64,8 @@ class Rendered:
         RGB, one for each placeholder in the text, frames of videos included.
     frames : list of tuple
         The video that each is a frame of, as in `engine.prefill.Inputs`.
+    times : list of FrameTimes
+        Of each video.
     question : str
         Text of the last user turn.
     """
@@ -67,6 +73,7 @@ class Rendered:
     text: str
     images: list[Image.Image] = field(default_factory=list)
     frames: list[tuple] = field(default_factory=list)
+    times: list[FrameTimes] = field(default_factory=list)
     question: str = ""
 
     @property
@@ -91,11 +98,13 @@ def messages_of(
     video: VideoLike | None = None,
     num_frames: int | None = None,
     fps: float | None = None,
+    timestamps: Many[float] | None = None,
 ) -> list[dict]:
     """A question about images or a video in Hugging Face's chat schema."""
     check_question(question)
-    if video is None and (num_frames is not None or fps is not None):
-        raise VLMFastError("num_frames and fps are for video=, and no video was given")
+    frames = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
+    if video is None and any(value is not None for value in frames.values()):
+        raise VLMFastError("timestamps, num_frames and fps are for video=, and no video was given")
     if images is None:
         images = []
     content = [
@@ -103,7 +112,7 @@ def messages_of(
         for image in (images if isinstance(images, list | tuple) else [images])
     ]
     if video is not None:
-        content.append({"type": "video", "video": video, "num_frames": num_frames, "fps": fps})
+        content.append({"type": "video", "video": video, **frames})
     content.append({"type": "text", "text": question})
     return [{"role": "user", "content": content}]
 
@@ -294,7 +303,8 @@ def read_media(
             plain.append({"type": "image"})
         elif kind == "video":
             source = _source(part, "video", "path", "url")
-            if select and (part.get("num_frames") or part.get("fps")):
+            listed = isinstance(source, list | tuple)  # its rate chooses no frames
+            if select and (part.get("num_frames") or (part.get("fps") and not listed)):
                 raise VLMFastError(
                     "the recipe has a stage that chooses the frames; "
                     "num_frames and fps cannot be given too"
@@ -307,18 +317,19 @@ def read_media(
                     source,
                     num_frames=part.get("num_frames"),
                     fps=part.get("fps"),
+                    timestamps=part.get("timestamps"),
                     select=select,
                 )
             if not select:
                 loaded[id(part)] = video
-            number = 1 + max((video for video, *_ in prompt.frames), default=-1)
             if adapter.video_tensors:
                 plain.append({"type": "video"})
             else:
-                plain += frame_parts(adapter, len(video.frames))
-            for index, frame in enumerate(video.frames):
-                prompt.images.append(frame)
-                prompt.frames.append((number, index, len(video.frames), video.timestamps_s[index]))
+                plain += frame_parts(adapter, video.times)
+            prompt.images += video.frames
+            number, total = len(prompt.times), len(video)
+            prompt.frames += [(number, index, total) for index in range(total)]
+            prompt.times.append(video.times)
         else:
             raise VLMFastError(
                 f"content type {shown(kind)} is not known; allowed are text, image and video"
@@ -332,13 +343,14 @@ def check_frames(name: str, value: object) -> None:
         raise MediaError(f"{name}={shown(value)}: must be a number above 0")
 
 
-def frame_parts(adapter: Adapter, count: int) -> list[dict]:
-    """Content entries of a video that is read as images, each after the family's frame label."""
+def frame_parts(adapter: Adapter, times: FrameTimes) -> list[dict]:
+    """Content entries of a video that is read as images, with the family's labels of frames."""
     plain: list[dict] = []
-    for index in range(count):
-        if label := adapter.frame_label(index):
-            plain.append({"type": "text", "text": label})
+    for index, seconds in enumerate(times.timestamps_s):
+        before, after = adapter.frame_labels(index, seconds)
+        plain += [{"type": "text", "text": before}] if before else []
         plain.append({"type": "image"})
+        plain += [{"type": "text", "text": after}] if after else []
     return plain
 
 
@@ -354,7 +366,7 @@ def _source(part: dict, *keys: str) -> Any:
 
 def tensors_of(adapter: Adapter, prompt: Rendered) -> dict[str, torch.Tensor]:
     """The processor's output for a prompt, on the model's device."""
-    return adapter.inputs(prompt.text, prompt.images, prompt.frames)
+    return adapter.inputs(prompt.text, prompt.images, prompt.frames, prompt.times)
 
 
 def check_length(
@@ -490,7 +502,7 @@ def sequence_of_request(
     fields_of = dict.fromkeys(names, "it is a field of vlmfast.Request")
     passed = gate(adapter, given, names=names, elsewhere=fields_of, default=default_new_tokens)
     check_tenant(one.tenant)
-    media = (one.images, one.video, one.num_frames, one.fps)
+    media = (one.images, one.video, one.num_frames, one.fps, one.timestamps)
     if one.messages is None:
         messages = messages_of(one.question, *media)
     elif one.question is not None or any(value is not None for value in media):

@@ -39,6 +39,7 @@ from vlmfast.engine.prefixes import Prefixes, Scope, parts
 from vlmfast.engine.sequence import Phase, Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError, RecipeError, RequestCancelled, VLMFastError
+from vlmfast.media import FrameTimes
 from vlmfast.models.base import Adapter
 
 from . import session_checks, session_file
@@ -92,9 +93,11 @@ class Images:
     images : list of PIL.Image.Image
         For overlays.
     ends : bool
-        Whether the text after the images continues from their largest rotary id.
+        Not used; files of earlier versions have it.
     digests : tuple of str
         Of their content, see `engine.features.Hashed`.
+    times : list of FrameTimes
+        Of each video.
     """
 
     media: list[dict]
@@ -110,6 +113,7 @@ class Images:
     images: list[Any] = field(default_factory=list)
     ends: bool = True
     digests: tuple[str, ...] = ()
+    times: list[FrameTimes] = field(default_factory=list)
 
 
 class Sessions:
@@ -181,7 +185,7 @@ class Session:
         self._engine = engine_of(group.adapter)
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.query_dependent for p in parts(recipe))
-        self._shares = group.adapter.reusable and not asks and (images is None or images.ends)
+        self._shares = group.adapter.reusable and not asks
         self.reuses = "kv" if self._shares else "features"
         self._messages: list[dict] = []
         self._consumed: Consumed | None = None
@@ -206,6 +210,7 @@ class Session:
         video: VideoLike | None,
         num_frames: int | None,
         fps: float | None,
+        timestamps: Many[float] | None,
         recipe: Recipe,
         history: bool,
         tenant: str,
@@ -218,7 +223,7 @@ class Session:
                     "the video again for each; use ask"
                 )
         question = "?"  # a placeholder
-        messages = messages_of(question, images, video, num_frames, fps)
+        messages = messages_of(question, images, video, num_frames, fps, timestamps)
         adapter, prompt = group.adapter, Rendered("")
         select = chooser(recipe, "")
         media = read_media(adapter, messages[0]["content"][:-1], prompt, select)
@@ -238,9 +243,6 @@ class Session:
         prefix = before(adapter, ids[0].tolist(), tail)
         inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames, tenant=tenant)
         identify(adapter, inputs)
-        position, n = adapter.positions(inputs.tensors), len(prefix)
-        ends = int(position[:, n:].min()) > int(position[:, :n].max())
-        ends = ends and not _times_may_lead(adapter, recipe, ids, position)
         tensors.pop("attention_mask", None)
         pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
         opened: list[Session] = []
@@ -260,8 +262,8 @@ class Session:
                 copy.deepcopy(stats),
                 copied(trace, "cpu", []),
                 images_read,
-                ends,
-                tuple(image.digest.hex() for image in inputs.hashed or ()),
+                digests=tuple(image.digest.hex() for image in inputs.hashed or ()),
+                times=prompt.times,
             )
             yield True
             session = cls(group, recipe, history, known, stats, tenant)
@@ -682,25 +684,8 @@ class Session:
         return session_file.read(path, adapter, choose, _SAVED, build)
 
 
-_SAVED = Images, Consumed  # classes of a file
+_SAVED = Images, Consumed, FrameTimes  # classes of a file
 _MOST = 8  # caches of a file
-
-
-# --- prompts ---------------------------------------------------------------------------------
-
-
-def _times_may_lead(adapter: Adapter, recipe: Recipe, ids: Tensor, position: Tensor) -> bool:
-    """Whether text after a video may get ids below the video's times once gaps are closed.
-
-    Text follows the rows and columns that are left, while a video's times are not compacted.
-    """
-    if len(position) == 1 or all(
-        getattr(part, "positions", "keep") != "compact" for part in parts(recipe)
-    ):
-        return False
-    visual = adapter.visual(ids[0])
-    inside = visual[1:] & (ids[0, 1:] == ids[0, :-1])
-    return bool((position[0].diff() != 0)[inside].any())
 
 
 # --- saved sessions ------------------------------------------------------------------------------
@@ -759,5 +744,5 @@ def _blank_prompt(
         head, tail = split(text, adapter.marks())
         session_checks.need(head == known.head, "its images stand in another prompt")
     blanks = [Image.new("RGB", (width, height)) for height, width in known.sizes]
-    tensors = adapter.inputs(text, blanks, known.frames)
+    tensors = adapter.inputs(text, blanks, known.frames, known.times)
     return tensors, len(before(adapter, tensors["input_ids"][0].tolist(), tail))

@@ -6,7 +6,6 @@ is therefore checked against the model, the recipe and the other parts before an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,11 +102,15 @@ def check_images(known: Any, adapter: Adapter) -> None:
     need(total <= MAX_VIDEO_PIXELS, "the images are too large together")
     need(not known.frames or len(known.frames) == len(known.sizes), "frames and sizes differ")
     for entry in known.frames:
-        need(len(entry) >= 3, "an entry of frames has fewer than three numbers")
-        for number in entry[:3]:
+        for number in entry:
             _whole(number, "a number of a frame", -1, len(known.sizes))
-        for number in entry[3:]:
-            need(isinstance(number, int | float) and math.isfinite(number), "a frame has no time")
+    videos = [
+        (video, index, len(times))
+        for video, times in enumerate(known.times)
+        for index in range(len(times))
+    ]
+    framed = [entry for entry in known.frames if entry != (-1, 0, 1)]
+    need(framed == videos, "the frames of videos and their times differ")
     need(not known.images, "there are images in the file")
     need(not known.digests, "there are digests of images in the file")
     for at in known.prefix:

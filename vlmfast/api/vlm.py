@@ -235,6 +235,7 @@ class VLM:
         *,
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
         recipe: str | Stage | Recipe | None = None,
         max_kv_tokens: int | None = None,
         progress: bool = True,
@@ -247,9 +248,13 @@ class VLM:
         question : str
         images : image or list of images, optional
             PIL image, path, URL, bytes, NumPy array or torch tensor.
-        video : path, bytes or list of frames, optional
+        video : path, bytes, list of frames or VideoFrames, optional
         num_frames, fps : optional
-            Number of frames, or frames per second, to read; 8 frames if neither is given.
+            Number of frames, or frames per second, to read; 8 frames if neither is given. Of a
+            list all frames are read, and ``fps`` states their rate: without times, they count as
+            one second apart.
+        timestamps : list of float, optional
+            The second at which each frame of a list is shown, in place of ``fps``.
         recipe : str, Stage or Recipe, optional
             Which tokens are dropped; none by default.
         max_kv_tokens : int, optional
@@ -276,11 +281,11 @@ class VLM:
 
             if video is None or images is not None:
                 raise VLMFastError("max_kv_tokens is for video= alone")
-            source = (video, num_frames, fps)
+            source = (video, num_frames, fps, timestamps)
             return answer_long(
                 self.adapter, question, source, recipe, max_kv_tokens, passed, progress=progress
             )
-        messages = messages_of(question, images, video, num_frames, fps)
+        messages = messages_of(question, images, video, num_frames, fps, timestamps)
         return answered(self.adapter, messages, recipe, passed)
 
     def chat(
@@ -290,7 +295,7 @@ class VLM:
 
         A content entry ``{"type": "image", ...}`` gives its image under ``image``, ``path``,
         ``url`` or ``base64``. ``{"type": "video", ...}`` gives its video under ``video``, ``path``
-        or ``url``, optionally with ``num_frames`` or ``fps``.
+        or ``url``, optionally with ``num_frames``, ``fps`` or ``timestamps``.
         """
         from .generation import gate
         from .request import CHAT, answered
@@ -306,6 +311,7 @@ class VLM:
         *,
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
         recipe: str | Stage | Recipe | None = None,
         **generation: Any,
     ) -> Generator[str | Answer, None, None]:
@@ -316,7 +322,7 @@ class VLM:
         recipe = self.recipe(recipe)
         passed = gate(self.adapter, generation, names=ASK, elsewhere=OF_ASK)
         check_streamer(passed)
-        messages = messages_of(question, images, video, num_frames, fps)
+        messages = messages_of(question, images, video, num_frames, fps, timestamps)
         return streamed(self.adapter, messages, recipe, passed)
 
     def submit(
@@ -392,6 +398,7 @@ class VLM:
         recipes: Sequence[str | Stage | Recipe | None],
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
         errors: str = "row",
         **generation: Any,
     ) -> ComparisonTable:
@@ -402,7 +409,7 @@ class VLM:
 
         Parameters
         ----------
-        question, images, video, num_frames, fps : optional
+        question, images, video, num_frames, fps, timestamps : optional
             As in `ask`.
         recipes : list of str, Stage or Recipe
         errors : {"row", "raise"}
@@ -435,7 +442,7 @@ class VLM:
         elsewhere = {**OF_ASK, "recipe": "compare takes a list, recipes="}
         names = (*ASK, "recipes", "errors")
         passed = gate(self.adapter, generation, names=names, elsewhere=elsewhere)
-        messages = messages_of(question, images, video, num_frames, fps)
+        messages = messages_of(question, images, video, num_frames, fps, timestamps)
         loaded: dict[int, Any] = {}
         answers: list[Answer | VLMFastError] = []
         with self.prefix_cache.bypassed():
@@ -564,6 +571,7 @@ class VLM:
         *,
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
         recipe: str | Stage | Recipe | None = None,
         history: bool = True,
         tenant: str = "",
@@ -572,7 +580,7 @@ class VLM:
 
         Parameters
         ----------
-        images, video, num_frames, fps, recipe : optional
+        images, video, num_frames, fps, timestamps, recipe : optional
             As in `ask`.
         history : bool
             Whether each question sees the previous ones and their answers, as in `chat`. Otherwise
@@ -595,7 +603,7 @@ class VLM:
 
         recipe = self.recipe(recipe)
         check_tenant(tenant)
-        media = images, video, num_frames, fps
+        media = images, video, num_frames, fps, timestamps
         return Session._open(self._sessions, *media, recipe, history, tenant)
 
     def load_session(
@@ -629,6 +637,7 @@ class VLM:
         *,
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
         max_new_tokens: int = 8,
     ) -> float:
         """Answer one question, so that later ones need not wait for what happens once.
@@ -639,7 +648,7 @@ class VLM:
 
         Parameters
         ----------
-        recipe, images, video, num_frames, fps : optional
+        recipe, images, video, num_frames, fps, timestamps : optional
             As in `ask`; a gray image of 336 x 336 by default.
         max_new_tokens : int
             Decode steps to run; drafters need several.
@@ -666,6 +675,7 @@ class VLM:
                 video,
                 num_frames=num_frames,
                 fps=fps,
+                timestamps=timestamps,
                 recipe=recipe,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=None,
@@ -682,11 +692,12 @@ class VLM:
         *,
         num_frames: int | None = None,
         fps: float | None = None,
+        timestamps: Sequence[float] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Build the tensors of `ask`; ``vlm.model.generate(**inputs)`` runs the full model."""
         from .request import messages_of, render, tensors_of
 
-        messages = messages_of(question, images, video, num_frames, fps)
+        messages = messages_of(question, images, video, num_frames, fps, timestamps)
         return tensors_of(self.adapter, render(self.adapter, messages, Recipe()))
 
 

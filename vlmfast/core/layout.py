@@ -134,6 +134,14 @@ class TokenLayout:
         )
 
 
+def next_id(position: Tensor) -> int:
+    """The rotary id of what follows rows at ``position`` (P, S), int64.
+
+    Text after a video follows its rows and columns, not its times, which may be larger.
+    """
+    return int(position[-2:].max()) + 1
+
+
 @dataclass(frozen=True, eq=False)
 class Numbering:
     """Rotary ids of a full prompt, before anything was dropped.

@@ -63,7 +63,7 @@ class Media:
                 raise MediaError(f"{self.path} is {what}: use the tab {_TABS[found]}")
             if self.kind == "image":
                 return {"images": load_image(self.path)}
-            return {"video": load_video(self.path, num_frames=self.num_frames).frames}
+            return {"video": load_video(self.path, num_frames=self.num_frames)}
         except MediaError as error:
             text = str(error).replace(self.path, Path(self.path).name)
             advice = "" if "use the tab" in text else "; choose another file"

@@ -38,7 +38,7 @@ def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, max_new_tokens:
     # A chunk after the first has no gaps that a window would count.
     if windows and (places + max_new_tokens > min(windows) or places > len(prompt.layout)):
         return False
-    if adapter.prefix_lm or not adapter.is_short(prompt.next_position):
+    if adapter.prefix_lm or not adapter.is_short(prompt.reach()):
         return False
     return all(map(splits, recipe)) or not bool(prompt.layout.visual.any())
 

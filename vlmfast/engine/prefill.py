@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
 from vlmfast.core.counting import check_budget
-from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens
+from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens, next_id
 from vlmfast.core.protocols import (
     EncodeStage,
     InEncoderStage,
@@ -74,6 +74,12 @@ class Prompt:
         first = rows - int(single.flip(0).long().cumprod(0).sum())
         return int(layout.order[first]) if first < rows else int(layout.order[-1]) + 1
 
+    def reach(self) -> int:
+        """The number of rotary ids up to its largest, which may be a time of a video."""
+        if len(self.layout.position) == 1:
+            return self.next_position
+        return max(self.next_position, int(self.layout.position.max()) + 1)
+
     def places(self, following: int = 0) -> int:
         """Where the token after the prompt is, as windows count (`PrefillContext.place`).
 
@@ -105,9 +111,9 @@ class Inputs:
         Height and width of every image in pixels.
     question : str
         Text of the last user turn.
-    frames : list of (int, int, int, ...)
+    frames : list of (int, int, int)
         For every image the video that it is a frame of (-1: none), its index and the number of
-        frames; where it is known, also its time in seconds.
+        frames.
     answer : int
         Training: ids at the end of the prompt that are the answer.
     offset, start : int
@@ -217,7 +223,7 @@ def prepare(
     text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
     # Placeholder ids may lie outside the vocabulary, so only text is embedded.
     text = adapter.embed_around(ids[:, ~is_visual])[0]
-    next_position = int(position.max()) + 1
+    next_position = next_id(position)
     if not inputs.sizes and seen is None:
         if bool(is_visual.any()):
             raise ModelError("the prompt has image placeholders, but no image was given")
@@ -266,7 +272,7 @@ def prepare(
     full = Numbering.of(position, torch.where(is_visual, ids[0], -1))
     if closed:
         layout = layout.replace(position=adapter.compact(full, layout.order))
-        next_position = int(layout.position.max()) + 1
+        next_position = next_id(layout.position)
     embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     stats.time_reduce_s += clock(ids.device) - start
     return Prompt(
@@ -562,7 +568,7 @@ class Drops:
             full = Numbering.of(whole.position, whole.kind)
         position = self.adapter.compact(full, layout.order - full.first)
         self.context.layout = layout.replace(position=position)
-        shift = self.prompt.next_position - 1 - int(position.max())
+        shift = self.prompt.next_position - next_id(position)
         for layer in self.context.cache.layers[index:]:
             layer.shift = [shift]
         self.numbered = {}

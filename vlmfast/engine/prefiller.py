@@ -159,7 +159,7 @@ class Prefiller:
             When prompt and answer do not fit into the model's positions or its sliding window.
         """
         adapter, stats, watch = self.adapter, sequence.stats, sequence.watch
-        self.fit(sequence, prompt.next_position, max_new_tokens if bounded else 1)
+        self.fit(sequence, prompt.reach(), max_new_tokens if bounded else 1)
         sequence.prompt, sequence.notes = prompt, prompt.notes
         stats.prompt_tokens = len(prompt.layout)
         windows: Many[int | None] = adapter.windows
@@ -223,7 +223,7 @@ class Prefiller:
         """
         adapter, group, watch = self.adapter, sequence.group, sequence.watch
         assert group is not None
-        self.fit(sequence, prompt.next_position, 0)
+        self.fit(sequence, prompt.reach(), 0)
         recipe, cache, rows = sequence.recipe, group.cache, len(prompt.layout)
         merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
         context = PrefillContext(

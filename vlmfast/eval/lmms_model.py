@@ -19,8 +19,7 @@ from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import kind_of
 
 from .likelihood import likelihoods
-
-_MAX_NEW_TOKENS = 1024  # if a task has no value
+from .lmms_generation import cut, generation_of
 
 # The messages of a round, or None after the last one; the earlier answers, which a task may change;
 # and the task's notes for the next round.
@@ -326,34 +325,3 @@ def chat_of(messages: ChatMessages, num_frames: int) -> list[dict[str, Any]]:
                 raise MediaError(f"a message has {part.type}; supported are images and videos")
         chat.append({"role": message.role, "content": parts})
     return chat
-
-
-def generation_of(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a task's arguments to those of ``generate``, and its stop strings.
-
-    Raises
-    ------
-    VLMFastError
-        For beam search.
-    """
-    if (arguments.get("num_beams") or 1) > 1:
-        raise VLMFastError(f"num_beams is {arguments['num_beams']}; beam search is not supported")
-    temperature = arguments.get("temperature")
-    generation = {
-        "max_new_tokens": arguments.get("max_new_tokens") or _MAX_NEW_TOKENS,
-        # Tasks combine temperature 0 with do_sample to request greedy decoding.
-        "do_sample": bool(arguments.get("do_sample", temperature)) and temperature != 0,
-    }
-    if generation["do_sample"]:
-        chosen = {key: arguments.get(key) for key in ("temperature", "top_p", "top_k")}
-        generation |= {key: value for key, value in chosen.items() if value is not None}
-    until = arguments.get("until") or []
-    until = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
-    return generation | ({"stop_strings": until} if until else {}), until
-
-
-def cut(text: str, until: list[str]) -> str:
-    """A text up to the first of the stop strings."""
-    for stop in until:
-        text = text.partition(stop)[0]
-    return text

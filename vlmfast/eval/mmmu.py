@@ -16,7 +16,7 @@ from vlmfast.errors import MediaError, VLMFastError
 from .data import Rows, read_docs, row_image
 from .scorers import check_mode, drawn_by, letters, versioned
 from .scorers.mmmu import SUBJECTS, judge, subject_of
-from .tasks import HIDDEN, Doc, check_choice, grey, stops
+from .tasks import HIDDEN, Doc, check_choice, grey
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -75,7 +75,7 @@ class MMMU:
     @property
     def generation(self) -> dict[str, dict[str, Any]]:
         tokens = 512 if self._bare else 128
-        return {"question": {"do_sample": False, "max_new_tokens": tokens} | stops(self.mode)}
+        return {"question": {"do_sample": False, "max_new_tokens": tokens}}
 
     @property
     def interleaved(self) -> bool:

@@ -11,7 +11,7 @@ from vlmfast.errors import MediaError, VLMFastError
 from .data import Rows, read_docs, row_image
 from .scorers import check_mode, versioned
 from .scorers.pope import parse
-from .tasks import Doc, grey, stops
+from .tasks import Doc, grey
 
 _ASK = {
     "official": "{}",
@@ -57,7 +57,7 @@ class POPE:
 
     @property
     def generation(self) -> dict[str, dict[str, Any]]:
-        return {"question": {"do_sample": False, "max_new_tokens": 128} | stops(self.mode)}
+        return {"question": {"do_sample": False, "max_new_tokens": 128}}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each category."""

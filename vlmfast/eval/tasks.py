@@ -147,11 +147,6 @@ def metrics(meta: dict[str, Any], samples: Iterable[dict[str, Any]]) -> dict[str
     return module.metrics(scored, check_mode(meta["options"]["mode"]))
 
 
-def stops(mode: str) -> dict[str, Any]:
-    """Where answers end besides end tokens: lmms-eval's tasks end them at a blank line."""
-    return {"stop_strings": ["\n\n"]} if mode == "lmms-eval" else {}
-
-
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise an error if ``value`` is not one of the choices."""
     if value not in choices:

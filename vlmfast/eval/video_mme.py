@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ from vlmfast.media import load_video, open_video
 from .data import Rows, find_video, read_docs, read_subtitles, spoken, within
 from .scorers import check_mode, versioned
 from .scorers.video_mme import parse_choice
-from .tasks import Doc, grey, stops
+from .tasks import Doc, grey
 
 if TYPE_CHECKING:
     from vlmfast.media import VideoInfo
@@ -87,7 +87,7 @@ class VideoMME:
 
     @property
     def generation(self) -> dict[str, dict[str, Any]]:
-        return {"question": {"do_sample": False, "max_new_tokens": 16} | stops(self.mode)}
+        return {"question": {"do_sample": False, "max_new_tokens": 16}}
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         """All questions, or the first ``limit`` of each duration; reports missing videos."""
@@ -126,10 +126,9 @@ class VideoMME:
         )
 
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        """The selected frames, and the prompt, which may contain their subtitles.
+        """The selected frames with their times, and the prompt, which may contain their subtitles.
 
-        In the mode lmms-eval the file instead of its frames, because its messages contain the file
-        and models then know the times of the frames.
+        In the mode lmms-eval the file instead of its frames, as in its messages.
         """
         path = find_video(self.videos, doc.media_id)
         if path is None:
@@ -139,9 +138,10 @@ class VideoMME:
         question = prompt(doc.question, doc.options, self.mode, self.subtitles, said)
         if self.mode == "lmms-eval" and control is None:
             return {"video": path, "num_frames": self.num_frames, "question": question}
-        frames = load_video(path, select=self._frames).frames
-        frames = [grey(frame) for frame in frames] if control else frames
-        return {"video": frames, "num_frames": len(frames), "question": question}
+        video = load_video(path, select=self._frames)
+        if control:
+            video = replace(video, frames=[grey(frame) for frame in video])
+        return {"video": video, "num_frames": len(video), "question": question}
 
     def _transcript(self, doc: Doc, path: Path) -> str | None:
         """The subtitles at the selected frames; None without a file, or if subtitles are off."""

@@ -1,9 +1,8 @@
 """Reads images and videos as RGB; anything else raises `MediaError`."""
 
-from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
+from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, FrameTimes, VideoFrames, VideoInfo
 from .loading import (
     OpenVideo,
-    VideoFrames,
     kind_of,
     load_image,
     load_video,
@@ -15,6 +14,7 @@ __all__ = [
     "MAX_ASPECT",
     "MAX_PIXELS",
     "MAX_VIDEO_PIXELS",
+    "FrameTimes",
     "OpenVideo",
     "VideoFrames",
     "VideoInfo",

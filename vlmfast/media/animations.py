@@ -57,7 +57,7 @@ class AnimationReader(Reader):
                 lengths.append(length if length > _SHORTEST_MS else _USUAL_MS)
                 starts.append(clock)
                 clock += lengths[-1] / 1000
-            super().__init__(name, starts, lengths[-1] / 1000, len(starts) / clock)
+            super().__init__(name, starts, lengths[-1] / 1000, len(starts) / clock, 0.0)
             self.width, self.height = self.read([0])[0].size
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from vlmfast.errors import MediaError, check_memory
@@ -31,6 +32,7 @@ __all__ = ["AvReader", "DecordReader", "Reader"]
 _ALONE = {"protocol_whitelist": "none"}
 # Of a rotation by a degree, as far as players call it none.
 _STEEP = 57
+_MILLISECOND = 1e-3  # the longest tick of common containers, that of Matroska
 
 
 class Reader(abc.ABC):
@@ -39,7 +41,8 @@ class Reader(abc.ABC):
     Attributes
     ----------
     times : list[float]
-        Display time of each frame in seconds, ascending, the first at 0.
+        Display time of each frame in seconds, ascending, the first at 0. Exactly ``i / fps`` where
+        the frames are one period apart, up to the rounding of the container.
     fps : float
         Average frame rate.
     duration_s : float
@@ -52,17 +55,31 @@ class Reader(abc.ABC):
     height: int
     _max_pixels: int
 
-    def __init__(self, name: str, starts: list[float], last_length: float, fps: float) -> None:
+    def __init__(
+        self, name: str, starts: list[float], last_length: float, fps: float, tick: float
+    ) -> None:
         if not starts:
             raise MediaError(f"{name}: has no frames that can be decoded")
         self.name = name
+        starts = [start - starts[0] for start in starts]
+        count, span = len(starts), starts[-1]
+        mean = (count - 1) / span if span > 0 else 1.0
+        stated = fps if math.isfinite(fps) and fps > 0 else mean
+        # Where a tick is not much shorter than a period, rounding would hide a missing frame.
+        slack = 1e-6 + (tick if 4 * tick <= 1.0 / mean else 0.0)
+        for rate in (stated, mean):
+            if all(abs(start - index / rate) <= slack for index, start in enumerate(starts)):
+                self.fps, self.times = rate, [index / rate for index in range(count)]
+                # Some containers state no lengths, and demuxers then guess them by the rate.
+                usual = any(abs(last_length - 1.0 / of) <= slack for of in (stated, rate))
+                usual = usual or last_length <= 0
+                self.duration_s = count / rate if usual else self.times[-1] + last_length
+                return
+        length = last_length if last_length > 0 else 1.0 / stated
         # To the microsecond: decord's clock is single precision.
-        self.times = [round(start - starts[0], 6) for start in starts]
-        span = self.times[-1]
-        if not (math.isfinite(fps) and fps > 0):  # not stated by the container
-            fps = (len(starts) - 1) / span if span > 0 else 1.0
-        self.fps = fps
-        self.duration_s = round(span + (last_length if last_length > 0 else 1.0 / fps), 6)
+        self.times = [round(start, 6) for start in starts]
+        self.duration_s = round(span + length, 6)
+        self.fps = count / (span + length)
 
     @abc.abstractmethod
     def read(self, indices: list[int]) -> list[Image.Image]:
@@ -155,13 +172,13 @@ class AvReader(Reader):
             or any(packet.pts is None for packet in packets)
             or len({packet.pts for packet in shown}) < len(shown)
         )
-        scale = float(stream.time_base or 0)
+        scale = stream.time_base or Fraction(0)
         fps = float(stream.average_rate or 0)
         if self._by_count:
             count = sum(1 for _ in self._decode_from(None))
             rate = fps if fps > 0 else 1.0
             self._pts = list(range(count))
-            super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps)
+            super().__init__(self.name, [index / rate for index in range(count)], 0.0, fps, 0.0)
         else:
             timed = [(packet.pts, packet) for packet in packets if packet.pts is not None]
             self._keys = sorted(pts for pts, packet in timed if packet.is_keyframe)
@@ -173,9 +190,11 @@ class AvReader(Reader):
             ]
             timed.sort(key=lambda entry: entry[0])
             self._pts = [pts for pts, _ in timed]
-            starts = [pts * scale for pts in self._pts]
-            length = (timed[-1][1].duration or 0) * scale if timed else 0.0
-            super().__init__(self.name, starts, length, fps)
+            # Whole numbers until the last step, so that a second is not a bit less than one.
+            first_pts, up, down = next(iter(self._pts), 0), scale.numerator, scale.denominator
+            starts = [(pts - first_pts) * up / down for pts in self._pts]
+            length = float((timed[-1][1].duration or 0) * scale) if timed else 0.0
+            super().__init__(self.name, starts, length, fps, float(scale))
         first = next(self._decode_from(None), None)
         if first is None:
             raise self._fail("the decoder returns no frame")
@@ -311,7 +330,9 @@ class DecordReader(Reader):
             fps = float(self._reader.get_avg_fps())
             starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
             length = ends[-1] - starts[-1] if starts else 0.0
-            super().__init__(name, starts, length, fps)
+            # Its clock is single precision, and it does not tell the container's ticks.
+            tick = _MILLISECOND + (starts[-1] * 2**-23 if starts else 0.0)
+            super().__init__(name, starts, length, fps, tick)
             self.width, self.height = self._image(self._reader.next()).size
             self._check_size(self.width, self.height)
             self._at = None

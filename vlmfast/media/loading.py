@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
 
 from vlmfast.errors import MediaError, MediaUnavailable
 
@@ -23,8 +24,8 @@ from .images import (
     open_image,
     upright_rgb,
 )
-from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, VideoInfo
-from .selection import check_choice, check_total, choose
+from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, FrameTimes, VideoFrames, VideoInfo
+from .selection import check_choice, check_timestamps, check_total, choose
 from .sources import (
     BoundedVideo,
     is_array,
@@ -47,31 +48,6 @@ Decoder: TypeAlias = Literal["auto", "decord", "av"]
 # PyAV first, since it finds any frame by its time. decord seeks by counting, and miscounts.
 _DECODERS = ("av", "decord")
 _MAX_SECONDS = 1e6
-
-
-@dataclass(frozen=True)
-class VideoFrames:
-    """Frames chosen from a video.
-
-    Attributes
-    ----------
-    frames : list of PIL.Image.Image
-        RGB, all of one size.
-    indices : list[int]
-        Their indices in the video, ascending, without duplicates.
-    timestamps_s : list[float]
-        Seconds after the video's first frame at which each is shown.
-    info : VideoInfo
-        The whole video, from which they were chosen.
-    """
-
-    frames: list[Image.Image] = field(repr=False)
-    indices: list[int]
-    timestamps_s: list[float]
-    info: VideoInfo
-
-    def __len__(self) -> int:
-        return len(self.frames)
 
 
 def load_image(
@@ -140,7 +116,9 @@ def load_image(
 def probe_video(source: VideoLike, *, decoder: Decoder = "auto") -> VideoInfo:
     """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
     if isinstance(source, (list, tuple)):
-        return _list_info(source)
+        return _timed(source, None, None).info
+    if isinstance(source, VideoFrames):
+        return source.info
     with _opened_video(source, decoder) as reader:
         return _info(reader)
 
@@ -150,6 +128,7 @@ def load_video(
     *,
     num_frames: int | None = None,
     fps: float | None = None,
+    timestamps: Sequence[float] | None = None,
     select: Callable[[VideoInfo], Sequence[int]] | None = None,
     decoder: Decoder = "auto",
     max_pixels: int | None = MAX_VIDEO_PIXELS,
@@ -157,22 +136,28 @@ def load_video(
     """Read some frames of a video as RGB.
 
     At most one of `num_frames`, `fps` and `select` chooses the frames. By default 8 frames of a
-    file are read, and all frames of a list, which are considered chosen already.
+    file are read, and all frames of a list, which are considered chosen already. A list has the
+    times that `fps` or `timestamps` state; without either, its frames count as one second apart.
 
     Parameters
     ----------
     source
-        A path (str or :class:`os.PathLike`), the bytes of a file, or a list of frames of one size,
-        each of which may be anything that :func:`load_image` takes. Containers: MP4/MOV,
-        Matroska/WebM, AVI, MPEG-TS, MPEG-PS, FLV, Ogg, ASF; also animated GIF, WebP, PNG and AVIF,
-        whose frames of at most 10 ms take 100 ms, as in browsers. Videos are not fetched from URLs.
+        A path (str or :class:`os.PathLike`), the bytes of a file, a list of frames of one size,
+        each of which may be anything that :func:`load_image` takes, or :class:`VideoFrames`, which
+        keep their times. Containers: MP4/MOV, Matroska/WebM, AVI, MPEG-TS, MPEG-PS, FLV, Ogg, ASF;
+        also animated GIF, WebP, PNG and AVIF, whose frames of at most 10 ms take 100 ms, as in
+        browsers. Videos are not fetched from URLs.
     num_frames : int, optional
         Number of frames, evenly spaced including both ends:
         ``np.linspace(0, frames - 1, num_frames, dtype=int)``, the rule of LLaVA-Video and
         lmms-eval. All frames of a shorter video, without duplicates.
     fps : float, optional
-        The frames displayed at 0, 1/fps, 2/fps, ... seconds, without duplicates; all frames above
-        the video's own rate.
+        Of a file, the frames displayed at 0, 1/fps, 2/fps, ... seconds, without duplicates; all
+        frames above the video's own rate. Of a list, the rate that its frames have: it chooses
+        none, and `num_frames` or `select` may be given too.
+    timestamps : sequence of float, optional
+        Only of a list, instead of `fps`: the second at which each of its frames is shown,
+        ascending, from 0 on.
     select : callable, optional
         Takes the :class:`VideoInfo` and returns the indices, ascending.
     decoder : {"auto", "decord", "av"}
@@ -201,12 +186,16 @@ def load_video(
     that depend on a damaged one are decoded as in any player.
     """
     with open_video(
-        source, num_frames=num_frames, fps=fps, select=select, decoder=decoder
+        source,
+        num_frames=num_frames,
+        fps=fps,
+        timestamps=timestamps,
+        select=select,
+        decoder=decoder,
     ) as video:
         check_total(video.name, video.info, len(video.indices), max_pixels)
         frames = video.read(0, len(video.indices))
-    times = [video.times[i] for i in video.indices]
-    return VideoFrames(frames, video.indices, times, video.info)
+    return VideoFrames(frames, video.indices, video.timestamps_s, video.info)
 
 
 @dataclass
@@ -218,21 +207,27 @@ class OpenVideo:
     name : str
         Its name in error messages.
     info : VideoInfo
-    times : list of float
-        Seconds at which each of its frames is shown.
     indices : list of int
         The chosen frames.
+    timestamps_s : list of float
+        Seconds at which each of them is shown.
     """
 
     name: str
     info: VideoInfo
-    times: list[float]
     indices: list[int]
+    timestamps_s: list[float]
+    _places: list[int] = field(repr=False)  # of the chosen frames in the source
     _read: Callable[[list[int]], list[Image.Image]] = field(repr=False)
+
+    @property
+    def times(self) -> FrameTimes:
+        """When the chosen frames are shown."""
+        return FrameTimes.of(self.info, self.indices, self.timestamps_s)
 
     def read(self, start: int, stop: int) -> list[Image.Image]:
         """Read the chosen frames ``start`` to ``stop`` as RGB; consecutive calls are cheap."""
-        return self._read(self.indices[start:stop])
+        return self._read(self._places[start:stop])
 
 
 @contextlib.contextmanager
@@ -241,6 +236,7 @@ def open_video(
     *,
     num_frames: int | None = None,
     fps: float | None = None,
+    timestamps: Sequence[float] | None = None,
     select: Callable[[VideoInfo], Sequence[int]] | None = None,
     decoder: Decoder = "auto",
 ) -> Iterator[OpenVideo]:
@@ -248,24 +244,26 @@ def open_video(
 
     Their number is not limited: they are never all in memory, unless the caller keeps them.
     """
-    check_choice(num_frames, fps, select)
-    if isinstance(source, (list, tuple)):
-        name = f"list of {len(source)} frames"
-        if fps is not None:
-            raise MediaError(f"{name}: fps={fps!r}: has no timestamps; use num_frames")
-        info = _list_info(source)
-        times = [float(i) for i in range(info.frames)]
-        indices = list(range(info.frames))
+    if isinstance(source, (list, tuple, VideoFrames)):
+        check_choice(num_frames, None, select)
+        video = _timed(source, fps, timestamps)
+        name, info, times = f"list of {len(video)} frames", video.info, video.timestamps_s
+        read = partial(_list_frames, video)
+        places = list(range(len(video)))
         if num_frames is not None or select is not None:
-            select = _with_read(select, lambda part: _list_frames(source, part, info))
-            indices = choose(name, info, times, num_frames, None, select)
-        yield OpenVideo(name, info, times, indices, lambda part: _list_frames(source, part, info))
+            listed = replace(info, frames=len(video))
+            places = choose(name, listed, times, num_frames, None, _with_read(select, read))
+        indices = [video.indices[place] for place in places]
+        yield OpenVideo(name, info, indices, [times[place] for place in places], places, read)
     else:
+        check_choice(num_frames, fps, select)
+        if timestamps is not None:
+            raise MediaError("timestamps: a file has its own; they are for a list of frames")
         with _opened_video(source, decoder) as reader:
             name, info, times = reader.name, _info(reader), reader.times
             check_size(name, info.width, info.height, MAX_PIXELS, MAX_ASPECT)
             indices = choose(name, info, times, num_frames, fps, _with_read(select, reader.read))
-            yield OpenVideo(name, info, times, indices, reader.read)
+            yield OpenVideo(name, info, indices, [times[i] for i in indices], indices, reader.read)
 
 
 def _with_read(
@@ -287,7 +285,7 @@ def kind_of(source: ImageLike | VideoLike) -> Literal["image", "video"]:
     MediaError
         If the source cannot be opened or is neither.
     """
-    if isinstance(source, (list, tuple)):
+    if isinstance(source, (list, tuple, VideoFrames)):
         return "video"
     if is_url(source) or is_image(source) or is_array(source) or is_tensor(source):
         return "image"
@@ -307,27 +305,47 @@ def _info(reader: Reader) -> VideoInfo:
     return VideoInfo(len(reader.times), reader.fps, reader.duration_s, reader.width, reader.height)
 
 
-def _list_frames(
-    source: Sequence[ImageLike], indices: list[int], info: VideoInfo
-) -> list[Image.Image]:
+def _list_frames(video: VideoFrames, places: list[int]) -> list[Image.Image]:
     """Some of the frames of a list, of the size of the first."""
-    frames = []
-    for i in indices:
-        frame = _frame(source, i)
+    frames, info = [], video.info
+    for i in places:
+        frame = _frame(video.frames, i)
         if frame.size != (info.width, info.height):
             raise MediaError(
-                f"frame {i + 1} of {len(source)}: is {frame.width}x{frame.height}, the first "
+                f"frame {i + 1} of {len(video)}: is {frame.width}x{frame.height}, the first "
                 f"is {info.width}x{info.height}: frames must be of one size"
             )
         frames.append(frame)
     return frames
 
 
-def _list_info(source: Sequence[ImageLike]) -> VideoInfo:
-    if not source:
+def _timed(
+    source: Sequence[ImageLike] | VideoFrames,
+    fps: float | None,
+    timestamps: Sequence[float] | None,
+) -> VideoFrames:
+    """The frames of a list, not read yet, with the times that were stated for them."""
+    stated = [name for name, of in (("fps", fps), ("timestamps", timestamps)) if of is not None]
+    if isinstance(source, VideoFrames):
+        if stated:
+            raise MediaError(f"{stated[0]}: the frames of a VideoFrames have times already")
+        return source
+    count = len(source)
+    if not count:
         raise MediaError("list of frames: is empty")
+    if len(stated) > 1:
+        raise MediaError("fps and timestamps: only one of them may be given")
+    if timestamps is None:
+        check_choice(None, fps, None)
+        rate = 1.0 if fps is None else float(fps)
+        times, length = [index / rate for index in range(count)], count / rate
+    else:
+        times = check_timestamps(timestamps, count)
+        length = times[-1]
+        rate = (count - 1) / (length - times[0]) if count > 1 else 1.0
     first = _frame(source, 0)
-    return VideoInfo(len(source), 1.0, float(len(source)), first.width, first.height)
+    info = VideoInfo(count, rate, length, first.width, first.height)
+    return VideoFrames(cast("list[Image.Image]", source), list(range(count)), times, info)
 
 
 @contextlib.contextmanager

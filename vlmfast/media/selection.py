@@ -1,4 +1,4 @@
-"""Chooses which frames of a video are read."""
+"""Chooses which frames of a video are read, and checks the times that a user states for them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from vlmfast.errors import MediaError
 
 from .info import VideoInfo
 from .sources import short
 
-__all__ = ["DEFAULT_FRAMES", "check_choice", "check_total", "choose"]
+__all__ = [
+    "DEFAULT_FRAMES",
+    "check_choice",
+    "check_timestamps",
+    "check_total",
+    "choose",
+]
 
 DEFAULT_FRAMES = 8
 
@@ -40,6 +46,25 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
             raise MediaError(f"fps={fps!r}: must be a finite number above 0")
     if select is not None and not callable(select):
         raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
+
+
+def check_timestamps(timestamps: Sequence[float], count: int) -> list[float]:
+    """Return the `timestamps` of :func:`vlmfast.media.load_video` for a list of `count` frames."""
+    try:
+        if isinstance(timestamps, str | bytes | Mapping | Set):
+            raise TypeError
+        times = [math.nan if isinstance(at, str | bool) else float(at) for at in timestamps]
+    except (TypeError, ValueError, OverflowError):
+        times = [math.nan]
+    ascending = all(a < b for a, b in itertools.pairwise([*times, math.inf]))  # false with nan
+    if not ascending or min(times, default=0.0) < 0:
+        raise MediaError(
+            f"timestamps={short(repr(timestamps))}: must be a list of finite numbers, the second "
+            "at which each frame is shown, ascending, from 0 on"
+        )
+    if len(times) != count:
+        raise MediaError(f"timestamps: {len(times)} times for {count} frames; give one for each")
+    return times
 
 
 def choose(

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
+from .info import VideoFrames
+
 ImageLike: TypeAlias = (
     str
     | os.PathLike[str]
@@ -26,6 +28,8 @@ ImageLike: TypeAlias = (
 """An image: a path, an ``http(s)://`` or ``data:`` URL, the bytes of a file, a PIL image, a NumPy
 array or a torch tensor; see `vlmfast.media.load_image`."""
 
-VideoLike: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | Sequence[ImageLike]
-"""A video: a path, the bytes of a file, or a list or tuple of frames; see
-`vlmfast.media.load_video`."""
+VideoLike: TypeAlias = (
+    str | os.PathLike[str] | bytes | bytearray | memoryview | Sequence[ImageLike] | VideoFrames
+)
+"""A video: a path, the bytes of a file, a list or tuple of frames, or frames with their times as
+`vlmfast.media.load_video` returns them."""

@@ -44,6 +44,7 @@ __getattr__, __dir__, __all__ = public_names(
         "vlmfast.core.saliency": "SaliencyRequest to_tokens window_order",
         "vlmfast.core.statistics": "ItemGeometry VisionStats",
         "vlmfast.errors": "ModelError RecipeError",
+        "vlmfast.media.info": "FrameTimes",
     },
 )
 

@@ -23,6 +23,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.weights import load_weights
 from vlmfast.errors import ModelError, RecipeError
+from vlmfast.media.info import FrameTimes
 
 from ._media import Media
 from ._wrapped import check_placement, entries, is_quantized, synchronizes
@@ -575,10 +576,10 @@ class Adapter:
 
     # --- prompt --------------------------------------------------------------------------------
 
-    def frame_label(self, index: int) -> str:
-        """Text before frame ``index`` (from 0) of a video that is read as images."""
+    def frame_labels(self, index: int, seconds: float) -> tuple[str, str]:
+        """Text before and after frame ``index`` (from 0) of a video that is read as images."""
         label = getattr(self.config, "vlmfast_frame_label", "")
-        return label.format(i=index + 1)
+        return label.format(i=index + 1), ""
 
     def image_token(self) -> str:
         """The placeholder of an image in the text of a prompt."""
@@ -590,11 +591,16 @@ class Adapter:
         return (self.image_token(), *videos)
 
     def inputs(
-        self, text: str, images: list[Any], frames: Sequence[tuple] = ()
+        self,
+        text: str,
+        images: list[Any],
+        frames: Sequence[tuple] = (),
+        times: Sequence[FrameTimes] = (),
     ) -> dict[str, Tensor]:
         """Run the family's processor; tensors on the model's device, pixels in its dtype.
 
-        ``images`` are all images and frames, ``frames`` is as in `engine.prefill.Inputs`.
+        ``images`` are all images and frames, ``frames`` is as in `engine.prefill.Inputs`, and
+        ``times`` has one entry for each video.
         """
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
@@ -605,10 +611,10 @@ class Adapter:
                 text=[text],
                 return_tensors="pt",
                 add_special_tokens=not (bos and text.startswith(bos)),
-                **(self.of_videos(videos) if videos else {}),
+                **(self.of_videos(videos, times) if videos else {}),
                 **(self.on_device() if images else {}),
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
             raise ModelError(
                 f"{type(self.processor).__name__} rejected the prompt: {reason}"
@@ -654,36 +660,20 @@ class Adapter:
 
     def parted(
         self, images: list[Any], frames: Sequence[tuple]
-    ) -> tuple[list[Any], list[tuple[list[Any], list[float]]]]:
-        """Separate images from videos that are not read as images: frames and their seconds."""
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Separate images from the frames of each video that is not read as images."""
         if not self.video_tensors or not frames:
             return images, []
         single: list[Any] = []
-        videos: dict[int, tuple[list[Any], list[float]]] = {}
-        for image, (video, _, _, *seconds) in zip(images, frames, strict=True):
-            if video < 0:
-                single.append(image)
-            else:
-                shown, times = videos.setdefault(video, ([], []))
-                shown.append(image)
-                times += seconds
+        videos: dict[int, list[Any]] = {}
+        for image, (video, *_) in zip(images, frames, strict=True):
+            (single if video < 0 else videos.setdefault(video, [])).append(image)
         return single, list(videos.values())
 
-    def of_videos(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
+    def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
         """Arguments of the processor for videos: chosen frames and their times."""
-        about = []
-        for shown, times in videos:
-            gap = (times[-1] - times[0]) / max(len(times) - 1, 1) or 1.0
-            about.append(
-                {
-                    "fps": 1 / gap,
-                    "total_num_frames": len(shown),
-                    "frames_indices": [time / gap for time in times],
-                    "duration": gap * len(shown),
-                }
-            )
-        frames = [shown for shown, _ in videos]
-        return {"videos": frames, "video_metadata": about, "do_sample_frames": False}
+        about = [_metadata(own) for own in times]
+        return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
 
     # --- a batch of prompts ----------------------------------------------------------------------
 
@@ -914,6 +904,21 @@ class Adapter:
         share = [short / width, short / height] if crop else [1.0, 1.0]
         size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
+
+
+def _metadata(times: FrameTimes) -> dict[str, Any]:
+    """The fields of Hugging Face's ``VideoMetadata``; processors compute ``index / fps``."""
+    frames, fps = float(times.frames), times.fps
+    shown: list[float] = list(times.indices)  # a new list: processors may append to it
+    if any(index / fps != at for index, at in zip(shown, times.timestamps_s, strict=True)):
+        # The rate varies: counted in seconds, the times are exact.
+        frames, fps, shown = frames / fps, 1.0, list(times.timestamps_s)
+    return {
+        "total_num_frames": frames,
+        "fps": fps,
+        "frames_indices": shown,
+        "duration": times.duration_s,
+    }
 
 
 def _listed(devices: Sequence[torch.device | None]) -> str:

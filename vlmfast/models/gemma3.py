@@ -39,8 +39,10 @@ class FamilyAdapter(Tiled):
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         return square_views(sizes, self.side())
 
-    def inputs(self, text: str, images: list[Any], frames: Any = ()) -> dict[str, Tensor]:
-        tensors = super().inputs(text, images, frames)
+    def inputs(
+        self, text: str, images: list[Any], frames: Any = (), times: Any = ()
+    ) -> dict[str, Tensor]:
+        tensors = super().inputs(text, images, frames, times)
         if images and len(tensors["pixel_values"]) != len(images):
             raise ModelError(
                 "the processor cut images into crops (do_pan_and_scan), which is not supported; "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
+from vlmfast.media.info import FrameTimes
 
 from .qwen2_5_vl import FamilyAdapter as Qwen
 
@@ -21,6 +22,7 @@ from .qwen2_5_vl import FamilyAdapter as Qwen
 class FamilyAdapter(Qwen):
     beside = ("mm_token_type_ids",)
     processors = ("Glm4vProcessor",)
+    whole_steps = True
 
     def modalities(self, ids: Tensor) -> Tensor:
         starts, ends = (
@@ -29,14 +31,23 @@ class FamilyAdapter(Qwen):
         )
         return (ids == self.config.image_token_id) * (1 + (starts > ends).int())
 
-    def inputs(self, text: str, images: list, frames: Sequence[tuple] = ()) -> dict[str, Tensor]:
+    def frame_labels(self, index: int, seconds: float) -> tuple[str, str]:
+        return "", str(int(seconds))  # as its processor writes it after a step of a video
+
+    def inputs(
+        self,
+        text: str,
+        images: list,
+        frames: Sequence[tuple] = (),
+        times: Sequence[FrameTimes] = (),
+    ) -> dict[str, Tensor]:
         single, videos = self.parted(images, frames)
         if single and videos:
             # Its `forward` counts the placeholders of both together.
             raise ModelError(
                 f"{self.config.model_type} takes images or videos, not both in one prompt"
             )
-        return super().inputs(text, images, frames)
+        return super().inputs(text, images, frames, times)
 
     def mergers(self) -> list[nn.Module]:
         return [self.model.base_model.visual.post_layernorm]

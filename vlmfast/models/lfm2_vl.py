@@ -48,9 +48,9 @@ class FamilyAdapter(Shaped):
         return features
 
     def inputs(
-        self, text: str, images: list[Any], frames: Sequence[tuple] = ()
+        self, text: str, images: list[Any], frames: Sequence[tuple] = (), times: Any = ()
     ) -> dict[str, Tensor]:
-        tensors = super().inputs(text, images, frames)
+        tensors = super().inputs(text, images, frames, times)
         if images and len(tensors["pixel_values"]) != len(images):
             raise ModelError(
                 "the processor split an image into tiles, which is not supported; set "

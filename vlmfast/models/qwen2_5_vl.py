@@ -18,6 +18,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Numbering, TokenLayout
 from vlmfast.core.saliency import window_order
 from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.media.info import FrameTimes
 
 from ._media import Media
 from .base import Adapter, Encoded, Part
@@ -30,6 +31,7 @@ class FamilyAdapter(Adapter):
     processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
     packed = True
+    whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
 
     def visual(self, ids: Tensor) -> Tensor:
         return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
@@ -123,6 +125,14 @@ class FamilyAdapter(Adapter):
         shrunk = _extents(position[1:], segment) - _extents((position - gaps)[1:], segment, left)
         moved = (shrunk.cumsum(0) - shrunk)[segment]
         return (position - gaps - moved).index_select(1, kept)
+
+    def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
+        given = super().of_videos(videos, times)
+        if self.whole_steps:
+            # The processor repeats the last frame of a step, but refuses less than one step.
+            step = self.processor.video_processor.temporal_patch_size
+            given["videos"] = [shown + shown[-1:] * (step - len(shown)) for shown in videos]
+        return given
 
     def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.tensors)

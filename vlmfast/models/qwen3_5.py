@@ -12,3 +12,4 @@ from .qwen2_5_vl import FamilyAdapter as Qwen
 class FamilyAdapter(Qwen):
     processors = ("Qwen3VLProcessor",)
     blocks = False
+    whole_steps = True

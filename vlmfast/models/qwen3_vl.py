@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 class FamilyAdapter(Qwen):
     processors = ("Qwen3VLProcessor",)
+    whole_steps = True
 
     def __init__(self, model: Model, processor: Any) -> None:
         super().__init__(model, processor)
         self.min_drop_layer = len(self.config.vision_config.deepstack_visual_indexes)
+
+    def frame_labels(self, index: int, seconds: float) -> tuple[str, str]:
+        return f"<{seconds:.1f} seconds>", ""  # as its processor writes it before a step of a video
 
     def mergers(self) -> list[nn.Module]:
         return [self.projector(), *self.model.base_model.visual.deepstack_merger_list]

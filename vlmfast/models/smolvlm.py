@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
+from vlmfast.media.info import FrameTimes
 
 from .idefics3 import FamilyAdapter as Idefics3
 
@@ -19,17 +20,21 @@ class FamilyAdapter(Idefics3):
     video_tensors = ("pixel_values",)
 
     def inputs(
-        self, text: str, images: list[Any], frames: Sequence[tuple] = ()
+        self,
+        text: str,
+        images: list[Any],
+        frames: Sequence[tuple] = (),
+        times: Sequence[FrameTimes] = (),
     ) -> dict[str, Tensor]:
         single, videos = self.parted(images, frames)
         if len(videos) > 1 or (videos and single):
             raise ModelError("smolvlm takes images or one video, not both in one prompt")
-        return super().inputs(text, images, frames)
+        return super().inputs(text, images, frames, times)
 
-    def of_videos(self, videos: list[tuple[list[Any], list[float]]]) -> dict[str, Any]:
-        given = super().of_videos(videos)
+    def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
+        given = super().of_videos(videos, times)
         # One list of videos per prompt, each an array, so that no frame is mistaken for a video.
-        arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown, _ in videos]
+        arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown in videos]
         return {**given, "videos": [arrays]}
 
     def items(

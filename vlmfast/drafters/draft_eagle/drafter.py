@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.drafting import Budget, Read, Round, Target
-from vlmfast.core.layout import TokenLayout
+from vlmfast.core.layout import TokenLayout, next_id
 from vlmfast.core.tree import Tree
 
 from .._grow import grow
@@ -77,7 +77,7 @@ class EagleDrafter:
         if len(layout):
             self._queue.append(self.prompt_rows(self._cast(embeds), earlier, at, layout))
         self._waiting = features[-1:], position[-1:]
-        self.next = int(read.layout.position.max()) + 1
+        self.next = next_id(read.layout.position)
 
     @torch.no_grad()
     def extend(self, done: Round) -> None:
