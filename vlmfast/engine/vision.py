@@ -173,6 +173,12 @@ def encode(
         loaded(adapter.model.base_model),
     ):
         encoded = adapter.encode(tensors, context)
+    for features, layout in zip(encoded.features, encoded.layouts, strict=True):
+        if len(features) != len(layout):  # before they are cached
+            raise ModelError(
+                f"the vision tower made {len(features)} tokens of an image that has {len(layout)}; "
+                "processor and model do not belong together"
+            )
     found = _saliencies(adapter, context, wanted.saliency, projected)
     jitter = max((request.jitter for request, _ in wanted.saliency.values()), default=0)
     others = [_jittered(adapter, tensors, items, wanted, number, gate) for number in range(jitter)]
