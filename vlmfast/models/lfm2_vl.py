@@ -25,7 +25,7 @@ from vlmfast.errors import ModelError
 
 from ._media import Media, runs
 from .base import Encoded, Part
-from .internvl import Tiled
+from .internvl import tile_box
 from .mistral3 import Shaped
 
 _TILE = re.compile(r"<\|img_row_(\d+)_col_(\d+)\|>\s*$")
@@ -35,7 +35,6 @@ class FamilyAdapter(Shaped):
     tensors = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
     processors = ("Lfm2VlProcessor",)
     nested, pixel_dims = True, 3
-    whole_first, view_box = Tiled.whole_first, Tiled.view_box
 
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule("embedding_norm")
@@ -156,6 +155,13 @@ class FamilyAdapter(Shaped):
         stats = VisionStats(context.items, {})
         return Encoded(features, layouts, stats, [()] * len(features))
 
+    def whole_first(self, item: ItemGeometry) -> list[int]:
+        *tiles, whole = range(*item.views)
+        return [whole, *tiles]
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        return tile_box(geometry, tile)
+
     def _layout(self, number: int, item: ItemGeometry, tile: int, view: int) -> TokenLayout:
         """Layout of the tokens of one view."""
         own = replace(item, patches=_grid(item, view))
@@ -175,10 +181,10 @@ class FamilyAdapter(Shaped):
         chunks = [(rows, keys) for rows, keys in context.chunks[layer] if rows is not None]
         found = []
         for item in context.items:
-            rows, keys = zip(*(chunks[view] for view in self.whole_first(item)), strict=True)
-            rows = self._placed(item, [of[:, :, 0] for of in rows])
-            known = [of.transpose(1, 2) for of in keys if of is not None]
-            found.append((rows, self._placed(item, known).transpose(1, 2) if known else None))
+            own = [chunks[view] for view in self.whole_first(item)]
+            placed = self._placed(item, [rows[:, :, 0] for rows, _ in own])
+            keys = [of.transpose(1, 2) for _, of in own if of is not None]
+            found.append((placed, self._placed(item, keys).transpose(1, 2) if keys else None))
         return found
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
