@@ -243,6 +243,30 @@ def test_hooks_in_wrapped_models(wrapper) -> None:
         assert (asked(vlm) == plain) is (wrapper == "peft")
 
 
+@pytest.mark.parametrize("part", ["model", "mlp", "around"])
+def test_forward_of_a_class_is_called(monkeypatch, part) -> None:
+    """Also where a fused step would compute what the class did before."""
+    vlm = built()
+    monkeypatch.setattr(fused, "use_triton", lambda *_: True)
+    plain, decoder = asked(vlm), vlm.adapter.decoder
+    modules = {"model": vlm.model, "mlp": decoder.layers[0].mlp, "around": vlm.model.base_model}
+    kind = type(modules[part])
+    own = kind.forward
+
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = own(module, *args, **kwargs)
+        return -output if isinstance(output, Tensor) else negated(module, args, output)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    vlm.prefix_cache.clear()
+    if part == "around":
+        with pytest.raises(ModelError, match="model has a forward of its own"):
+            asked(vlm)
+    else:
+        assert asked(vlm) == generated(vlm) != plain
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

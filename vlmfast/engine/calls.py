@@ -217,11 +217,11 @@ def _own_forward(module: nn.Module) -> bool:
     """Whether the ``forward`` of a module is not that of its class in Transformers."""
     if users_forward(module):
         return True
-    # A family of another package has its own; so has code in a checkpoint.
     defined = [kind for kind in type(module).__mro__ if "forward" in vars(kind)]
-    return not is_of(vars(defined[0])["forward"]) and any(
-        is_of(vars(kind)["forward"], ("transformers.",)) for kind in defined[1:]
-    )
+    if is_of(vars(defined[0])["forward"]):
+        return False
+    # Of a subclass, or put on the class; a family of another package has its own.
+    return any(kind.__module__.startswith("transformers.") for kind in defined)
 
 
 def _version(value: Any) -> int | None:

@@ -131,7 +131,11 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     layers: list[Any] = list(decoder.layers)
 
     def own(name: str, *parts: nn.Module) -> bool:
-        return all(is_own(part, module, name) for part in parts)
+        # Research code also puts a ``forward`` on the class.
+        kinds = {type(part) for part in parts}
+        return all(is_own(part, module, name) for part in parts) and all(
+            is_of(kind.forward) for kind in kinds
+        )
 
     if not (
         own(kind.decoder or f"{kind.prefix}Model", decoder)
