@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -462,6 +463,29 @@ def test_model_is_restored_after_the_block(llava):
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     assert model.config.to_dict() == config
     assert torch.equal(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), full)
+
+
+def test_copies_of_an_attached_model_are_without_the_recipe():
+    model, processor = tiny_models.build_llava()
+    pickled = pickle.dumps(model)
+    inputs = batch(VLM(copy.deepcopy(model), processor))
+    given = {**inputs, "max_new_tokens": NEW, "do_sample": False}
+    with vlmfast.attach(model, processor, "random:0.2"):
+        with vlmfast.attach(model, processor, "random:0.3"):
+            assert len(pickle.dumps(model)) == len(pickled)
+            copies = [copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))]
+        reduced = model.generate(**given)
+    full = model.generate(**given)
+    assert not torch.equal(reduced, full)
+    for own in copies:
+        assert torch.equal(own.generate(**given), full) and vars(own).keys() == vars(model).keys()
+
+
+def test_copies_keep_a_generate_of_the_users():
+    model, processor = tiny_models.build_llava()
+    model.generate = own = lambda **given: given
+    with vlmfast.attach(model, processor, "random:0.2"):
+        assert copy.copy(model).generate is own is not model.generate
 
 
 def test_model_is_restored_after_an_exception(llava):

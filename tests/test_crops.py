@@ -38,7 +38,7 @@ def noise(seed: int, width: int, height: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-TALL, WIDE = noise(0, 40, 90), noise(1, 90, 44)
+TALL, WIDE = noise(0, 40, 120), noise(1, 90, 44)  # not the same number of crops
 VIDEO = {"video": [noise(i, 40, 40) for i in range(3)], "num_frames": 3}
 CASES = {"image": {"images": WIDE}, "images": {"images": [TALL, WIDE]}, "video": VIDEO}
 
@@ -205,6 +205,23 @@ def test_remaining_tokens_equal_the_full_model(vlm, case) -> None:
                 assert not bool(got.rows[gone].any())
                 if asked.keys:
                     close(got.keys[~gone], expected.keys[~gone], terms=terms)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", ["aya_vision", *sorted(BUILD.keys() - {"aya_vision"})])
+def test_images_of_one_prompt_are_cached_one_by_one(name) -> None:
+    if name == "smolvlm":
+        pytest.importorskip("num2words")
+    recipe = Crops(0.5)
+    cached, fresh = VLM(*BUILD[name]()), built(name)
+    cached.ask("what ?", images=[TALL, WIDE], recipe=recipe, max_new_tokens=1)
+    for image in (TALL, WIDE):
+        answer = cached.ask("what ?", images=image, recipe=recipe, max_new_tokens=4)
+        assert answer.stats.cached_tokens > 0 or name == "llava_onevision"  # several images: whole
+        assert (
+            answer.token_ids
+            == fresh.ask("what ?", images=image, recipe=recipe, max_new_tokens=4).token_ids
+        )
 
 
 @pytest.mark.cases(3)

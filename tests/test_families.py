@@ -892,10 +892,6 @@ def test_views_that_are_not_supported_are_refused():
         ):
             with pytest.raises(VLMFastError, match=f"{key}.* must have"):
                 vlm.model.generate(**{**inputs, key: wrong}, max_new_tokens=1)
-    images = vlm.processor.image_processor
-    images.do_image_splitting, images.max_image_tokens = True, 4
-    with pytest.raises(ModelError, match="do_image_splitting = False"):
-        vlm.ask("what ?", make_image(0, 200, 200))
     model, processor = BUILD["ovis2"]()
     model.config.vision_config.tokenize_function = "gumbel_argmax"
     with pytest.raises(ModelError, match="supported are softmax, st_argmax"):

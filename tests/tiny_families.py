@@ -767,8 +767,11 @@ def build_qwen3_5(seed: int = 0) -> tuple[nn.Module, Any]:
     return filled(Qwen3_5ForConditionalGeneration, config, 8, seed), processor
 
 
-def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """The first and the last layer are short convolutions; 2 x 2 patches per token."""
+def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, Any]:
+    """The first and the last layer are short convolutions; 2 x 2 patches per token.
+
+    ``splits``: large images become up to six tiles of 4 x 4 tokens.
+    """
     from transformers import (
         Lfm2VlConfig,
         Lfm2VlForConditionalGeneration,
@@ -803,7 +806,8 @@ def build_lfm2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
             tile_size=8 * PATCH,
             min_image_tokens=4,
             max_image_tokens=16,
-            do_image_splitting=False,
+            do_image_splitting=splits,
+            max_tiles=6,
         ),
         tokenizer=tokens,
         chat_template="<s>" + template("<image>"),  # its tokenizer adds none

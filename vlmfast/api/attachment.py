@@ -48,8 +48,9 @@ def attach(
 
     ``model.generate(**processor(...), ...)`` then goes through vlmfast, with Hugging Face's
     arguments and return values. Batches may be padded on either side, and each row gets the same
-    answer as on its own. Nothing else in the model changes. If the processor turns the frames of a
-    video into images (InternVL, SmolVLM), the recipe treats them as single images too.
+    answer as on its own. Nothing else in the model changes; copies and pickles of it are without
+    the recipe. If the processor turns the frames of a video into images (InternVL, SmolVLM), the
+    recipe treats them as single images too.
 
     >>> with vlmfast.attach(model, processor, "balanced") as attached:
     ...     ids = model.generate(**inputs, max_new_tokens=64)
@@ -147,6 +148,7 @@ class Attachment:
                 del own["generate"]
             else:
                 own["generate"] = top._below
+        own.pop("__getstate__", None)
 
     def _attach(self) -> None:
         if self._installed:  # it would be nested inside itself
@@ -156,7 +158,17 @@ class Attachment:
         own = vars(self.vlm.model)
         self._below = own.get("generate")
         own["generate"] = self.generate
+        own["__getstate__"] = self._state_of_copies
         self.attached = self._installed = True
+
+    def _state_of_copies(self) -> dict[str, Any]:
+        """What copies and pickles of the model contain: its own ``generate``."""
+        state = dict(vars(self.vlm.model))
+        del state["__getstate__"]
+        generate = state.pop("generate")
+        while isinstance(attachment := getattr(generate, "__self__", None), Attachment):
+            generate = attachment._below
+        return state if generate is None else state | {"generate": generate}
 
     # --- generate --------------------------------------------------------------------------------
 

@@ -146,6 +146,10 @@ class ItemGeometry:
         Which frame of how many.
     digest : int
         A hash of the image's content, where a stage sets ``wants_digest``; 0 if unknown.
+    grids : tuple of (int, int)
+        Rows and columns of visual tokens of each view, where views differ. ``patches`` then holds
+        the most rows and the most columns, and the tokens of each view are spread over these
+        (`views.spread`).
     """
 
     size: tuple[int, int]
@@ -155,6 +159,7 @@ class ItemGeometry:
     video: int = -1
     frame: tuple[int, int] = (0, 1)
     digest: int = field(default=0, compare=False)
+    grids: tuple[tuple[int, int], ...] = ()
     clip = FormerAttribute("video")
 
 

@@ -17,6 +17,25 @@ def cells(n: int, parts: int) -> Tensor:
     return (2 * torch.arange(n) + 1) * parts // (2 * n)
 
 
+def spread(grid: tuple[int, int], over: tuple[int, int], device: torch.device) -> Tensor:
+    """Row and column of each token of a view among more rows and columns.
+
+    Parameters
+    ----------
+    grid : (int, int)
+        Rows and columns of the view.
+    over : (int, int)
+        At least as many.
+
+    Returns
+    -------
+    Tensor, int64, (N, 2)
+        Different for each token, in raster order.
+    """
+    places = [cells(n, parts) for n, parts in zip(grid, over, strict=True)]
+    return torch.cartesian_prod(*places).view(-1, 2).to(device)
+
+
 def slots(layout: TokenLayout, item: ItemGeometry) -> Tensor:
     """Index of each token of one image in the flattened (views, N) grids of its views.
 

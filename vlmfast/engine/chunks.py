@@ -22,6 +22,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.models.base import Adapter
 
+from .calls import step_modules
 from .prefill import Prompt
 
 
@@ -39,6 +40,8 @@ def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, max_new_tokens:
     if windows and (places + max_new_tokens > min(windows) or places > len(prompt.layout)):
         return False
     if adapter.prefix_lm or not adapter.is_short(prompt.reach()):
+        return False
+    if step_modules(adapter).around:  # users' code sees the prompt once
         return False
     return all(map(splits, recipe)) or not bool(prompt.layout.visual.any())
 
@@ -58,6 +61,7 @@ def chunks(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[Prompt]:
             embeds=prompt.embeds[first:last],
             layout=layout.select(index),
             full_length=end - (starts[first] if first else 0),
+            tensors={},
             extra=extra if visual[first] < visual[last] else (),
         )
         first = last

@@ -19,6 +19,7 @@ from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
+from .calls import step_modules
 from .fingerprint import fingerprint
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
@@ -327,11 +328,13 @@ class RowGroup:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured: on CUDA, unless the user chose otherwise."""
+        """Whether steps are captured: on CUDA, unless the user chose otherwise.
+
+        A replay calls no hooks.
+        """
         mode = self.adapter.decoding
-        return self.adapter.capturable and (
-            mode == "graph" or (mode == "auto" and self.position.is_cuda)
-        )
+        on = mode == "graph" or (mode == "auto" and self.position.is_cuda)
+        return on and self.adapter.capturable and not step_modules(self.adapter).own_code
 
     @property
     def _idle(self) -> Graphs:
@@ -342,7 +345,7 @@ class RowGroup:
         if self.graphs is not None and rows <= self.cache.size:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
-        weights = fingerprint(decoder, head, hooks=True, addresses=True)
+        weights = fingerprint(decoder, head, addresses=True)
         kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as globally
 
+from vlmfast.core.calls import is_of
 from vlmfast.core.placement import stored
 
 _PLACES = 8  # of a tensor that are read
@@ -32,8 +33,6 @@ _ADAPTERS = {
     "scaling",
 }
 _PLAIN = (Tensor, nn.Parameter)
-# Code whose result depends on the weights alone.
-_OWN = ("vlmfast.", "transformers.", "torch.nn.", "torch._dynamo.")
 
 
 def fingerprint(
@@ -123,13 +122,9 @@ def _calls(state: dict[str, Any]) -> list[int]:
     before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
     if not (before or after or "forward" in state):
         return []
-    found = [number for calls in (before, after) for number, of in calls.items() if not _own(of)]
+    found = [number for calls in (before, after) for number, of in calls.items() if not is_of(of)]
     forward = state.get("forward")
-    return found if forward is None or _own(forward) else [*found, id(forward)]
-
-
-def _own(call: Any) -> bool:
-    return (getattr(call, "__module__", None) or "").startswith(_OWN)
+    return found if forward is None or is_of(forward) else [*found, id(forward)]
 
 
 def _inner(tensor: Tensor) -> list[Tensor]:

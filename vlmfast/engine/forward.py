@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache
+from .calls import called, step_modules
 from .fused import fusable, fused_step
 from .hidden_states import capture_layer_inputs
 from .output import Output
@@ -56,37 +57,49 @@ def forward(
     if tree is None and isinstance(cache, KVCache) and not cache.split:  # once for all layers
         context.lengths = cache.length + 1
     embeds = adapter.embed(tokens)
-    if adapter.decoding != "compile" and fusable(adapter):
-        hidden, seen = fused_step(
-            adapter, embeds, position, cache, context, cache.offsets, aux_layers
-        )
-    else:
-        hidden, seen = _modules(adapter, cache, context, embeds, position, aux_layers)
-    hidden = hidden.to(embeds.device)  # of a model on several devices
+    seen: dict[int, Tensor] = {}
+
+    def run() -> Tensor:
+        nonlocal seen
+        fused = adapter.decoding != "compile" and fusable(adapter)
+        step = fused_step if fused else _modules
+        hidden, seen = step(adapter, embeds, position, cache, context, cache.offsets, aux_layers)
+        return hidden.to(embeds.device)  # of a model on several devices
+
+    count = 1 if tree is None else tokens.shape[1]
+    if views is None:
+        given = {"input_ids": tokens, "position_ids": position, adapter.cache_name: cache}
+        hidden, logits = called(adapter, run, given, count)
+    else:  # a draft, which is not the model's
+        hidden = run()
+        logits = adapter.logits(hidden[:, -count:])
     inner = [seen[layer].to(embeds.device) for layer in aux_layers]
     aux = torch.stack(inner, 2) if aux_layers else None
-    if tree is not None:
-        return Output(adapter.logits(hidden), hidden, aux)
-    cache.count_token()
-    return Output(adapter.logits(hidden[:, -1])[:, None], hidden, aux)
+    if tree is None:
+        cache.count_token()
+    return Output(logits, hidden, aux)
 
 
 def _modules(
     adapter: Adapter,
-    cache: KVCache | JointCache,
-    context: DecodeContext,
     embeds: Tensor,
     position: Tensor,
+    cache: KVCache | JointCache,
+    context: DecodeContext,
+    offsets: Mapping[int, Tensor],
     aux_layers: tuple[int, ...],
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`fused_step` through the model's own modules."""
     decoder = adapter.decoder
+    # What was compiled calls no hooks that came later. Lists of slots and observers change from one
+    # pass to the next.
+    hooks = offsets or aux_layers or step_modules(adapter).own_code
+    compiled = adapter.decoding == "compile" and context.views is context.observers is None
     with (
         shifted(adapter, cache, context, position),
         capture_layer_inputs(decoder, aux_layers, context) as seen,
     ):
-        # Lists of slots and observers change from one pass to the next.
-        if adapter.decoding == "compile" and context.views is context.observers is None:
+        if compiled and not hooks:
             decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
         hidden = decoder(
             inputs_embeds=embeds,

@@ -25,7 +25,8 @@ from vlmfast.models.base import Adapter
 
 from .attention import text_attention
 from .cache import JointCache, JointLayer, KVCache
-from .fused_kinds import LayerKind, is_own, kind_of
+from .calls import step_modules
+from .fused_kinds import LayerKind, is_own
 from .kv_layer import KVLayer
 
 _PLAIN = (nn.Parameter,)  # weights, not those of quantized or sharded layers
@@ -34,18 +35,11 @@ _PLAIN = (nn.Parameter,)  # weights, not those of quantized or sharded layers
 def fusable(adapter: Adapter) -> bool:
     """Whether new tokens go through `fused_step`: supported layers, and kernels.
 
-    Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` is set. The layers are checked once
-    per model.
+    Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` is set.
     """
-    if _kind(adapter) is None:
+    if step_modules(adapter).kind is None:
         return False
     return use_triton("fused_step", adapter.decoder.norm.get_parameter("weight"))
-
-
-def _kind(adapter: Adapter) -> LayerKind | None:
-    if "layer_kind" not in adapter.kept:
-        adapter.kept["layer_kind"] = kind_of(adapter.decoder)
-    return adapter.kept["layer_kind"]
 
 
 def fused_step(
@@ -82,7 +76,7 @@ def fused_step(
     seen : dict of int to Tensor, (B, T, D)
         Input of the layers ``aux_layers``.
     """
-    decoder, kind, offsets = adapter.decoder, _kind(adapter), offsets or {}
+    decoder, kind, offsets = adapter.decoder, step_modules(adapter).kind, offsets or {}
     assert kind is not None
     tables: dict[tuple[int | None, str], tuple[Tensor, ...]] = {}
     seen: dict[int, Tensor] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from vlmfast.core.calls import is_of, registered
 from vlmfast.kernels.norm_rope_append import WIDEST, HeadNorm
 from vlmfast.kernels.swiglu import geglu_tanh, swiglu
 
@@ -130,7 +131,11 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     layers: list[Any] = list(decoder.layers)
 
     def own(name: str, *parts: nn.Module) -> bool:
-        return all(is_own(part, module, name) for part in parts)
+        # Research code also puts a ``forward`` on the class.
+        kinds = {type(part) for part in parts}
+        return all(is_own(part, module, name) for part in parts) and all(
+            is_of(kind.forward) for kind in kinds
+        )
 
     if not (
         own(kind.decoder or f"{kind.prefix}Model", decoder)
@@ -155,7 +160,8 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
 
 
 def is_own(part: nn.Module, module: str, name: str) -> bool:
-    """Whether a part is of exactly that class, without hooks and with an unchanged ``forward``."""
+    """Whether a part is of exactly that class, with an unchanged ``forward`` and without hooks."""
     own = type(part)
-    changed = "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks
-    return (own.__module__, own.__qualname__) == (module, name) and not changed
+    if (own.__module__, own.__qualname__) != (module, name) or "forward" in vars(part):
+        return False
+    return all(is_of(hook, ("vlmfast.",)) for hook in registered(part))  # those of a prefill

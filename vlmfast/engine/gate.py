@@ -2,8 +2,9 @@
 
 The family's own code runs on all views of a prompt. Its tower is replaced by one that encodes only
 some of them: first the base view of each image, then the crops that a `ViewStage` chooses by it.
-After the projector, each view gets the features of the view that it is a copy of, and a view that
-was left out gets zeros. The family's packing therefore sees what it expects. The tokens of views
+In its output, each view gets the rows of the view that it is a copy of, and a view that was left
+out gets zeros; so it is with the projector, which also computes the encoded views alone. The
+family's code therefore sees all views that it expects, before and after it. The tokens of views
 that were left out are dropped before the language model.
 """
 
@@ -46,6 +47,11 @@ class Decision:
     rows: list[int]
     position: Tensor
     source: list[int]
+
+    @property
+    def everything(self) -> bool:
+        """Whether all views are encoded, in their order."""
+        return self.rows == list(range(len(self.source)))
 
 
 class Gate:
@@ -115,6 +121,21 @@ class Gate:
             self.decided[first], output = self._decide(call, pixels)
         self._by_view(call)
         self.encoded += len(self.decided[first].rows)
+        return self.changed(self.expanded, output)
+
+    def changed(self, made: Callable[..., Tensor], *outputs: Any) -> Any:
+        """The first of the tower's outputs, with ``made(*tensors)`` of all of them.
+
+        Of its levels, only those that the family reads are changed.
+        """
+        output = outputs[0]
+        output.last_hidden_state = made(*(each.last_hidden_state for each in outputs))
+        if getattr(output, "hidden_states", None) is not None:
+            wanted = [block + 1 for block in self.adapter.feature_blocks()]
+            levels = zip(*(each.hidden_states for each in outputs), strict=True)
+            output.hidden_states = tuple(
+                made(*level) if i in wanted else level[0] for i, level in enumerate(levels)
+            )
         return output
 
     def _decide(self, call: _Call, pixels: Tensor) -> tuple[Decision, Any]:
@@ -133,7 +154,8 @@ class Gate:
             output = call.encode(rows)
             crops = self._chosen(self.crops, own, call.first)
             if crops:
-                output = call.joined(output, call.encode(crops))
+                more = call.encode(crops)
+                output = self.changed(lambda *rows: torch.cat(rows), output, more)
                 rows = rows + crops
         place = {view: row for row, view in enumerate(rows)}
         position = torch.tensor([place.get(view, -1) for view in source], device=pixels.device)
@@ -206,11 +228,18 @@ class Gate:
     def expanded(self, rows: Tensor) -> Tensor:
         """Rows of the views that the last call encoded as rows of all of its views."""
         decision = self.decided[max(self.decided)]
-        if decision.rows == list(range(len(decision.source))):
+        if decision.everything:
             return rows
         position = decision.position
         found = rows.index_select(0, position.clamp(min=0))
         return found.masked_fill((position < 0).view(-1, *[1] * (rows.dim() - 1)), 0)
+
+    def encoded_only(self, rows: Tensor) -> Tensor:
+        """The inverse of `expanded`."""
+        decision = self.decided[max(self.decided)]
+        if decision.everything:
+            return rows
+        return rows.index_select(0, torch.tensor(decision.rows, device=rows.device))
 
 
 class _Call:
@@ -253,18 +282,6 @@ class _Call:
             return value
         return value.index_select(0, torch.tensor(rows, device=value.device))
 
-    def joined(self, first: Any, second: Any) -> Any:
-        """The output of two passes as that of one; only what the family reads is copied."""
-        last = [first.last_hidden_state, second.last_hidden_state]
-        first.last_hidden_state = torch.cat(last)
-        if getattr(first, "hidden_states", None) is not None:
-            wanted = [block + 1 for block in self.gate.adapter.feature_blocks()]
-            levels = zip(first.hidden_states, second.hidden_states, strict=True)
-            first.hidden_states = tuple(
-                torch.cat(pair) if i in wanted else pair[0] for i, pair in enumerate(levels)
-            )
-        return first
-
 
 @contextmanager
 def gated(
@@ -289,9 +306,19 @@ def gated(
 
         return chosen
 
+    def before_projector(module: nn.Module, args: tuple) -> tuple | None:
+        if current_context.get() is not context:
+            return None
+        return (gate.encoded_only(args[0]), *args[1:])
+
     def after_projector(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
         return gate.expanded(output) if current_context.get() is context else None
 
-    hook = adapter.projector().register_forward_hook(after_projector)
-    with hook, replaced(adapter.tower(), wrapped):
+    projector = adapter.projector()
+    with (
+        # Other hooks see the encoded views alone.
+        projector.register_forward_pre_hook(before_projector, prepend=True),
+        projector.register_forward_hook(after_projector),
+        replaced(adapter.tower(), wrapped),
+    ):
         yield gate

@@ -17,8 +17,6 @@ from torch import nn
 from vlmfast.core.contexts import PrefillContext, VisionContext, current_context
 from vlmfast.models.base import Adapter
 
-from .fused import fusable
-
 
 @contextmanager
 def interleaved(adapter: Adapter, between: Callable[[], None]) -> Iterator[None]:
@@ -29,7 +27,6 @@ def interleaved(adapter: Adapter, between: Callable[[], None]) -> Iterator[None]
     between : callable
         May run decode steps, and raise to end the forward pass.
     """
-    fusable(adapter)  # checked once per model, and never on layers with the hooks of this module
     device = adapter.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 

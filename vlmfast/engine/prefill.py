@@ -26,6 +26,7 @@ from vlmfast.kernels.gather_rows import gather_rows, gather_rows_ref
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
+from .calls import called
 from .compress import Compression
 from .features import Ahead, Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
@@ -53,6 +54,8 @@ class Prompt:
         Training: ids at the end that are the answer.
     full : Numbering, optional
         Rotary ids before anything was dropped; by default those of ``layout``, if complete.
+    tensors : dict of str to Tensor
+        What it was made from, as in `Inputs`.
     """
 
     embeds: Tensor
@@ -64,6 +67,7 @@ class Prompt:
     trained: dict[str, nn.Module] = field(default_factory=dict)
     answer: int = 0
     full: Numbering | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def countable(self) -> int:
         """The first id from which every id has a row and the rotary id after that before it."""
@@ -227,9 +231,14 @@ def prepare(
     if not inputs.sizes and seen is None:
         if bool(is_visual.any()):
             raise ModelError("the prompt has image placeholders, but no image was given")
-        return Prompt(text, text_layout, ids.shape[1], next_position, answer=inputs.answer).after(
-            inputs.offset
-        )
+        return Prompt(
+            text,
+            text_layout,
+            ids.shape[1],
+            next_position,
+            answer=inputs.answer,
+            tensors=inputs.tensors,
+        ).after(inputs.offset)
 
     stages = recipe.acting(EncodeStage)
     if seen is None:
@@ -285,6 +294,7 @@ def prepare(
         seen.trained,
         inputs.answer,
         full,
+        inputs.tensors,
     ).after(inputs.offset)
 
 
@@ -357,15 +367,18 @@ def prefill(
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     start = clock(prompt.embeds.device)
     watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
-    with active(context), drops.installed(), watched as seen:
-        hidden = adapter.decoder(
+    given = {"position_ids": rows_of(prompt.layout.position), adapter.cache_name: cache}
+
+    def run() -> Tensor:
+        return adapter.decoder(
             inputs_embeds=prompt.embeds[None],
-            position_ids=rows_of(prompt.layout.position),
-            **{adapter.cache_name: cache},
             use_cache=True,
+            **given,
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state.to(prompt.embeds.device)
-        logits = adapter.logits(hidden[:, -1 - prompt.answer :])
+
+    with active(context), drops.installed(), watched as seen:
+        hidden, logits = called(adapter, run, prompt.tensors | given, 1 + prompt.answer)
     if watch is not None:
         watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
     if compression is not None:

@@ -14,6 +14,7 @@ from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
+from .calls import called
 from .chunks import chunks, splittable
 from .compress import Compression
 from .decode import RowGroup, lasting
@@ -245,15 +246,19 @@ class Prefiller:
         start = clock(position.device)
         watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
         biased = cache.biased(context.key_bias())
-        with group.shifted(context, position), biased, watched as seen:
-            hidden = adapter.decoder(
+        given = {"position_ids": position, adapter.cache_name: cache}
+
+        def run() -> Tensor:
+            return adapter.decoder(
                 inputs_embeds=prompt.embeds[None],
-                position_ids=position,
-                **{adapter.cache_name: cache},
                 use_cache=True,
                 vlmfast_context=context,
+                **given,
                 **adapter.decoder_kwargs(prompt.layout, prompt.extra),
             ).last_hidden_state.to(position.device)
+
+        with group.shifted(context, position), biased, watched as seen:
+            hidden, logits = called(adapter, run, prompt.tensors | given, 1)
         if watch is not None:
             watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
         if context.after is None:
@@ -266,7 +271,7 @@ class Prefiller:
         sequence.stats.prompt_tokens += rows
         group.position.fill_(prompt.next_position)
         sequence.prompt_slots = cache.slots()
-        return adapter.logits(hidden[:, -1])
+        return logits[:, -1]
 
     def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
         """Check that ``max_new_tokens`` tokens fit after ``positions``; shorten a default answer.
@@ -409,6 +414,7 @@ class Prefiller:
                 part.shape[1],
                 int(position.max()) + 1,
                 notes=sequence.notes,
+                tensors={"input_ids": part},
             )
             logits = self.extend(sequence, prompt)
             yield True

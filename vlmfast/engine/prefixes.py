@@ -149,7 +149,7 @@ class Prefixes:
             trained = [adapter.trained(stage) for stage in recipe if stage.trained]
         except RecipeError:  # the prefill has more to say about it
             return None
-        weights = [fingerprint(model, hooks=True)]
+        weights = [fingerprint(model)]  # what hooks do may change at any time
         weights += [fingerprint(own) for own in trained if isinstance(own, nn.Module)]
         if None in weights:
             return None

@@ -123,8 +123,8 @@ def captured(
     if tower is None or not _captures(adapter) or torch.is_grad_enabled():
         yield
         return
-    weights = fingerprint(tower, adapter.projector(), hooks=True, addresses=True)
-    if weights is None:  # training mode
+    weights = fingerprint(tower, adapter.projector(), addresses=True)
+    if weights is None:  # training mode, or hooks, which a replay would not call
         yield
         return
     towers = adapter.kept.setdefault("towers", Towers())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmfast.core.calls import users_calls
 from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.placement import loaded
@@ -173,6 +174,12 @@ def encode(
         loaded(adapter.model.base_model),
     ):
         encoded = adapter.encode(tensors, context)
+    for features, layout in zip(encoded.features, encoded.layouts, strict=True):
+        if len(features) != len(layout):  # before they are cached
+            raise ModelError(
+                f"the vision tower made {len(features)} tokens of an image that has {len(layout)}; "
+                "processor and model do not belong together"
+            )
     found = _saliencies(adapter, context, wanted.saliency, projected)
     jitter = max((request.jitter for request, _ in wanted.saliency.values()), default=0)
     others = [_jittered(adapter, tensors, items, wanted, number, gate) for number in range(jitter)]
@@ -498,10 +505,13 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
 def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     """Skip the blocks after the last one whose output or attention is used.
 
-    LLaVA uses the features of the second-to-last block, so that the last one need not run.
+    LLaVA uses the features of the second-to-last block, so that the last one need not run, unless
+    hooks of the user's may read its output.
     """
     used = max([*adapter.feature_blocks(), *context.requests])
     idle = adapter.vision_blocks()[used + 1 :]
+    if idle and any(map(users_calls, adapter.tower().modules())):
+        idle = []
     before = [block.__dict__.get("forward") for block in idle]
     try:
         for block in idle:

@@ -16,6 +16,17 @@ from ._media import Media, runs, tiling, without_placeholders
 from .base import Adapter, Encoded
 
 
+def tile_box(geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+    """`Adapter.view_box` where the image is resized to the base view, and to a canvas of crops."""
+    down, across = geometry.tiles
+    base = (tile == 0)[:, None]
+    if down == 0:
+        return torch.zeros(len(tile), 2, device=tile.device), torch.ones_like(base * 1.0)
+    size = torch.tensor([1 / across, 1 / down], device=tile.device)
+    corner = torch.stack([(tile - 1) % across, (tile - 1) // across], dim=1) * size
+    return torch.where(base, 0.0, corner), torch.where(base, 1.0, size)
+
+
 class Tiled(Adapter):
     """Families with text around the views of an image, the base view last or first."""
 
@@ -67,14 +78,7 @@ class Tiled(Adapter):
         return layout.replace(view=(view + first).to(torch.int32))
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole image is resized to the base view, and to the canvas of crops."""
-        down, across = geometry.tiles
-        base = (tile == 0)[:, None]
-        if down == 0:
-            return torch.zeros(len(tile), 2, device=tile.device), torch.ones_like(base * 1.0)
-        size = torch.tensor([1 / across, 1 / down], device=tile.device)
-        corner = torch.stack([(tile - 1) % across, (tile - 1) // across], dim=1) * size
-        return torch.where(base, 0.0, corner), torch.where(base, 1.0, size)
+        return tile_box(geometry, tile)
 
 
 class FamilyAdapter(Tiled):

@@ -1,22 +1,34 @@
 """LFM2-VL: images keep their aspect ratio, one token for 2 x 2 patches.
 
+The processor splits a large image into square tiles, which are followed by the whole image in fewer
+pixels. Its grid differs from that of the tiles.
+
 Most layers of its language model are short convolutions, which hold the last inputs as a state: a
 token that was dropped before such a layer never enters it, and the tokens on both sides of the gap
 follow each other there.
-
-Images that the processor splits into tiles are not supported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
+from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.views import spread
 from vlmfast.errors import ModelError
 
+from ._media import Media, runs
+from .base import Encoded, Part
+from .internvl import tile_box
 from .mistral3 import Shaped
+
+_TILE = re.compile(r"<\|img_row_(\d+)_col_(\d+)\|>\s*$")
 
 
 class FamilyAdapter(Shaped):
@@ -30,6 +42,9 @@ class FamilyAdapter(Shaped):
     def attention_norm(self, layer: int) -> nn.Module:
         return self.decoder.layers[layer].get_submodule("operator_norm")
 
+    def why_no_crops(self) -> str:
+        return f"{self.config.model_type} projects the patches of all views as one image"
+
     def merge(self) -> int:
         return self.config.downsample_factor
 
@@ -37,23 +52,172 @@ class FamilyAdapter(Shaped):
         return [(rows, columns) for rows, columns in tensors["spatial_shapes"].tolist()]
 
     def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        rows, columns = tensors["spatial_shapes"][i].tolist()
-        own = {key: tensors[key][i : i + 1] for key in self.tensors}
+        return self._views(tensors, i, i + 1)
+
+    def _views(self, tensors: dict[str, Tensor], first: int, stop: int) -> dict[str, Tensor]:
+        """The tensors of some views, padded to the longest of them."""
+        own = {key: tensors[key][first:stop] for key in self.tensors}
+        most = int(own["spatial_shapes"].prod(-1).max())
         unpadded = ("pixel_values", "pixel_attention_mask")
-        return own | {key: own[key][:, : rows * columns] for key in unpadded}
+        return own | {key: own[key][:, :most] for key in unpadded}
 
     def features(self, tensors: dict[str, Tensor]) -> Tensor:
         output = self.model.base_model.get_image_features(*(tensors[key] for key in self.tensors))
         (features,) = output.pooler_output
         return features
 
-    def inputs(
-        self, text: str, images: list[Any], frames: Sequence[tuple] = (), times: Any = ()
-    ) -> dict[str, Tensor]:
-        tensors = super().inputs(text, images, frames, times)
-        if images and len(tensors["pixel_values"]) != len(images):
+    # --- tiles -----------------------------------------------------------------------------------
+
+    def tilings(self, ids: Tensor, views: int) -> list[tuple[tuple[int, int], int]]:
+        """Rows and columns of tiles, and the number of views, of each image of a prompt (S,).
+
+        Text before each tile gives its row and column; the whole image comes last.
+
+        Raises
+        ------
+        ModelError
+            If these are not the ``views`` that the processor made.
+        """
+        found, end, count, tiles = [], 0, 0, (0, 0)
+        for start, length in runs(ids, self.image_token_id):
+            text = self.processor.tokenizer.decode(ids[end:start])
+            end, count, label = start + length, count + 1, _TILE.search(text)
+            if label:
+                tiles = int(label[1]), int(label[2])
+                continue
+            found.append((tiles, count))
+            count, tiles = 0, (0, 0)
+        fits = all(count == tiles[0] * tiles[1] + 1 for tiles, count in found)
+        if count or not fits or sum(count for _, count in found) != views:
             raise ModelError(
-                "the processor split an image into tiles, which is not supported; set "
-                "processor.image_processor.do_image_splitting = False"
+                f"the processor made {views} views of images, which do not fit the prompt; tiles "
+                "need use_thumbnail=True and use_image_special_tokens=True in the processor"
             )
-        return tensors
+        return found
+
+    def _item(
+        self,
+        size: tuple[int, int],
+        tiles: tuple[int, int],
+        first: int,
+        grids: Sequence[tuple[int, int]],
+    ) -> ItemGeometry:
+        """An image with views of these rows and columns of patches."""
+        m = self.merge()
+        own = tuple((rows // m, columns // m) for rows, columns in grids)
+        most = max(rows for rows, _ in own), max(columns for _, columns in own)
+        differ = own if len(set(own)) > 1 else ()
+        return ItemGeometry(size, tiles, (first, first + len(own)), most, grids=differ)
+
+    def views_of(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[ItemGeometry, ...]:
+        grids = self.grids(tensors) if sizes else []
+        if len(grids) == len(sizes):
+            tilings = [((0, 0), 1)] * len(sizes)
+        else:
+            tilings = self.tilings(tensors["input_ids"][0], len(grids))
+        items, first = [], 0
+        for size, (tiles, count) in zip(sizes, tilings, strict=True):
+            items.append(self._item(size, tiles, first, grids[first : first + count]))
+            first += count
+        return tuple(items)
+
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        grids = self.grids(batch) if self.tensors[0] in batch else []
+        if not any("<|img_row_1_col_1|>" in self.processor.tokenizer.decode(row) for row in ids):
+            return super().images_in(batch, ids)
+        patch, m, found, first = self.config.vision_config.patch_size, self.merge(), [], 0
+        rows = torch.cat(ids)  # an image does not begin in one row and end in another
+        for (down, across), count in self.tilings(rows, len(grids)):
+            own = grids[first : first + count]
+            size = own[0][0] * patch * max(down, 1), own[0][1] * patch * max(across, 1)
+            tokens = sum(r * c for r, c in own) // m**2
+            views = self._views(batch, first, first + count)
+            found.append(Media(tokens, views, size, 0, (down, across)))
+            first += count
+        return found
+
+    def parts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[Part] | None:
+        if not items or items[-1].views[1] != len(tensors["spatial_shapes"]):
+            return None
+        return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
+
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+        features, layouts = [], []
+        for i, item in enumerate(context.items):
+            *tiles, whole = range(*item.views)
+            views = (*enumerate(tiles, 1), (0, whole))
+            features.append(torch.cat([self.features(self.own(inputs, view)) for _, view in views]))
+            layouts.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
+        stats = VisionStats(context.items, {})
+        return Encoded(features, layouts, stats, [()] * len(features))
+
+    def whole_first(self, item: ItemGeometry) -> list[int]:
+        *tiles, whole = range(*item.views)
+        return [whole, *tiles]
+
+    def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
+        return tile_box(geometry, tile)
+
+    def _layout(self, number: int, item: ItemGeometry, tile: int, view: int) -> TokenLayout:
+        """Layout of the tokens of one view."""
+        own = replace(item, patches=_grid(item, view))
+        y, x = spread(own.patches, own.patches, self.device).unbind(1)
+        kind = torch.full_like(y, int(self.kind))
+        layout = self.view_layout(torch.full_like(y, tile), y, x, kind, number, own)
+        place = spread(own.patches, item.patches, self.device)
+        grid = torch.cat([torch.zeros_like(place[:, :1]), place], dim=1)
+        return layout.replace(
+            grid=grid.to(torch.int32), view=torch.full_like(y, view, dtype=torch.int32)
+        )
+
+    # --- saliency --------------------------------------------------------------------------------
+
+    def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        assert context.chunks is not None
+        chunks = [(rows, keys) for rows, keys in context.chunks[layer] if rows is not None]
+        found = []
+        for item in context.items:
+            own = [chunks[view] for view in self.whole_first(item)]
+            placed = self._placed(item, [rows[:, :, 0] for rows, _ in own])
+            keys = [of.transpose(1, 2) for _, of in own if of is not None]
+            found.append((placed, self._placed(item, keys).transpose(1, 2) if keys else None))
+        return found
+
+    def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
+        m, found = self.merge(), []
+        for item in items:
+            views = []
+            for view in self.whole_first(item):
+                rows = calls[view][0]
+                down, across = _grid(item, view)
+                if len(rows) == m:  # the patches of each token side by side
+                    rows = rows.unflatten(1, (down, across, m)).permute(1, 0, 2, 3, 4)
+                views.append(rows.reshape(1, down * across * m * m, -1).transpose(1, 2))
+            found.append(self._placed(item, views).transpose(1, 2))
+        return found
+
+    def _placed(self, item: ItemGeometry, views: Sequence[Tensor]) -> Tensor:
+        """Values (1, D, P_v) of the patches of each view, the whole first, as those of one raster.
+
+        Returns
+        -------
+        Tensor, (V, D, P)
+            0 where a view has no token.
+        """
+        (rows, columns), m = item.patches, self.merge()
+        placed = views[0].new_zeros(len(views), views[0].shape[1], rows, columns, m * m)
+        for number, (values, view) in enumerate(zip(views, self.whole_first(item), strict=True)):
+            down, across = _grid(item, view)
+            tokens = values[0].unflatten(-1, (down, m, across, m)).transpose(-3, -2)
+            y, x = spread((down, across), item.patches, values.device).unbind(1)
+            placed[number, :, y, x] = tokens.flatten(-2).flatten(1, 2)
+        return placed.unflatten(-1, (m, m)).transpose(-3, -2).flatten(2)
+
+
+def _grid(item: ItemGeometry, view: int) -> tuple[int, int]:
+    """Rows and columns of visual tokens of a view."""
+    return item.grids[view - item.views[0]] if item.grids else item.patches

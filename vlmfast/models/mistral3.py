@@ -139,7 +139,10 @@ class FamilyAdapter(Shaped):
         return {"pixel_values": pixels, "image_sizes": sizes}
 
     def features(self, tensors: dict[str, Tensor]) -> Tensor:
-        output = self.model.base_model.get_image_features(
-            tensors["pixel_values"], image_sizes=tensors["image_sizes"]
-        )
+        # Hugging Face's code takes the only token of an image for an axis of length 1, unless the
+        # tokens have one.
+        with self.projector().register_forward_hook(lambda module, args, output: output[None]):
+            output = self.model.base_model.get_image_features(
+                tensors["pixel_values"], image_sizes=tensors["image_sizes"]
+            )
         return torch.cat(list(output.pooler_output))

@@ -37,6 +37,7 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar
@@ -221,15 +222,18 @@ class HiRED(GuardedRanking):
             exists = exists & marked(seen.to(slot.device), importance)
 
         if self.budget is None:
-            kept = per_token(self._by_keep(content, importance, exists), slot)
+            most = max(map(math.prod, geometry.grids), default=importance.shape[1])
+            kept = per_token(self._by_keep(content, importance, exists, most), slot)
             kept = kept | self._newlines(kept, layout, tiled)
         else:
             kept = self._by_budget(content, importance, exists, slot, layout, self.target(tokens))
         return kept.nonzero().flatten()
 
-    def _by_keep(self, content: Tensor | None, importance: Tensor, exists: Tensor) -> Tensor:
-        """The paper's rule: patches of all views, newlines not counted: bool, (V, N)."""
-        views, n = importance.shape
+    def _by_keep(
+        self, content: Tensor | None, importance: Tensor, exists: Tensor, n: int
+    ) -> Tensor:
+        """The paper's rule: of all views of ``n`` patches, newlines not counted: bool, (V, N)."""
+        views = len(importance)
         if content is None:
             counts = [int(n * self.keep)] * views
         else:
