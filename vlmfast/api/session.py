@@ -486,7 +486,8 @@ class Session:
             if sequence.phase is not Phase.WAITING:
                 shared = continues and (self._images is None or sequence.stats.prompt_reused > 0)
                 self.reuses = "kv" if shared else "features"
-            if continues and self.history and complete and self._prefix is not None:
+            kept = sequence.group is not None and self._prefix is not None
+            if continues and self.history and complete and kept:
                 self._store(self._prefix.extended(sequence), self._prefixes.keep)
             if complete and self.history:
                 self._consumed = answered(

@@ -548,7 +548,7 @@ class VLM:
         for number, request in enumerate(requests):
             try:
                 sequence = sequence_of_request(self.adapter, request, generation, number)
-            except VLMFastError as error:
+            except (VLMFastError, torch.OutOfMemoryError, MemoryError) as error:
                 if failed is None:
                     raise type(error)(f"request {number}: {error}") from error
                 failed[number] = error

@@ -178,24 +178,24 @@ class Prefiller:
                 limit=limit,
                 watch=watch,
             )
+            # Without an image the cache is left alone.
+            has_image = bool(prompt.layout.visual.any())
+            stages = sequence.recipe.acting(DecodeStage) if has_image else []
+            cache.freeze(
+                max_new_tokens,
+                prompt.full_length,
+                base=prompt.countable(),
+                track=bool(stages),
+                attention_mass=any(stage.attention_mass for stage in stages),
+                position=prompt.places(following) - following,
+            )
+            stats.kv_bytes = cache.held_bytes()
+            position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
+            sequence.stages, sequence.prompt_slots = stages, cache.slots()
+            sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         except BaseException:
             cache.release()
             raise
-        # Without an image the cache is left alone.
-        has_image = bool(prompt.layout.visual.any())
-        stages = sequence.recipe.acting(DecodeStage) if has_image else []
-        cache.freeze(
-            max_new_tokens,
-            prompt.full_length,
-            base=prompt.countable(),
-            track=bool(stages),
-            attention_mass=any(stage.attention_mass for stage in stages),
-            position=prompt.places(following) - following,
-        )
-        stats.kv_bytes = cache.held_bytes()
-        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
-        sequence.stages, sequence.prompt_slots = stages, cache.slots()
-        sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         return logits[:, -1]
 
     @lasting
