@@ -510,7 +510,7 @@ def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     finally:
         for block, forward in zip(idle, before, strict=True):
             if forward is None:
-                del block.forward
+                vars(block).pop("forward", None)
             else:
                 block.forward = forward
 
