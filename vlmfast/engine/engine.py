@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from vlmfast.core.buffers import capacity_class
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import (
     DeadlineExceeded,
@@ -38,6 +39,7 @@ from .batches import Batches
 from .decode import lasting
 from .handle import Handle
 from .interleave import interleaved
+from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
 from .mode import Mode
 from .prefiller import Prefiller
@@ -193,6 +195,8 @@ class Engine:
         with self._lock:
             self._check_not_inside()
         self._check_bytes(sequence)
+        if self._unfinished:
+            sequence.inputs.wait()
         sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
         sequence.submitted = time.monotonic()
         sequence.deadline = math.inf if deadline is None else sequence.submitted + deadline
@@ -200,8 +204,8 @@ class Engine:
             with self._lock:
                 sequence.arrived = self._count
                 self._count += 1
-                self._unfinished.add(sequence)
                 self._arrivals.append(sequence)
+                self._unfinished.add(sequence)
                 self._changed.notify_all()
             return Handle(self, sequence, finish)
         except BaseException:  # interrupted: no one waits for it
@@ -620,6 +624,7 @@ class Engine:
         """The end of a sequence that nothing works on any more. It may be called again."""
         _call_on_end(sequence)
         self.prefiller.release(sequence)
+        sequence.let_go()
         with self._lock:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
@@ -635,16 +640,26 @@ class Engine:
             return True
         if len(running) >= self.max_rows:
             return False
-        need = self._bytes(sequence)
+        need, device = self._bytes(sequence), self.adapter.device
         if self.max_cache_bytes is None:
-            if need > free_bytes(self.adapter.device):
-                prefix_cache_of(self.adapter).free()
-            return need <= free_bytes(self.adapter.device)
+            need = max(need, self.adapter.cache_bytes(self._reserved(sequence)))
+            pool = self.adapter.pool
+            for free in (pool.clear, prefix_cache_of(self.adapter).free, pool.free):
+                if need <= free_bytes(device):
+                    return True
+                free()
+            return need <= free_bytes(device)
         return need + sum(map(self._bytes, running)) <= self.max_cache_bytes
 
     def _bytes(self, sequence: Sequence) -> int:
         """An upper bound on the cache of a sequence."""
         return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Slots of the buffers of a row in a batch, where nothing is dropped."""
+        most = sequence.max_new_tokens
+        grown = FREE_SLOTS if most > FREE_SLOTS else 0  # buffers that are full gain as many
+        return capacity_class(sequence.prompt_length + most + grown)
 
     def _check_limits(self) -> None:
         for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):

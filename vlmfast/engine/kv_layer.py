@@ -25,7 +25,7 @@ from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
-_FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
+FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
 SLOTWISE = ("keys", "values", "order", "rank", "attention_mass", "bias")
 Take = Callable[..., Tensor]  # as `BufferPool.take`
 
@@ -239,7 +239,7 @@ class KVLayer(CacheLayerMixin):
             "order": order if track else None,
             "attention_mass": masses if attention_mass else None,
         }
-        self._move(found, bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS)))
+        self._move(found, bucket(keys.shape[2] + min(max_new_tokens, FREE_SLOTS)))
         self.gap, self.entered = [logical - span], None
         self.length, self.seen, self.max_lengths = length, seen, [keys.shape[2]]
 
@@ -288,7 +288,7 @@ class KVLayer(CacheLayerMixin):
         need = self.max_lengths[row] + tokens
         if need <= self.capacity:
             return self.capacity
-        return bucket(need + max(_FREE_SLOTS - tokens, 0))
+        return bucket(need + max(FREE_SLOTS - tokens, 0))
 
     def reserve(self, tokens: int) -> None:
         """Make sure that ``tokens`` more fit.

@@ -22,7 +22,7 @@ from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import Prefix, copied
 from .prefixes import Prefixes
 from .sequence import Prefill, Sequence
-from .stats import Stats, Trace, clock
+from .stats import Stats, Stopwatch, Trace, clock
 
 _AT_ONCE = 1024  # ids of text that are prefilled at once after a cache
 
@@ -239,8 +239,9 @@ class Prefiller:
             mask_rule=adapter.mask_rule,
             limit=limit,
         )
+        timer = Stopwatch(sequence.stats)
         if compress:
-            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
+            Compression.of(adapter, recipe + noting, context, cache, timer)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
         watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
@@ -263,6 +264,7 @@ class Prefiller:
             cache.consume(prompt.full_length)
         sequence.prompt = prompt
         sequence.stats.time_prefill_s += clock(position.device) - start
+        timer.read()
         sequence.stats.prompt_tokens += rows
         group.position.fill_(prompt.next_position)
         sequence.prompt_slots = cache.slots()

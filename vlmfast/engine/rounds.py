@@ -147,7 +147,11 @@ class Rounds:
         views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
         while waiting:
             tokens = {row: token for row, (_, token) in waiting.items()}
+            start = clock(self.adapter.device)
             logits = batch.draft(tokens, views, drafted)
+            seconds = clock(self.adapter.device) - start
+            for row in waiting:
+                batch.rows[row].stats.time_draft_s += seconds
             drafted += 1
             for row, (proposal, _) in list(waiting.items()):
                 trees[row] = self._tree(batch.rows[row], proposal, logits[row], row, waiting)
