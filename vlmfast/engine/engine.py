@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -234,7 +234,7 @@ class Engine:
 
     def answer_many(
         self, sequences: Iterator[Sequence], at_once: int, *, keep_errors: bool = False
-    ) -> Iterator[Sequence]:
+    ) -> Generator[Sequence, None, None]:
         """Yield sequences as they finish; up to ``at_once`` of them are in the engine.
 
         A prompt is prefilled as soon as a row is free, one at a time and without padding.
