@@ -479,6 +479,34 @@ class Drafts(Knows):
         return FailingDrafter(self, target)
 
 
+class SlowDrafter(Drafting):
+    """Drafts nothing, in an hour."""
+
+    now: ClassVar[list[float]] = [0.0]
+
+    def propose(self, root: int, budget: Any) -> Any:
+        self.now[0] += 3600.0
+        return Tree.chain([root])
+
+
+@dataclass(frozen=True)
+class SlowDrafts(Knows):
+    name: ClassVar[str] = "test-slow-drafter"
+
+    def open(self, target: Any) -> SlowDrafter:
+        return SlowDrafter(self, target)
+
+
+def test_the_time_of_drafts_excludes_other_drafters(vlm: VLM, monkeypatch) -> None:
+    """By a clock that stands still but for the drafter of the other request."""
+    clock = SimpleNamespace(perf_counter=lambda: SlowDrafter.now[0])
+    monkeypatch.setattr("vlmfast.engine.stats.time", clock)
+    own = request(0, "draft-self:keep=0.5,confidence=0", tokens=8)
+    answers = vlm.ask_many([own, request(1, SlowDrafts(), tokens=8)], batch_size=2)
+    assert answers[0].stats.drafted and answers[0].stats.time_draft_s == 0.0
+    assert answers[1].stats.time_draft_s >= 3600.0
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("max_rows", None), ("max_rows", 0), ("max_cache_bytes", -1), ("prefill_chunk_size", 2.5)],
