@@ -8,6 +8,7 @@ nothing meanwhile.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -137,6 +138,22 @@ def _on(value: Tensor, device: torch.device) -> Tensor:
     return Placed(value, device)
 
 
+class Event:
+    """A mark in a stream, by the clock of the host."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
 @contextmanager
 def pretended() -> Iterator[None]:
     """Inside the block, tensors may be on any CUDA device."""
@@ -165,6 +182,7 @@ def pretended() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in calls.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", return_value=value))
+        stack.enter_context(mock.patch("torch.cuda.Event", Event))
         # Kernels cannot be launched; nothing is copied asynchronously.
         stack.enter_context(mock.patch.dict("os.environ", VLMFAST_KERNELS="torch"))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor))

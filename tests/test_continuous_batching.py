@@ -61,8 +61,8 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     engine = vlm.engine
     assert not list(engine._batches) and not engine._unfinished and not engine._arrivals
     assert not engine._scheduler.active and not engine._scheduler.waiting
-    assert engine._scheduler.prefilling is None and engine._prefill is None
-    assert engine._runner is None
+    assert engine._scheduler.prefilling is None and not engine._prefills
+    assert engine._turn is None
     assert set(threading.enumerate()) <= threads
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
@@ -410,6 +410,8 @@ def test_an_interrupt_ends_what_was_running_and_no_more(vlm: VLM) -> None:
     wanted = alone(vlm, request(1))
     with pytest.raises(KeyboardInterrupt):
         vlm.ask(QUESTION, make_image(), logits_processor=acting(2, raises(KeyboardInterrupt())))
+    vlm.prefix_cache.clear()
+    vlm.adapter.pool.out = 0  # the buffers of what was running are freed, not used again
     assert alone(vlm, request(1)) == wanted
 
 
@@ -475,6 +477,34 @@ class Drafts(Knows):
 
     def open(self, target: Any) -> FailingDrafter:
         return FailingDrafter(self, target)
+
+
+class SlowDrafter(Drafting):
+    """Drafts nothing, in an hour."""
+
+    now: ClassVar[list[float]] = [0.0]
+
+    def propose(self, root: int, budget: Any) -> Any:
+        self.now[0] += 3600.0
+        return Tree.chain([root])
+
+
+@dataclass(frozen=True)
+class SlowDrafts(Knows):
+    name: ClassVar[str] = "test-slow-drafter"
+
+    def open(self, target: Any) -> SlowDrafter:
+        return SlowDrafter(self, target)
+
+
+def test_the_time_of_drafts_excludes_other_drafters(vlm: VLM, monkeypatch) -> None:
+    """By a clock that stands still but for the drafter of the other request."""
+    clock = SimpleNamespace(perf_counter=lambda: SlowDrafter.now[0])
+    monkeypatch.setattr("vlmfast.engine.stats.time", clock)
+    own = request(0, "draft-self:keep=0.5,confidence=0", tokens=8)
+    answers = vlm.ask_many([own, request(1, SlowDrafts(), tokens=8)], batch_size=2)
+    assert answers[0].stats.drafted and answers[0].stats.time_draft_s == 0.0
+    assert answers[1].stats.time_draft_s >= 3600.0
 
 
 @pytest.mark.parametrize(
@@ -675,7 +705,7 @@ def test_a_waiting_request_belongs_to_the_process_that_submitted_it(vlm: VLM) ->
 
 def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM, monkeypatch) -> None:
     with monkeypatch.context() as patch, vlm.engine._changed:
-        patch.setattr(Scheduler, "next", raises(KeyError("inside")))
+        patch.setattr(Scheduler, "prompts", raises(KeyError("inside")))
         handles = [vlm.submit(request(seed)) for seed in range(3)]
         assert vlm.engine._changed.wait_for(lambda: all(h.done for h in handles), GUARD)
     for handle in handles:

@@ -117,7 +117,7 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
 
 
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
-    monkeypatch.setattr(kv_layer, "_FREE_SLOTS", 8)
+    monkeypatch.setattr(kv_layer, "FREE_SLOTS", 8)
     monkeypatch.setattr(buffers, "_SMALLEST", 64)
     given = {"images": make_image(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids
@@ -383,7 +383,7 @@ def schedules() -> Schedules:
 @pytest.fixture
 def captured(monkeypatch) -> VLM:
     """Captured steps on small buffers, which answers outgrow."""
-    monkeypatch.setattr(kv_layer, "_FREE_SLOTS", 4)
+    monkeypatch.setattr(kv_layer, "FREE_SLOTS", 4)
     monkeypatch.setattr(buffers, "_SMALLEST", 32)
     return captured_by_stand_in(VLM(*build_llava(layers=2, dtype=torch.float64)), monkeypatch)
 

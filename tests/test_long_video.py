@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import vlmfast.api.long_video as module
 from closeness import apart, close, network, tower
 from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, make_image
-from vlmfast import VLM, MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast import VLM, MediaError, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.api.long_video import LongVideo
 from vlmfast.core.protocols import CacheStage
 from vlmfast.engine.kv_layer import KVLayer
@@ -579,13 +580,77 @@ def test_decoding_thread_ends_when_the_model_fails(vlm):
     with pytest.raises(KeyError, match="in the middle"):
         vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
     assert threads() == before
-    with module._ahead(iter(range(1000))) as ready:
+    readers: list[threading.Thread] = []
+    with module._ahead(iter(range(1000)), readers) as ready:
         blocks = (block for block in ready if block is not None)
         assert [next(blocks), next(blocks)] == [0, 1]
-    assert threads() == before
-    with module._ahead(iter(range(5))) as ready:
+    with module._ahead(iter(range(5)), readers) as ready:
         assert [block for block in ready if block is not None] == list(range(5))
+    for reader in readers:
+        reader.join(60)
     assert threads() == before
+
+
+@dataclass
+class Slow:
+    """A video whose frames are read only after an event, from the second block on."""
+
+    video: VLM
+    go: threading.Event
+
+    def __enter__(self) -> Slow:
+        self.answer: list[list[int]] = []
+        read, self._patch = OpenVideo.read, pytest.MonkeyPatch()
+
+        def slow(video: OpenVideo, start: int, stop: int) -> list:
+            assert not start or self.go.wait(60), "the event has not happened"
+            return read(video, start, stop)
+
+        self._patch.setattr(OpenVideo, "read", slow)
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+        while not self.video.engine.load().prefilling:
+            time.sleep(0.001)
+        return self
+
+    def _ask(self) -> None:
+        self.answer.append(read_slowly(self.video))
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+        self._thread.join()
+        self._patch.undo()
+
+
+def read_slowly(vlm: VLM) -> list[int]:
+    return vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, **QUIET).token_ids
+
+
+def test_a_video_that_waits_for_frames_is_passed_over(vlm):
+    """Prompts that come later are answered before its next frames are there."""
+    short = Request(QUESTION, FRAMES[0], generation={"max_new_tokens": NEW, "eos_token_id": None})
+    wanted, slow = vlm.submit(short).result().token_ids, read_slowly(vlm)
+    go = threading.Event()
+    with Slow(vlm, go) as video:
+        handles = [vlm.submit(short) for _ in range(3)]
+        streamed = list(vlm.stream(short.question, short.images, **short.generation))
+        assert [handle.result(timeout=60).token_ids for handle in handles] == [wanted] * 3
+        assert streamed[-1].token_ids == wanted
+        load = vlm.engine.load()
+        assert not go.is_set() and (load.prefilling, load.decoding, load.waiting) == (1, 0, 0)
+    assert video.answer == [slow]
+
+
+def test_a_video_that_waits_for_frames_counts_as_a_row(vlm, monkeypatch):
+    monkeypatch.setattr(vlm.engine, "max_rows", 1)
+    go = threading.Event()
+    with Slow(vlm, go) as video:
+        handle = vlm.submit(Request(QUESTION, generation={"max_new_tokens": 2}))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.05)
+        go.set()
+        assert handle.result(timeout=60).token_ids
+    assert len(video.answer) == 1
 
 
 def test_progress_bar_counts_the_frames(vlm, capsys):

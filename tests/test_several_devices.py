@@ -7,12 +7,14 @@ its tensors are on different devices. accelerate dispatches the models.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import rope_types
 import tiny_families
@@ -103,6 +105,37 @@ def check(family: str, recipes: tuple[str, ...]) -> None:
     for recipe in recipes:
         if (family, recipe) not in WITHOUT:
             assert asked(two, recipe) == asked(one, recipe), recipe
+
+
+def test_no_layer_waits_for_the_device() -> None:
+    """The times of stages in each layer are read when the pass has ended."""
+    waits: list[int] = []
+    for layers in (2, 4):
+        model, processor = tiny_models.build_llava(layers=layers)
+        vlm = VLM(placed(model, 0), processor)
+        vlm.prefix_cache.limit = 0
+        before = torch.cuda.synchronize.call_count
+        answer = vlm.ask("what is here ?", recipe="h2o:0.6", images=IMAGE, max_new_tokens=1)
+        waits.append(torch.cuda.synchronize.call_count - before)
+        assert 0 < answer.stats.time_reduce_s < answer.stats.time_total_s
+    assert waits[0] == waits[1]
+
+
+def test_pixels_of_a_request_that_waits_are_in_host_memory() -> None:
+    model, processor = tiny_models.build_llava()
+    vlm, go = VLM(placed(model, 0), processor), threading.Event()
+    vlm.engine.max_rows = 1
+    generation = {"max_new_tokens": 4, "eos_token_id": None}
+    wanted = vlm.ask(QUESTION, tiny_models.make_image(seed=1), **generation).token_ids
+    vlm.prefix_cache.clear()
+    held = LogitsProcessorList([lambda ids, scores: scores if go.wait(60) else None])
+    first = vlm.submit(Request(QUESTION, generation=generation | {"logits_processor": held}))
+    second = vlm.submit(Request(QUESTION, tiny_models.make_image(seed=1), generation=generation))
+    tensors = second.sequence.inputs.tensors
+    assert tensors["pixel_values"].device.type == "cpu"
+    assert tensors["input_ids"].device.type == "cuda"
+    go.set()
+    assert second.result(60).token_ids == wanted and first.result(60).token_ids
 
 
 @pytest.mark.cases(1)

@@ -133,8 +133,11 @@ def answer_long(
         long = LongVideo(adapter, opened, text, max_kv_tokens, progress)
         inputs = Inputs({"input_ids": long.ids()}, question=question)
         sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
-        with submitted(adapter, sequence) as handle:
-            return handle.result()
+        try:
+            with submitted(adapter, sequence) as handle:
+                return handle.result()
+        finally:
+            long.join()
 
 
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
@@ -206,6 +209,7 @@ class LongVideo:
             )
         most = adapter.max_positions
         self.most = HUGE if most is None else most
+        self._readers: list[threading.Thread] = []
         first = self._processed(0, 1)
         self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
         self.block = 1
@@ -271,7 +275,7 @@ class LongVideo:
         noted = Positions()
         whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
         noting = (noted,) if whole + max_new_tokens > self.most else ()
-        with _ahead(self._blocks()) as ready, self._bar() as bar:
+        with _ahead(self._blocks(), self._readers) as ready, self._bar() as bar:
             number = 0
             for block in ready:
                 if block is None:
@@ -323,6 +327,11 @@ class LongVideo:
         prefiller.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
 
+    def join(self) -> None:
+        """Wait until nothing reads the video any more; the engine does not."""
+        for reader in self._readers:
+            reader.join()
+
     def _make_room(
         self, prefiller: Prefiller, sequence: Sequence, noted: Positions, tokens: int
     ) -> None:
@@ -342,10 +351,13 @@ class LongVideo:
 
 
 @contextmanager
-def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block | None]]:
+def _ahead(
+    blocks: Iterator[Block], threads: list[threading.Thread]
+) -> Iterator[Iterator[Block | None]]:
     """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions.
 
-    It gets ``None`` where the next block is not ready.
+    It gets ``None`` where the next block is not ready. The thread, added to ``threads``, ends after
+    the block of this ``with`` statement.
     """
     waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
     stop, end = threading.Event(), object()
@@ -378,10 +390,9 @@ def _ahead(blocks: Iterator[Block]) -> Iterator[Iterator[Block | None]]:
                 raise item
             yield item
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    threads.append(threading.Thread(target=work, daemon=True))
+    threads[-1].start()
     try:
         yield read()
     finally:
         stop.set()
-        thread.join()

@@ -116,6 +116,18 @@ class Images:
     times: list[FrameTimes] = field(default_factory=list)
 
 
+@dataclass
+class _Claim:
+    """A use of a session: by a question, until its sequence has ended, or by a method."""
+
+    sequence: Sequence | None = None
+    done: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.done or (self.sequence is not None and self.sequence.finished)
+
+
 class Sessions:
     """The open sessions of one model.
 
@@ -193,7 +205,7 @@ class Session:
         self._entries: list[Entry] = []  # of the conversation, in the prefix cache
         self._scope: Scope | None = None  # of the current question, with what it continues
         self._prefix: Prefix | None = None
-        self._closed = self._busy = False
+        self._closed, self._claimed_by = False, _Claim(done=True)
         # Its features are those of this vision tower.
         self._tower = None
         if images is not None:
@@ -401,35 +413,36 @@ class Session:
 
     def _submit(self, question: str, restore: bool, generation: Generation) -> Handle[Answer]:
         """Submit a question when the one before has been answered."""
-        self._claim()
+        claim = _Claim()
         try:
+            self._claim(claim)
             self._must_be_open()
-            sequence = self._sequence(question, restore, generation)
-            return submitted(self._adapter, sequence)
+            claim.sequence = self._sequence(question, restore, generation, claim)
+            return submitted(self._adapter, claim.sequence)
         except BaseException:
-            self._free()
+            self._free(claim)
             raise
 
-    def _claim(self) -> None:
+    def _claim(self, claim: _Claim) -> None:
         """Wait until nothing else uses the session, and keep others from using it."""
-        while True:
-            self._engine.run(lambda: not self._busy)
+        while self._claimed_by is not claim:
+            self._engine.run(lambda: self._claimed_by.ended)
             with self._group.lock:
-                if not self._busy:
-                    self._busy = True
-                    return
+                if self._claimed_by.ended:
+                    self._claimed_by = claim
 
-    def _free(self) -> None:
-        self._busy = False
+    def _free(self, claim: _Claim) -> None:
+        claim.done = True
         self._engine.notify()
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        self._claim()
+        claim = _Claim()
         try:
+            self._claim(claim)
             yield
         finally:
-            self._free()
+            self._free(claim)
 
     def _must_be_open(self) -> None:
         if self._closed:
@@ -444,7 +457,9 @@ class Session:
                 "another one"
             )
 
-    def _sequence(self, question: str, restore: bool, generation: Generation) -> Sequence:
+    def _sequence(
+        self, question: str, restore: bool, generation: Generation, claim: _Claim
+    ) -> Sequence:
         """Open the sequence of a question; nothing is computed yet."""
         self._check_tower()
         adapter, known, begin = self._adapter, self._images, time.perf_counter()
@@ -467,7 +482,7 @@ class Session:
             images=[] if known is None else known.images,
             prefill=partial(self._prefill, restore, continues),
             keeps_cache=continues and self.history,
-            on_end=partial(self._ended, question, text, continues),
+            on_end=partial(self._ended, question, text, continues, claim),
         )
 
     def _prefill(self, restore: bool, continues: bool, sequence: Sequence) -> Prefill:
@@ -480,7 +495,9 @@ class Session:
             return prefiller.read(sequence)  # the features have to be recomputed
         return self._read(sequence, sequence.ids)
 
-    def _ended(self, question: str, text: str, continues: bool, sequence: Sequence) -> None:
+    def _ended(
+        self, question: str, text: str, continues: bool, claim: _Claim, sequence: Sequence
+    ) -> None:
         """Keep the cache and the answer of a question, complete or cut short by its reader."""
         try:
             short = isinstance(sequence.error, RequestCancelled) and sequence.phase is Phase.DECODE
@@ -488,7 +505,8 @@ class Session:
             if sequence.phase is not Phase.WAITING:
                 shared = continues and (self._images is None or sequence.stats.prompt_reused > 0)
                 self.reuses = "kv" if shared else "features"
-            if continues and self.history and complete and self._prefix is not None:
+            kept = sequence.group is not None and self._prefix is not None
+            if continues and self.history and complete and kept:
                 self._store(self._prefix.extended(sequence), self._prefixes.keep)
             if complete and self.history:
                 self._consumed = answered(
@@ -498,12 +516,11 @@ class Session:
                     sequence.tokens,
                 )
                 answer = answer_of(self._adapter, sequence).text
-                self._messages.append({"role": "user", "content": question})
-                self._messages.append({"role": "assistant", "content": answer})
+                asked = {"role": "user", "content": question}
+                self._messages += [asked, {"role": "assistant", "content": answer}]
         finally:
-            self._engine.prefiller.release(sequence)
             self._prefix = self._scope = None
-            self._free()
+            self._free(claim)
 
     def _ids(self, text: str) -> Tensor:
         """Ids (1, S) of a prompt, placeholders included."""

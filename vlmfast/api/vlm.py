@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -536,11 +537,12 @@ class VLM:
         found: dict[int, Any] = {}
         failed = found if errors == "keep" else None
         sequences = self._sequences(requests, generation, failed)
-        for sequence in self.engine.answer_many(
-            sequences, batch_size, keep_errors=errors == "keep"
-        ):
-            error = sequence.error
-            found[sequence.number] = answer_of(self.adapter, sequence) if error is None else error
+        keep = errors == "keep"
+        with closing(self.engine.answer_many(sequences, batch_size, keep_errors=keep)) as ended:
+            for sequence in ended:
+                error = sequence.error
+                answer = answer_of(self.adapter, sequence) if error is None else error
+                found[sequence.number] = answer
         return [found[number] for number in sorted(found)]
 
     def _sequences(
@@ -555,7 +557,7 @@ class VLM:
         for number, request in enumerate(requests):
             try:
                 sequence = sequence_of_request(self.adapter, request, generation, number)
-            except VLMFastError as error:
+            except (VLMFastError, torch.OutOfMemoryError, MemoryError) as error:
                 if failed is None:
                     raise type(error)(f"request {number}: {error}") from error
                 failed[number] = error

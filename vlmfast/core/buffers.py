@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,20 @@ def capacity_class(slots: int) -> int:
     or fits into the smallest class.
     """
     return max(_SMALLEST, 1 << (slots - 1).bit_length())
+
+
+@contextmanager
+def caught_shortage() -> Iterator[list[Exception]]:
+    """Catch the error of an allocation that fails inside the block, and add it to the list."""
+    found: list[Exception] = []
+    try:
+        yield found
+    except (RuntimeError, MemoryError) as error:
+        # PyTorch's allocator of host memory has no class of error of its own.
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and "DefaultCPUAllocator" not in str(error):
+            raise
+        found.append(error)
 
 
 class BufferPool:
@@ -77,16 +93,31 @@ class BufferPool:
                 self._count(buffer.nbytes)
         if buffer is not None:
             return buffer.zero_() if clear else buffer
-        try:
+        with caught_shortage() as short:
             buffer = torch.zeros(shape, dtype=dtype, device=device)
-        except torch.OutOfMemoryError:
-            self.clear()
-            for release in self._others:
-                release()
+        if short:
+            self.free()
             buffer = torch.zeros(shape, dtype=dtype, device=device)
+        assert buffer is not None
         with self._lock:
             self._count(buffer.nbytes)
         return buffer
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[Callable[..., Tensor]]:
+        """A `take` for several buffers, which are returned if the block raises."""
+        taken: list[Tensor] = []
+
+        def take(*given: Any, **more: Any) -> Tensor:
+            taken.append(self.take(*given, **more))
+            return taken[-1]
+
+        try:
+            yield take
+        except BaseException:
+            for buffer in taken:
+                self.give(buffer)
+            raise
 
     def give(self, buffer: Tensor | None) -> None:
         """Return ``buffer``; no other reference to it or a view of it may exist."""
@@ -114,6 +145,12 @@ class BufferPool:
         with self._lock:
             self._free.clear()
             self.idle = 0
+
+    def free(self) -> None:
+        """Free all that is idle, here and elsewhere, see `frees`."""
+        for release in self._others:  # first: some return their buffers to this pool
+            release()
+        self.clear()
 
     def frees(self, release: Callable[[], None]) -> None:
         """Call ``release`` too where memory is exhausted: it frees what else is idle."""

@@ -44,6 +44,7 @@ from vlmfast.models.rope import rotary_by_length
 
 from .cache import JointCache
 from .kv_layer import KVLayer
+from .restore import Changes
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
 TEXT, VISION = "vlmfast_text", "vlmfast_vision"
@@ -807,42 +808,49 @@ def lock_of(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare ``model`` for the engine in this thread; on exit, it is restored.
+    """Prepare ``model`` for the engine in this thread, see `switch`; on exit, it is restored."""
+    changes = Changes()
+    try:
+        try:
+            switch(model, changes)
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            changes.interrupted = True
+            raise
+        finally:
+            changes.undo()
+    finally:  # again, where an interrupt has ended it
+        changes.undo()
+
+
+def switch(model: PreTrainedModel, changes: Changes) -> None:
+    """Prepare ``model`` for the engine in this thread until ``changes`` are undone.
 
     It uses vlmfast's attention and `LengthRotary`, its device is the current one, and gradient
-    checkpointing, under which layers get no cache, is suspended.
+    checkpointing, under which layers get no cache, is suspended. Other threads wait.
     """
-    with (
-        lock_of(model),
-        _current(device_of(model.get_input_embeddings())),
-        _without_checkpointing(model),
-        rotary_by_length(model.get_decoder()),
-    ):
-        before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
-        try:
-            model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
-            yield
-        finally:
-            model.set_attn_implementation(before)
+    device, modules = device_of(model.get_input_embeddings()), list(model.modules())
+    changes.hold(_locks_of(model))
+    changes.note_modules(modules)
+    changes.note_thread("cpu" if device is None else device.type)
+    changes.enter(_current(device))
+    # Hugging Face enables checkpointing by an attribute of the instance.
+    for module in modules:
+        if vars(module).get("gradient_checkpointing"):
+            changes.add(partial(vars(module).__setitem__, "gradient_checkpointing", True))
+            vars(module)["gradient_checkpointing"] = False
+    changes.enter(rotary_by_length(model.get_decoder()))
+    before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
+    changes.add(lambda: model.set_attn_implementation(before))
+    model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
 
 
 def _current(device: torch.device | None) -> AbstractContextManager:
     """Kernels and captures run on the current device, which is set per thread."""
     cuda = device is not None and device.type == "cuda"
     return torch.cuda.device(device) if cuda else nullcontext()
-
-
-@contextmanager
-def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    # Hugging Face enables it by an attribute of the instance.
-    found = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
-    for module in found:
-        vars(module)["gradient_checkpointing"] = False
-    try:
-        yield
-    finally:
-        for module in found:
-            vars(module)["gradient_checkpointing"] = True
 
 
 AttentionInterface.register(TEXT, text_attention)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+from vlmfast.core.buffers import caught_shortage
+
 from .decode import Batch
 from .sequence import Sequence
 
@@ -23,21 +25,25 @@ class Batches:
         ``expected``: rows that its batch may get, see `RowGroup`.
         """
         assert sequence.group is not None
-        key = _key(sequence)
-        batch = self._by_key.setdefault(key, Batch())
+        group, sequence.group = sequence.group, None
+        batch = self._by_key.setdefault(_key(sequence), Batch())
         batch.size = max(batch.size, expected)
-        batch.join(sequence.group)
-        sequence.group = None
+        batch.join(group)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is there; a cache that it keeps becomes its own again."""
+        """Remove a sequence, if it is there; a cache that it keeps becomes its own again.
+
+        Where there is no memory for a copy, it has none.
+        """
         batch = self._by_key.get(_key(sequence))
-        if batch is None or sequence not in batch.rows:
+        if batch is None:
             return
-        if sequence.keeps_cache:
-            sequence.group = batch.take(sequence)
-        else:
-            batch.leave(sequence)
+        if sequence in batch.rows:
+            if sequence.keeps_cache:
+                with caught_shortage():
+                    sequence.group = batch.take(sequence)
+            if sequence.group is None:
+                batch.leave(sequence)
         if not batch.rows:
             del self._by_key[_key(sequence)]
 

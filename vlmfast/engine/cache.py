@@ -333,8 +333,7 @@ class KVCache(Cache):
     @property
     def shared(self) -> bool:
         """Whether the buffers are for several rows."""
-        # `resize` may have run out of memory after some layers.
-        return bool(self._buffers) or any(layer.shared for layer in self.layers)
+        return bool(self._buffers)
 
     @property
     def replaced(self) -> int:
@@ -384,20 +383,23 @@ class KVCache(Cache):
     def resize(self, size: int) -> None:
         """Move to buffers of ``size`` rows and of the capacity of a class; all rows are copied.
 
-        Where memory is exhausted, the rows in use stay as they are.
+        Where memory is exhausted, nothing changes.
         """
-        rows = self.rows
-        for layer in self.layers:
-            layer.resize(size)
-        for name, axis in _BY_ROW.items():
-            old = getattr(self, name)
-            if old is not None:
-                shape = list(old.shape)
-                shape[axis] = size
-                self._buffers[name] = old.new_zeros(shape)
-                self._buffers[name].narrow(axis, 0, rows).copy_(old)
-        self._buffers["live"] = torch.zeros_like(self._buffers["seen"])
-        self._buffers["live"][:rows] = 1
+        rows, buffers = self.rows, {}
+        with self.pool.all_or_none() as take:
+            moves = [layer.resized(size, take) for layer in self.layers]
+            for name, axis in _BY_ROW.items():
+                old = getattr(self, name)
+                if old is not None:
+                    shape = list(old.shape)
+                    shape[axis] = size
+                    buffers[name] = old.new_zeros(shape)
+                    buffers[name].narrow(axis, 0, rows).copy_(old)
+            buffers["live"] = torch.zeros_like(buffers["seen"])
+            buffers["live"][:rows] = 1
+        for move in moves:
+            move()
+        self._buffers = buffers
         self.show(rows)
 
     def show(self, rows: int) -> None:
@@ -429,6 +431,7 @@ class KVCache(Cache):
         """Write the rows of ``other`` after the last row.
 
         ``expected``: rows for which there is space once the buffers have to grow, at the least.
+        Where memory is exhausted, no row is written.
 
         Raises
         ------
@@ -437,20 +440,42 @@ class KVCache(Cache):
         """
         if self.kind() != other.kind():
             raise ValueError("rows of different kinds cannot share buffers")
-        for source in range(other.rows):
-            row = self.rows
-            if row == self.size or not self.shared:
-                self.resize(max(2 * row, expected, 1))
-            for layer, part in zip(self.layers, other.layers, strict=True):
-                layer.join(part, source)
-            for name, axis in _BY_ROW.items():
-                if name in self._buffers:
-                    new = getattr(other, name).select(axis, source)
-                    self._buffers[name].select(axis, row).copy_(new)
-            self._buffers["live"][row] = 1
-            self.logical.append(other.logical[source])
-            self.base.append(other.base[source])
-            self.show(self.rows)
+        rows, segments = self.rows, [len(layer.segments) for layer in self.layers]
+        try:
+            for source in range(other.rows):
+                self._join(other, source, expected)
+        except BaseException:
+            self._cut(rows, segments)
+            raise
+
+    def _join(self, other: KVCache, source: int, expected: int) -> None:
+        row = self.rows
+        if row == self.size or not self.shared:
+            self.resize(max(2 * row, expected, 1))
+        for layer, part in zip(self.layers, other.layers, strict=True):
+            layer.join(part, source)
+        for name, axis in _BY_ROW.items():
+            if name in self._buffers:
+                new = getattr(other, name).select(axis, source)
+                self._buffers[name].select(axis, row).copy_(new)
+        self._buffers["live"][row] = 1
+        self.logical.append(other.logical[source])
+        self.base.append(other.base[source])
+        self.show(self.rows)
+
+    def _cut(self, rows: int, segments: Sequence[int]) -> None:
+        """Forget what a join has written after the first ``rows``. Allocates nothing.
+
+        ``segments``: how many each layer had before.
+        """
+        for layer, count in zip(self.layers, segments, strict=True):
+            layer.cut(rows, count)
+        for values in (self.logical, self.base):
+            del values[rows:]
+        if self.shared:
+            self._buffers["live"][rows:] = 0
+            self._buffers["length"][:, rows:] = 0
+            self.show(rows)
 
     def leave(self, row: int, *, keep: bool = False) -> None:
         """Remove a row; the last one takes its place.
@@ -483,10 +508,19 @@ class KVCache(Cache):
 
         ``tokens``: how many more must fit in its buffers.
         """
-        rows = slice(None) if row is None else slice(row, row + 1)
         states = [index for index, layer in enumerate(self.layers) if layer.stateful]
         windows = [layer.window for layer in self.layers]
         twin = KVCache(len(self.layers), self.pool, windows, states)
+        try:
+            self._copy(twin, row, tokens)
+        except BaseException:
+            twin.release()
+            raise
+        return twin
+
+    def _copy(self, twin: KVCache, row: int | None, tokens: int) -> None:
+        """Fill a new cache, see `clone`."""
+        rows = slice(None) if row is None else slice(row, row + 1)
         twin.track, twin.attention_mass = self.track, self.attention_mass
         twin.logical, twin.base = self.logical[rows], self.base[rows]
         twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
@@ -504,14 +538,9 @@ class KVCache(Cache):
                 if any(own := stored[rows]):
                     copy.segments.append(segment.select(rows).first(max(own)).clone())
                     copy.stored.append(own)
-            capacity = layer.enlarged(tokens, row or 0)
-            for name in SLOTWISE:
-                buffer = getattr(layer, name)
-                if buffer is not None:
-                    setattr(copy, name, copy._buffer(buffer[rows], capacity))
+            copy.copy_slots(layer, rows, layer.enlarged(tokens, row or 0))
         if self.position is not None:
             twin.start(self.position[..., rows, :].clone())
-        return twin
 
     def release(self) -> None:
         """Return all buffers; the cache must not be used afterwards."""

@@ -18,7 +18,7 @@ from vlmfast.models.base import Adapter
 
 from .attention import attention_rows, span
 from .cache import KVCache
-from .stats import Stats, clock
+from .stats import Stopwatch
 
 _ROWS_AT_ONCE = 512  # bounds the memory of statistics that no kernel serves
 
@@ -36,7 +36,7 @@ class Compression:
     stages: list[CacheStage]
     context: PrefillContext
     cache: KVCache
-    stats: Stats
+    timer: Stopwatch
     requests: dict[str, dict[int, ColumnRequest]] = field(init=False)
     # Stages after one whose budgets need all layers: they run at the end.
     late: list[CacheStage] = field(init=False)
@@ -50,7 +50,7 @@ class Compression:
 
     @staticmethod
     def of(
-        adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
+        adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, timer: Stopwatch
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without visual tokens."""
         stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
@@ -62,7 +62,7 @@ class Compression:
                 f"{whole[0]} divides its budget among all layers, of which some of "
                 f"{adapter.config.model_type} hold a state instead of keys and values"
             )
-        compression = Compression(adapter, stages, context, cache, stats)
+        compression = Compression(adapter, stages, context, cache, timer)
         context.after = compression.after
         return compression
 
@@ -77,7 +77,12 @@ class Compression:
         key, value : Tensor, (1, H, S, D)
             Of the rows of ``context.layout``.
         """
-        start = clock(key.device)
+        with self.timer.timed("time_reduce_s", key.device):
+            self._after(layer, query, key, value, scaling)
+
+    def _after(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> None:
         context, cached = self._context(layer, key.device), self.cache.layers[layer]
         layout, heads = context.layout, key.shape[1]
         bias = context.key_bias()
@@ -109,13 +114,15 @@ class Compression:
             cached.append(kv)
         else:
             cached.put(kv)
-        self.stats.time_reduce_s += clock(key.device) - start
 
     def finish(self) -> None:
         """Apply budgets that need all layers, after the last one has run."""
         if self.context.extends or self.adapter.state_layers:
             return
-        start = clock(self.adapter.device)
+        with self.timer.timed("time_reduce_s", self.adapter.device):
+            self._finish()
+
+    def _finish(self) -> None:
         kvs: list[KV] = []
         for cached in self.cache.layers:
             assert cached.kv is not None
@@ -134,7 +141,6 @@ class Compression:
             kvs = stage.finish(self.context, kvs)
         for cached, kv in zip(self.cache.layers, kvs, strict=True):
             cached.put(kv)
-        self.stats.time_reduce_s += clock(self.adapter.device) - start
 
     def _context(self, layer: int, device: torch.device) -> PrefillContext:
         """The context in which stages compress a layer."""

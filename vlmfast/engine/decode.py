@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from vlmfast.core.buffers import caught_shortage
 from vlmfast.core.contexts import Context, DecodeContext
 from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.protocols import DecodeStage
@@ -131,7 +132,7 @@ class RowGroup:
         """Add the row of ``other``, which `fits` and must not be used afterwards.
 
         Only this row is written, unless the buffers are full: they then move to others with at
-        least twice the rows.
+        least twice the rows. Where memory is exhausted, both groups stay as they are.
         """
         if self.captures:
             self._settle(len(self.rows) + 1)
@@ -198,12 +199,13 @@ class RowGroup:
 
     def release(self) -> None:
         """Return all buffers; the group must not be used afterwards."""
-        if self.graphs is None:
+        graphs, self.graphs = self.graphs, None
+        if graphs is None:
             self.cache.release()
         else:
             self.cache.clear()
-            self._idle.put(self.graphs)
-            self.graphs = None
+            self._idle.put(graphs)
+            self.cache = KVCache(0)  # these buffers are others' now
 
     # --- tokens ----------------------------------------------------------------------------------
 
@@ -348,7 +350,11 @@ class RowGroup:
         weights = fingerprint(decoder, head, addresses=True)
         kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
-            found.cache.join(self.cache)
+            try:
+                found.cache.join(self.cache)
+            except BaseException:
+                self._idle.put(found)
+                raise
             self.release()
             self.cache, self.graphs = found.cache, found
             return
@@ -396,7 +402,8 @@ class Batch(Generic[R]):
         self.size = size
         self.groups: list[RowGroup] = []
         self.rows: list[R] = []
-        self._orders: tuple[Tensor, Tensor] | None = None  # of the groups' rows, and its inverse
+        # The order in which groups hold the rows, and its inverse; `False` until it is asked for.
+        self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -416,7 +423,6 @@ class Batch(Generic[R]):
         rows = cast("list[R]", list(group.rows))
         self._add(group)
         self.rows += rows
-        self._arrange()
 
     def leave(self, row: DecodeRow) -> None:
         """Remove a sequence."""
@@ -432,20 +438,33 @@ class Batch(Generic[R]):
         self._remove(row)
         return taken
 
-    def reserve(self, tokens: int) -> None:
-        """Make sure that ``tokens`` more fit in every row; rows that outgrow others move."""
-        moved = False
+    def reserve(self, tokens: int) -> list[tuple[R, Exception]]:
+        """Make sure that ``tokens`` more fit in every row; rows that outgrow others move.
+
+        Returns
+        -------
+        list of (DecodeRow, Exception)
+            The rows for which there is no memory; they have left the batch.
+        """
+        left: list[tuple[R, Exception]] = []
         for group in list(self.groups):
-            if len(group.rows) == 1:
-                group.reserve(tokens)
-                continue
-            for row in [group.rows[number] for number in group.outgrown(tokens)]:
-                taken = group.take(_number(group.rows, row), tokens)
-                self.groups = [own for own in self.groups if own.rows and own is not taken]
-                self._add(taken)
-                moved = True
-        if moved:
-            self._arrange()
+            numbers = [0] if len(group.rows) == 1 else group.outgrown(tokens)
+            for row in [cast("R", group.rows[number]) for number in numbers]:
+                with caught_shortage() as short:
+                    self._enlarge(group, row, tokens)
+                if short:
+                    self.leave(row)
+                    left.append((row, short[0]))
+        return left
+
+    def _enlarge(self, group: RowGroup, row: R, tokens: int) -> None:
+        if len(group.rows) == 1:
+            group.reserve(tokens)
+            return
+        taken = group.take(_number(group.rows, row), tokens)
+        self.groups = [own for own in self.groups if own.rows and own is not taken]
+        self._add(taken)
+        self._found_orders = False
 
     def release(self) -> None:
         """Return all buffers; the batch has no rows afterwards."""
@@ -456,16 +475,20 @@ class Batch(Generic[R]):
 
     def _add(self, group: RowGroup) -> None:
         group.size = max(group.size, self.size)
+        self._found_orders = False
         for own in self.groups:
             if own.fits(group):
-                own.join(group)
-                return
+                with caught_shortage() as short:
+                    own.join(group)
+                if not short:
+                    return
+                break  # it stays in the buffers that it has
         self.groups.append(group)
 
     def _remove(self, row: DecodeRow) -> None:
         self.groups = [group for group in self.groups if group.rows]
         self.rows.pop(_number(self.rows, row))
-        self._arrange()
+        self._found_orders = False
 
     def _place(self, row: DecodeRow) -> tuple[RowGroup, int]:
         """The group of a sequence, and its row there."""
@@ -475,14 +498,18 @@ class Batch(Generic[R]):
                     return group, number
         raise ValueError("the sequence is not in this batch")
 
-    def _arrange(self) -> None:
-        """Find the order in which the groups hold the rows."""
-        number = {id(row): at for at, row in enumerate(self.rows)}
-        order = [number[id(row)] for group in self.groups for row in group.rows]
-        self._orders = None
-        if order != list(range(len(order))):
-            numbers = torch.tensor(order, device=self.groups[0].position.device)
-            self._orders = numbers, numbers.argsort()
+    @property
+    def _orders(self) -> tuple[Tensor, Tensor] | None:
+        """The order in which the groups hold the rows, and its inverse; ``None`` for the same."""
+        if self._found_orders is False:
+            number = {id(row): at for at, row in enumerate(self.rows)}
+            order = [number[id(row)] for group in self.groups for row in group.rows]
+            found = None
+            if order != list(range(len(order))):
+                numbers = torch.tensor(order, device=self.groups[0].position.device)
+                found = numbers, numbers.argsort()
+            self._found_orders = found
+        return self._found_orders
 
     def _by_group(self, values: Many[Any]) -> list[list[Any]]:
         """``values``, one per row, for the rows of each group."""

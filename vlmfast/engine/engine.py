@@ -7,21 +7,24 @@ chunk of a prompt, or decodes one token of every row. See docs/engine.md.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from vlmfast.core.buffers import capacity_class
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import (
     DeadlineExceeded,
@@ -31,15 +34,17 @@ from vlmfast.errors import (
 )
 from vlmfast.models.base import Adapter
 
-from .attention import switched
+from .attention import switch
 from .batches import Batches
 from .decode import lasting
 from .handle import Handle
 from .interleave import interleaved
+from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
 from .mode import Mode
 from .prefiller import Prefiller
 from .prefix_cache import prefix_cache_of
+from .restore import Changes
 from .rounds import Rounds, fail
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
@@ -54,6 +59,28 @@ _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One thread's turn to run steps.
+
+    Attributes
+    ----------
+    changes : Changes
+        To the model and to the thread.
+    ended : bool
+        Whether it has not begun, or ended between two steps.
+    error : Exception, optional
+        Why it ended elsewhere; an interrupt without one.
+    """
+
+    thread: int
+    changes: Changes = field(default_factory=Changes)
+    ended: bool = True
+    error: Exception | None = None
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -119,9 +146,11 @@ class Engine:
     def _reset(self) -> None:
         """Forget all requests and threads."""
         self._process, self._broken = os.getpid(), False
-        self._changed = threading.Condition()
-        # Guarded by the condition:
-        self._runner: int | None = None  # the thread that runs steps
+        # Blocks take the lock itself: an interrupt cannot come between it and the block.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Guarded by the lock:
+        self._turn: _Turn | None = None  # of the thread that runs steps
         self._serving = False  # whether the background thread runs
         self._arrivals: list[Sequence] = []
         self._unfinished: set[Sequence] = set()
@@ -129,7 +158,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         # Only used by the thread that runs steps:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
-        self._prefill: Prefill | None = None  # of the sequence that is prefilled
+        self._prefills: dict[Sequence, Prefill] = {}  # of the sequences that are prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
         self._interrupted = False  # whether the next decode step in this prompt is not the first
 
@@ -163,23 +192,33 @@ class Engine:
         """
         self._check_process()
         self._check_limits()
-        with self._changed:
+        with self._lock:
             self._check_not_inside()
         self._check_bytes(sequence)
+        if self._unfinished:
+            sequence.inputs.wait()
         sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
         sequence.submitted = time.monotonic()
         sequence.deadline = math.inf if deadline is None else sequence.submitted + deadline
-        with self._changed:
-            sequence.arrived = self._count
-            self._count += 1
-            self._arrivals.append(sequence)
-            self._unfinished.add(sequence)
-            self._changed.notify_all()
-        return Handle(self, sequence, finish)
+        try:
+            with self._lock:
+                sequence.arrived = self._count
+                self._count += 1
+                self._arrivals.append(sequence)
+                self._unfinished.add(sequence)
+                self._changed.notify_all()
+            return Handle(self, sequence, finish)
+        except BaseException:  # interrupted: no one waits for it
+            sequence.cancelled = True
+            with self._lock:
+                if sequence in self._arrivals:
+                    self._arrivals.remove(sequence)
+                    self._unfinished.discard(sequence)
+            raise
 
     def load(self) -> Load:
         """What the engine is doing; any thread may call this."""
-        with self._changed:
+        with self._lock:
             phases = [sequence.phase for sequence in self._unfinished]
             running = [each for each in self._unfinished if each.phase is not Phase.WAITING]
             steps = self._steps
@@ -195,7 +234,7 @@ class Engine:
 
     def answer_many(
         self, sequences: Iterator[Sequence], at_once: int, *, keep_errors: bool = False
-    ) -> Iterator[Sequence]:
+    ) -> Generator[Sequence, None, None]:
         """Yield sequences as they finish; up to ``at_once`` of them are in the engine.
 
         A prompt is prefilled as soon as a row is free, one at a time and without padding.
@@ -259,52 +298,81 @@ class Engine:
             Whether the condition was met.
         """
         self._check_process()
-        while True:
-            with self._changed:
-                while not until() and (self._runner is not None or not self._unfinished):
-                    self._check_not_inside()
-                    left = end - time.monotonic()
-                    if left <= 0:
-                        return False
-                    self._changed.wait(None if math.isinf(left) else left)
-                if until():
-                    return True
-                self._runner = threading.get_ident()
+        # What blocks of a step have set in this context goes with it, however they end.
+        return contextvars.copy_context().run(self._run, until, end)
+
+    def _run(self, until: Callable[[], bool], end: float) -> bool:
+        turn = _Turn(threading.get_ident())
+        try:
             try:
-                with switched(self.adapter.model):
+                while self._take_turn(turn, until, end):
+                    switch(self.adapter.model, turn.changes)
                     while self._unfinished and not until():
                         if time.monotonic() > end:
-                            return False
+                            break
                         if not self.step():
                             time.sleep(_IDLE)
+                    turn.ended = True
+                    self._end_turn(turn)
+                return until()
             except Exception as error:  # requests catch their own
-                self._abandon(error)
+                turn.error = error
                 raise
             finally:
-                with self._changed:
-                    self._runner = None
-                    self._changed.notify_all()
+                self._end_turn(turn)
+        finally:  # again, where an interrupt has ended it
+            self._end_turn(turn)
+
+    def _take_turn(self, turn: _Turn, until: Callable[[], bool], end: float) -> bool:
+        """Wait for the turn to run steps. Returns ``False`` where nothing is left to be run."""
+        with self._lock:
+            while not until() and (self._turn is not None or not self._unfinished):
+                self._check_not_inside()
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(None if math.isinf(left) else left)
+            if until() or time.monotonic() > end:
+                return False
+            turn.ended, self._turn = False, turn
+            return True
+
+    def _end_turn(self, turn: _Turn) -> None:
+        """Let other threads run steps; where it was cut short, end what it has worked on.
+
+        It may be called again.
+        """
+        if self._turn is not turn:
+            return
+        turn.changes.interrupted = not turn.ended and turn.error is None
+        turn.changes.undo()
+        if not turn.ended:
+            self._abandon(turn.error)
+            turn.ended = True
+        with self._lock:
+            self._turn = None
+            self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Wait for the background thread, see `start`, until a condition is met."""
-        with self._changed:
+        with self._lock:
             self._check_not_inside()
             self._changed.wait_for(until)
 
     def notify(self) -> None:
         """Make all waiting threads evaluate their conditions."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def start(self) -> None:
         """Run the engine in a background thread that ends when all requests have ended."""
         self._check_process()
-        with self._changed:
+        with self._lock:
             if self._serving or not self._unfinished:
                 return
-            self._serving = True
             self._thread = threading.Thread(target=self._serve, name="vlmfast", daemon=True)
             self._thread.start()
+            self._serving = True
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Run the engine in this thread, and wait for requests when there are none.
@@ -317,14 +385,13 @@ class Engine:
             Whether to return; evaluated after each step, and on `notify`.
         """
         self._check_process()
-        with self._changed:
-            self._serving = True
         try:
+            self._serving = True
             while not until():
                 with suppress(Exception):  # which the requests concerned have as their error
                     self.run(until)
         finally:
-            with self._changed:
+            with self._lock:
                 self._serving = False
                 self._changed.notify_all()
 
@@ -332,25 +399,23 @@ class Engine:
         while True:
             with suppress(BaseException):  # which the requests concerned have as their error
                 self.run(lambda: not self._unfinished)
-            with self._changed:
+            with self._lock:
                 if not self._unfinished:
                     self._serving = False
                     return
 
-    def _abandon(self, error: Exception) -> None:
-        """End all requests by an error that leaves the engine in an unknown state."""
-        with self._changed:
-            lost, self._unfinished, self._arrivals = self._unfinished, set(), []
-            self._scheduler, self._batches, self._prefill = Scheduler(), Batches(), None
+    def _abandon(self, error: Exception | None) -> None:
+        """End all requests by an error that leaves the engine in an unknown state.
+
+        ``None`` for an interrupt, which requests that wait survive. It may be called again.
+        """
+        with self._lock:
+            lost = [each for each in self._unfinished if error or each.phase is not Phase.WAITING]
+            self._arrivals = sorted(self._unfinished.difference(lost), key=attrgetter("arrived"))
+            self._scheduler, self._batches, self._prefills = Scheduler(), Batches(), {}
         for sequence in lost:
-            fail(sequence, error)
-            _call_on_end(sequence)
-        with self._changed:
-            for sequence in lost:
-                sequence.phase = Phase.FINISHED
-            self._changed.notify_all()
-        for sequence in lost:
-            _call_listener(sequence)
+            fail(sequence, error or _interrupted())
+            self._leave(sequence)
 
     def settle(self) -> None:
         """Wait for the end of the background thread, where it has nothing left to do."""
@@ -361,7 +426,7 @@ class Engine:
             thread.join(_IDLE)
 
     def _check_not_inside(self) -> None:
-        if self._runner == threading.get_ident():
+        if self._turn is not None and self._turn.thread == threading.get_ident():
             raise VLMFastError(
                 "a processor, criterion or streamer of a request asked the model that is answering "
                 "it; ask it before or afterwards"
@@ -376,7 +441,7 @@ class Engine:
             When a thread that does not exist in this process was using the model.
         """
         if self._process != os.getpid():
-            lost, broken = set(self._unfinished), self._runner is not None
+            lost, broken = set(self._unfinished), self._turn is not None
             self._reset()
             self._broken = broken
             for sequence in lost:
@@ -401,24 +466,21 @@ class Engine:
         """
         self._steps += 1
         self._receive()
-        scheduler = self._scheduler
-        sequence = scheduler.next(self._admits)
-        if sequence is not None and self._read(sequence):
+        if any(map(self._read, self._scheduler.prompts(self._admits))):
             return True
-        if scheduler.active:
+        if self._scheduler.active:
             self._decode()
             return True
         return False
 
     def _receive(self) -> None:
         """Take submitted sequences, and end those that must end."""
-        with self._changed:
+        with self._lock:
             arrivals, self._arrivals = self._arrivals, []
         scheduler = self._scheduler
         for sequence in arrivals:
             scheduler.add(sequence)
-        prefilling = [] if scheduler.prefilling is None else [scheduler.prefilling]
-        self._end_those_that_must([*scheduler.waiting, *scheduler.active, *prefilling])
+        self._end_those_that_must([*scheduler.waiting, *scheduler.running])
 
     def _end_those_that_must(self, sequences: Many[Sequence]) -> None:
         """End sequences that were cancelled or have reached their deadline."""
@@ -430,21 +492,17 @@ class Engine:
         """Prefill the next chunk of a prompt. Returns whether there was anything to do."""
         assert sequence.mode is not None
         try:
-            if self._prefill is None:
+            if sequence not in self._prefills:
                 self._begin(sequence)
-            assert self._prefill is not None
             with sequence.mode.entered():
                 try:
                     with interleaved(self.adapter, partial(self._between, sequence)):
-                        return next(self._prefill)
+                        return next(self._prefills[sequence])
                 except StopIteration as end:
                     logits = end.value
                 self._answer(sequence, logits)
         except Exception as error:
             self._end(sequence, error)
-        except BaseException:
-            self._end(sequence, _interrupted())
-            raise
         return True
 
     def _begin(self, sequence: Sequence) -> None:
@@ -459,7 +517,7 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(device)
         # Chunks are set for short gaps: such a prompt is interrupted like a long one.
         self._interrupted = self._chunk_size(sequence) is not None
-        self._prefill = (sequence.prefill or self._whole)(sequence)
+        self._prefills[sequence] = (sequence.prefill or self._whole)(sequence)
 
     def _whole(self, sequence: Sequence) -> Prefill:
         """Prefill a prompt."""
@@ -490,7 +548,7 @@ class Engine:
             return
         self._draft(sequence)
         self._batches.join(sequence, expected=len(self._unfinished))
-        self._prefill = None
+        del self._prefills[sequence]
         self._scheduler.activate(sequence)
         self.notify()
 
@@ -538,11 +596,6 @@ class Engine:
             except Exception as error:
                 for sequence in rows:
                     fail(sequence, error)
-            except BaseException:
-                for sequence in rows:
-                    fail(sequence, _interrupted())
-                    self._end(sequence)
-                raise
             for sequence in rows:
                 if sequence.done:
                     self._end(sequence)
@@ -555,22 +608,24 @@ class Engine:
         """A sequence leaves the engine."""
         if error is not None:
             fail(sequence, error)
-        if sequence is self._scheduler.prefilling:
-            prefill, self._prefill = self._prefill, None
-            if prefill is not None:
-                prefill.close()
+        if (prefill := self._prefills.pop(sequence, None)) is not None:
+            prefill.close()
         self._scheduler.remove(sequence)
         self._batches.leave(sequence)
         sequence.inputs.ahead = None
-        if not sequence.keeps_cache:
-            self.prefiller.release(sequence)
         device = self.adapter.device
         if sequence.first is not None:
             sequence.stats.finish(
                 sequence.count, sequence.begin, sequence.first, clock(device), device
             )
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """The end of a sequence that nothing works on any more. It may be called again."""
         _call_on_end(sequence)
-        with self._changed:
+        self.prefiller.release(sequence)
+        sequence.let_go()
+        with self._lock:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
             self._changed.notify_all()
@@ -579,22 +634,32 @@ class Engine:
     # --- memory and devices ----------------------------------------------------------------------
 
     def _admits(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence can run beside those that are decoded."""
-        active = self._scheduler.active
-        if not active:
+        """Whether a waiting sequence can run beside those that run."""
+        running = self._scheduler.running
+        if not running:
             return True
-        if len(active) >= self.max_rows:
+        if len(running) >= self.max_rows:
             return False
-        need = self._bytes(sequence)
+        need, device = self._bytes(sequence), self.adapter.device
         if self.max_cache_bytes is None:
-            if need > free_bytes(self.adapter.device):
-                prefix_cache_of(self.adapter).free()
-            return need <= free_bytes(self.adapter.device)
-        return need + sum(map(self._bytes, active)) <= self.max_cache_bytes
+            need = max(need, self.adapter.cache_bytes(self._reserved(sequence)))
+            pool = self.adapter.pool
+            for free in (pool.clear, prefix_cache_of(self.adapter).free, pool.free):
+                if need <= free_bytes(device):
+                    return True
+                free()
+            return need <= free_bytes(device)
+        return need + sum(map(self._bytes, running)) <= self.max_cache_bytes
 
     def _bytes(self, sequence: Sequence) -> int:
         """An upper bound on the cache of a sequence."""
         return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Slots of the buffers of a row in a batch, where nothing is dropped."""
+        most = sequence.max_new_tokens
+        grown = FREE_SLOTS if most > FREE_SLOTS else 0  # buffers that are full gain as many
+        return capacity_class(sequence.prompt_length + most + grown)
 
     def _check_limits(self) -> None:
         for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
@@ -633,9 +698,10 @@ def engine_of(adapter: Adapter) -> Engine:
 
 
 def _call_on_end(sequence: Sequence) -> None:
-    if sequence.on_end is not None:
+    on_end, sequence.on_end = sequence.on_end, None  # an interrupt does not repeat it
+    if on_end is not None:
         try:
-            sequence.on_end(sequence)
+            on_end(sequence)
         except Exception as problem:
             fail(sequence, problem)
 

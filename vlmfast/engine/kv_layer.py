@@ -12,7 +12,7 @@ and cache stages work on these. Slots that leave the window during decoding are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,9 @@ from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
 from vlmfast.kernels.quantize_kv import Segment
 
-_FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
+FREE_SLOTS = 256  # that a frozen layer starts with at most, and gains when it is full
 SLOTWISE = ("keys", "values", "order", "rank", "attention_mass", "bias")
+Take = Callable[..., Tensor]  # as `BufferPool.take`
 
 
 class KVLayer(CacheLayerMixin):
@@ -228,18 +229,19 @@ class KVLayer(CacheLayerMixin):
             self.even = bool((kv.lengths == kv.lengths[0]).all())
             self.segments = [segment.unsqueeze() for segment in kv.segments]
             rank = self._ranked(kv, offset)
+        if attention_mass and masses is None:
+            masses = torch.zeros(keys.shape[:3], device=keys.device)
+        found = {
+            "keys": keys,
+            "values": values,
+            "bias": bias,
+            "rank": None if rank is None else rank[None],
+            "order": order if track else None,
+            "attention_mass": masses if attention_mass else None,
+        }
+        self._move(found, bucket(keys.shape[2] + min(max_new_tokens, FREE_SLOTS)))
         self.gap, self.entered = [logical - span], None
         self.length, self.seen, self.max_lengths = length, seen, [keys.shape[2]]
-        capacity = bucket(keys.shape[2] + min(max_new_tokens, _FREE_SLOTS))
-        self.keys, self.values = self._buffer(keys, capacity), self._buffer(values, capacity)
-        self.bias = None if bias is None else self._buffer(bias, capacity)
-        self.rank = None if rank is None else self._buffer(rank[None], capacity)
-        if track:
-            assert order is not None
-            self.order = self._buffer(order, capacity)
-        if attention_mass:
-            start = torch.zeros(keys.shape[:3], device=keys.device) if masses is None else masses
-            self.attention_mass = self._buffer(start, capacity)
 
     def _ranked(self, kv: KV, offset: int) -> Tensor | None:
         """`rank` of the slots of ``kv``, (H, N); also replaces the ``order`` of its segments."""
@@ -257,14 +259,22 @@ class KVLayer(CacheLayerMixin):
 
     # --- buffers ---------------------------------------------------------------------------------
 
-    def _buffer(self, source: Tensor, capacity: int) -> Tensor:
-        """Copy (B, H, N, ...) to the beginning of a buffer of ``capacity`` slots."""
-        shape = (*source.shape[:2], capacity, *source.shape[3:])
-        buffer = self.pool.take(shape, source.dtype, source.device, clear=False)
-        taken = min(source.shape[2], capacity)
-        buffer[:, :, :taken] = source[:, :, :taken]
-        buffer[:, :, taken:].zero_()
-        return buffer
+    def _move(self, found: dict[str, Tensor | None], capacity: int) -> None:
+        """Copy tensors (B, H, N, ...) to the beginning of buffers of ``capacity`` slots.
+
+        These become the layer's own, all of them or, where memory is exhausted, none.
+        """
+        buffers: dict[str, Tensor | None] = {}
+        with self.pool.all_or_none() as take:
+            for name, source in found.items():
+                buffers[name] = None if source is None else _buffer(take, source, capacity)
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
+
+    def copy_slots(self, layer: KVLayer, rows: slice, capacity: int) -> None:
+        """Copy the tail of some rows of another cache's layer to buffers of ``capacity`` slots."""
+        found = {name: getattr(layer, name) for name in SLOTWISE}
+        self._move({name: x if x is None else x[rows] for name, x in found.items()}, capacity)
 
     def _give(self, name: str) -> None:
         self.pool.give(self._buffers.pop(name, getattr(self, name)))
@@ -278,7 +288,7 @@ class KVLayer(CacheLayerMixin):
         need = self.max_lengths[row] + tokens
         if need <= self.capacity:
             return self.capacity
-        return bucket(need + max(_FREE_SLOTS - tokens, 0))
+        return bucket(need + max(FREE_SLOTS - tokens, 0))
 
     def reserve(self, tokens: int) -> None:
         """Make sure that ``tokens`` more fit.
@@ -292,11 +302,10 @@ class KVLayer(CacheLayerMixin):
             return
         if self._buffers:
             raise RuntimeError(f"{tokens} more tokens do not fit; the rows must leave their group")
-        capacity = self.enlarged(tokens)
-        for name in SLOTWISE:
-            if (old := getattr(self, name)) is not None:
-                setattr(self, name, self._buffer(old, capacity))
-                self.pool.give(old)
+        old = {name: getattr(self, name) for name in SLOTWISE}
+        self._move(old, self.enlarged(tokens))
+        for buffer in old.values():
+            self.pool.give(buffer)
 
     def _write(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
@@ -311,7 +320,7 @@ class KVLayer(CacheLayerMixin):
             self.keys[at], self.values[at] = keys, values  # much faster than `scatter_`
         if self.incoming is not None and self.bias is None:
             nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
-            self.bias = self._buffer(nothing, self.capacity)
+            self._move({"bias": nothing}, self.capacity)
         self.note(tokens)
         if self.incoming is not None and self.bias is not None:
             self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
@@ -468,10 +477,11 @@ class KVLayer(CacheLayerMixin):
             if alike and (grows or not self.stored[at][row]):
                 return at
         rows = len(self.max_lengths)
-        self.segments.append(Segment.empty(page.unsqueeze(), rows))
-        self.stored.append([0] * rows)
+        empty = Segment.empty(page.unsqueeze(), self.size)  # before anything is changed
         if self._buffers:
-            self._stores.append(Segment.empty(page.unsqueeze(), self.size))
+            self._stores.append(empty)
+        self.segments.append(empty.select(slice(rows)) if self._buffers else empty)
+        self.stored.append([0] * rows)
         return len(self.segments) - 1
 
     def _write_segment(self, at: int, row: int, page: Segment, count: int) -> None:
@@ -498,34 +508,43 @@ class KVLayer(CacheLayerMixin):
         return state
 
     @property
-    def shared(self) -> bool:
-        """Whether its buffers are for several rows."""
-        return bool(self._buffers)
-
-    @property
     def size(self) -> int:
         """Rows of the buffers."""
         return len(self._buffers.get("keys", self.keys))
 
-    def resize(self, size: int) -> None:
-        """Move to buffers of ``size`` rows, whose capacity is that of a class."""
+    def resized(self, size: int, take: Take) -> Callable[[], None]:
+        """Copy all rows to buffers of ``size`` rows, whose capacity is that of a class.
+
+        Parameters
+        ----------
+        take : callable
+            As `BufferPool.take`.
+
+        Returns
+        -------
+        callable
+            Replaces the layer's buffers by these, and allocates nothing.
+        """
         rows, capacity = len(self.max_lengths), capacity_class(self.capacity)
-        buffers, stores = {}, []  # nothing changes where memory is exhausted
+        buffers, stores = {}, []
         for name in SLOTWISE:
             if (old := getattr(self, name)) is not None:
                 shape = (size, old.shape[1], capacity, *old.shape[3:])
-                buffers[name] = self.pool.take(shape, old.dtype, old.device, clear=False)
+                buffers[name] = take(shape, old.dtype, old.device, clear=False)
                 buffers[name][:rows, :, : old.shape[2]] = old
                 buffers[name][:rows, :, old.shape[2] :].zero_()  # `join` clears other rows
         for segment in self.segments:
             group = segment.group or 1
             slots = -(-capacity_class(len(segment)) // group) * group
             stores.append(segment.resized(size, slots))
-        for name in buffers:
-            self._give(name)
-        self._buffers, self._stores = buffers, stores
-        self.replaced += 1
-        self.show(rows)
+
+        def move() -> None:
+            for name in buffers:
+                self._give(name)
+            self._buffers, self._stores = buffers, stores
+            self.replaced += 1
+
+        return move
 
     def show(self, rows: int) -> None:
         """Make the tensors views of the first ``rows`` rows of the buffers."""
@@ -551,6 +570,18 @@ class KVLayer(CacheLayerMixin):
                 at = self._segment_for(row, page, grows=False)
                 self._write_segment(at, row, page, count)
 
+    def cut(self, rows: int, segments: int) -> None:
+        """Forget all rows and segments but the first ones, without an allocation."""
+        for values in (self.segments, self._stores, self.stored):
+            del values[segments:]
+        for values in self._by_row:
+            del values[rows:]
+
+    @property
+    def _by_row(self) -> list[list]:
+        """What is counted by row."""
+        return [self.max_lengths, self.shift, self.gap, self.evens, *self.stored]
+
     def leave(self, row: int, *, keep: bool) -> None:
         """Move the last row to ``row``, which leaves. ``keep``: also segments without slots."""
         last = len(self.max_lengths) - 1
@@ -561,8 +592,7 @@ class KVLayer(CacheLayerMixin):
                 store.move(last, row)
         for store in self._stores:
             store.lengths[last] = 0
-        by_row: list[list] = [self.max_lengths, self.shift, self.gap, self.evens, *self.stored]
-        for values in by_row:
+        for values in self._by_row:
             values[row] = values[last]
             values.pop()
         if not keep:
@@ -600,3 +630,13 @@ class KVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _buffer(take: Take, source: Tensor, capacity: int) -> Tensor:
+    """Copy (B, H, N, ...) to the beginning of a buffer of ``capacity`` slots."""
+    shape = (*source.shape[:2], capacity, *source.shape[3:])
+    buffer = take(shape, source.dtype, source.device, clear=False)
+    taken = min(source.shape[2], capacity)
+    buffer[:, :, :taken] = source[:, :, :taken]
+    buffer[:, :, taken:].zero_()
+    return buffer

@@ -30,7 +30,7 @@ from .calls import called
 from .compress import Compression
 from .features import Ahead, Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
-from .stats import Stats, Trace, clock
+from .stats import Stats, Stopwatch, Trace, clock
 from .vision import Wanted, merge_requests, place, served
 
 
@@ -143,6 +143,22 @@ class Inputs:
     hashed: list[Hashed] | None = None
     tenant: str = ""
     ahead: Ahead | None = None
+
+    def wait(self) -> None:
+        """Hold the pixels in host memory; `vision.encode` moves them back."""
+        self.tensors = _on_host(self.tensors)
+        if self.hashed is not None:
+            self.hashed = [
+                replace(one, part=replace(one.part, tensors=_on_host(one.part.tensors)))
+                for one in self.hashed
+            ]
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        key: value.cpu() if key.startswith("pixel_values") else value
+        for key, value in tensors.items()
+    }
 
 
 @dataclass
@@ -356,7 +372,8 @@ def prefill(
                     f"layer {layer}; only one may"
                 )
     context.attend.update({layer: stage.attend for layer, stage in attending.items()})
-    compression = Compression.of(adapter, recipe, context, cache, stats)
+    timer = Stopwatch(stats)
+    compression = Compression.of(adapter, recipe, context, cache, timer)
     ahead: dict[int, StatRequest] = {}
     for stage in stages:
         wanted = stage.text_stats(adapter.depth)
@@ -364,7 +381,7 @@ def prefill(
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
             _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
-    drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
+    drops = Drops(adapter, prompt, stages, ahead, context, timer, trace)
     start = clock(prompt.embeds.device)
     watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
     given = {"position_ids": rows_of(prompt.layout.position), adapter.cache_name: cache}
@@ -384,6 +401,7 @@ def prefill(
     if compression is not None:
         compression.finish()
     stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
+    timer.read()
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes = cache.held_bytes()
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
@@ -442,10 +460,10 @@ class Drops:
         stages: list[PrefillStage],
         ahead: dict[int, StatRequest],
         context: PrefillContext,
-        stats: Stats,
+        timer: Stopwatch,
         trace: Trace,
     ) -> None:
-        self.adapter, self.context, self.stats, self.trace = adapter, context, stats, trace
+        self.adapter, self.context, self.timer, self.trace = adapter, context, timer, trace
         self.prompt, self.ahead = prompt, ahead
         self.layers = adapter.decoder.layers
         self.schedule: dict[int, list[PrefillStage]] = {}
@@ -489,16 +507,16 @@ class Drops:
                 tables = tuple(table.to(home) for table in tables)
                 kwargs = {**kwargs, "position_embeddings": tables}
             if index in self.ahead:
-                self._probe(index, hidden, kwargs)
+                with self.timer.timed("time_reduce_s", hidden.device):
+                    self._probe(index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
-                start = clock(hidden.device)
-                self.context.hidden = rows = hidden[0]
-                keep = stage.select_tokens(self.context, index)
-                if self.context.hidden is not rows:
-                    hidden = self.context.hidden[None]
-                if keep is not None:
-                    hidden = self._drop(stage, index, hidden, keep, kwargs)
-                self.stats.time_reduce_s += clock(hidden.device) - start
+                with self.timer.timed("time_reduce_s", hidden.device):
+                    self.context.hidden = rows = hidden[0]
+                    keep = stage.select_tokens(self.context, index)
+                    if self.context.hidden is not rows:
+                        hidden = self.context.hidden[None]
+                    if keep is not None:
+                        hidden = self._drop(stage, index, hidden, keep, kwargs)
             self.context.hidden = None
             if self.kept is None and hidden is args[0]:
                 return None
@@ -523,7 +541,6 @@ class Drops:
 
     def _probe(self, index: int, hidden: Tensor, kwargs: dict) -> None:
         """Statistics of layer ``index`` before it runs, from its queries and keys alone."""
-        start = clock(hidden.device)
         probe = replace(
             self.context, probe=True, requests={index: self.ahead[index]}, stats={}, received={}
         )
@@ -536,7 +553,6 @@ class Drops:
             )
         self.context.stats |= probe.stats
         self.context.received |= probe.received
-        self.stats.time_reduce_s += clock(hidden.device) - start
 
     def _drop(
         self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
@@ -552,7 +568,7 @@ class Drops:
         visual = self.context.layout.select(self.context.layout.visual)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
-        self.stats.visual_tokens_kept[stage.name] = len(visual)
+        self.timer.stats.visual_tokens_kept[stage.name] = len(visual)
         return hidden
 
     def _select(

@@ -23,7 +23,7 @@ from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import Prefix, copied
 from .prefixes import Prefixes
 from .sequence import Prefill, Sequence
-from .stats import Stats, Trace, clock
+from .stats import Stats, Stopwatch, Trace, clock
 
 _AT_ONCE = 1024  # ids of text that are prefilled at once after a cache
 
@@ -179,24 +179,24 @@ class Prefiller:
                 limit=limit,
                 watch=watch,
             )
+            # Without an image the cache is left alone.
+            has_image = bool(prompt.layout.visual.any())
+            stages = sequence.recipe.acting(DecodeStage) if has_image else []
+            cache.freeze(
+                max_new_tokens,
+                prompt.full_length,
+                base=prompt.countable(),
+                track=bool(stages),
+                attention_mass=any(stage.attention_mass for stage in stages),
+                position=prompt.places(following) - following,
+            )
+            stats.kv_bytes = cache.held_bytes()
+            position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
+            sequence.stages, sequence.prompt_slots = stages, cache.slots()
+            sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         except BaseException:
             cache.release()
             raise
-        # Without an image the cache is left alone.
-        has_image = bool(prompt.layout.visual.any())
-        stages = sequence.recipe.acting(DecodeStage) if has_image else []
-        cache.freeze(
-            max_new_tokens,
-            prompt.full_length,
-            base=prompt.countable(),
-            track=bool(stages),
-            attention_mass=any(stage.attention_mass for stage in stages),
-            position=prompt.places(following) - following,
-        )
-        stats.kv_bytes = cache.held_bytes()
-        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
-        sequence.stages, sequence.prompt_slots = stages, cache.slots()
-        sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
         return logits[:, -1]
 
     @lasting
@@ -240,8 +240,9 @@ class Prefiller:
             mask_rule=adapter.mask_rule,
             limit=limit,
         )
+        timer = Stopwatch(sequence.stats)
         if compress:
-            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
+            Compression.of(adapter, recipe + noting, context, cache, timer)
         position = rows_of(prompt.layout.position)
         start = clock(position.device)
         watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
@@ -268,6 +269,7 @@ class Prefiller:
             cache.consume(prompt.full_length)
         sequence.prompt = prompt
         sequence.stats.time_prefill_s += clock(position.device) - start
+        timer.read()
         sequence.stats.prompt_tokens += rows
         group.position.fill_(prompt.next_position)
         sequence.prompt_slots = cache.slots()

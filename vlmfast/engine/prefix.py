@@ -99,13 +99,17 @@ class Prefix:
         cache = self.cache.clone(0)
         assert cache.position is not None
         group = RowGroup(self.group.adapter, cache, cache.position, [])
-        slots = None if self.prompt_slots is None else self.prompt_slots.clone()
-        reads = self.reads
-        if count < len(self.ids):
-            group.rewind(len(self.ids) - count)
-            slots = group.cache.length[:, 0].clone()
-            reads = [read.first(count) for read in reads]
-        notes = copy.deepcopy(self.notes)
+        try:
+            slots = None if self.prompt_slots is None else self.prompt_slots.clone()
+            reads = self.reads
+            if count < len(self.ids):
+                group.rewind(len(self.ids) - count)
+                slots = group.cache.length[:, 0].clone()
+                reads = [read.first(count) for read in reads]
+            notes = copy.deepcopy(self.notes)
+        except BaseException:
+            group.release()
+            raise
         return replace(
             self, group=group, ids=self.ids[:count], notes=notes, prompt_slots=slots, reads=reads
         )
@@ -138,9 +142,9 @@ class Prefix:
         """The prefix after a prompt and its answer; the sequence loses its cache."""
         # The last token of an answer is never fed.
         prefix = self.after(sequence, sequence.ids[0, :-1].tolist())
+        prefix.group.detach()  # other requests may use the captured steps meanwhile
         sequence.group = None
         prefix.group.seat([])
-        prefix.group.detach()  # other requests may use the captured steps meanwhile
         return prefix
 
     def release(self) -> None:

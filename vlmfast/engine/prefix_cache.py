@@ -132,9 +132,10 @@ class PrefixCache:
 
     def _reset(self) -> None:
         """Forget everything."""
-        self._process, self._lock = os.getpid(), threading.Lock()
+        self._process, self._lock = os.getpid(), threading.RLock()
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
-        # The same, by group: a search reads the keys of one group alone.
+        # The same, by group: a search reads the keys of one group alone. An interrupt may leave a
+        # key here that has no entry any more, or none yet.
         self._groups: dict[tuple[str, str, Any], OrderedDict[Key, None]] = {}
         self._bytes = 0  # of all entries that are stored or in use
         self._paused = 0
@@ -194,8 +195,7 @@ class PrefixCache:
         with self._locked():
             if not self.enabled:
                 return None
-            own = self._groups.get((kind, tenant, scope), OrderedDict())
-            best = max(reversed(own), key=score, default=None)
+            best = max(self._keys(kind, tenant, scope), key=score, default=None)
             found = best is not None and score(best) > 0
             if use:
                 self._count(kind, "hits" if found else "misses")
@@ -236,8 +236,8 @@ class PrefixCache:
                 return None
             if (old := self._entries.get(key)) is not None:
                 self._drop(old, ended)
-            entry = self._entries[key] = Entry(key, value, size, release, pins=1)
             self._groups.setdefault(key.group, OrderedDict())[key] = None
+            entry = self._entries[key] = Entry(key, value, size, release, pins=1)
             self._bytes += size
             return entry
 
@@ -252,7 +252,7 @@ class PrefixCache:
     def keys(self, kind: str, tenant: str, scope: Any = None) -> list[Key]:
         """The keys of one scope, the most recently used first."""
         with self._locked():
-            return [*reversed(self._groups.get((kind, tenant, scope), OrderedDict()))]
+            return self._keys(kind, tenant, scope)
 
     def clear(self) -> None:
         """Drop all entries, those in use as soon as they are not, and forget the counts."""
@@ -315,6 +315,10 @@ class PrefixCache:
         return KindStats(entries=len(own), bytes=sum(e.bytes for e in own), **counts)
 
     # --- under the lock --------------------------------------------------------------------------
+
+    def _keys(self, kind: str, tenant: str, scope: Any) -> list[Key]:
+        own = self._groups.get((kind, tenant, scope), OrderedDict())
+        return [key for key in reversed(own) if key in self._entries]
 
     def _used(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)

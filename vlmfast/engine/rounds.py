@@ -59,9 +59,16 @@ class Rounds:
             except Exception as error:
                 fail(sequence, error)
 
+    def _reserve(self, batch: Batch[Sequence], tokens: int) -> None:
+        """Make room for the next tokens; rows without any end, and have left the batch."""
+        for sequence, error in batch.reserve(tokens):
+            fail(sequence, error)
+
     def _single(self, batch: Batch[Sequence]) -> None:
         """One token of every row, without drafts."""
-        batch.reserve(1)
+        self._reserve(batch, 1)
+        if not batch.rows:
+            return
         tokens = [sequence.sampler.tokens[-1:] for sequence in batch.rows]
         output = batch.feed(torch.tensor(tokens, device=self.adapter.device))
         self._sampling = self._sampling.of([sequence.sampler for sequence in batch.rows])
@@ -71,8 +78,10 @@ class Rounds:
 
     def _checked(self, batch: Batch[Sequence]) -> None:
         """One round of rows that have drafters."""
-        sequences = batch.rows
-        batch.reserve(max(_TREE, *(s.drafts.limit[0] for s in sequences if s.drafts is not None)))
+        limits = (s.drafts.limit[0] for s in batch.rows if s.drafts is not None)
+        self._reserve(batch, max(_TREE, *limits))
+        if not (sequences := batch.rows):
+            return
         before, spare = sequences[0].steps, batch.spare(0) if sequences[0].strict else 0
         trees = self._trees(batch)
         start = clock(self.adapter.device)
@@ -138,7 +147,11 @@ class Rounds:
         views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
         while waiting:
             tokens = {row: token for row, (_, token) in waiting.items()}
+            start = clock(self.adapter.device)
             logits = batch.draft(tokens, views, drafted)
+            seconds = clock(self.adapter.device) - start
+            for row in waiting:
+                batch.rows[row].stats.time_draft_s += seconds
             drafted += 1
             for row, (proposal, _) in list(waiting.items()):
                 trees[row] = self._tree(batch.rows[row], proposal, logits[row], row, waiting)

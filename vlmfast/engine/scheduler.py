@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .sequence import Phase, Sequence
 
 
 class Scheduler:
-    """Sequences that wait, the one that is prefilled, and those that are decoded.
+    """Sequences that wait, those whose prompts are prefilled, and those that are decoded.
 
     Sequences are admitted by priority, lower values first, and within a priority in the order in
-    which they were submitted. One prompt is prefilled at a time. Prompts go before decode steps, so
-    that many rows are decoded together. A decode step follows each chunk of a prompt that is not
-    its last, and while the answer of a row is streamed, each prompt.
+    which they were submitted. One prompt is prefilled at a time; while it waits for its media, the
+    next one is. Prompts go before decode steps, so that many rows are decoded together. A decode
+    step follows each chunk of a prompt that is not its last, and while the answer of a row is
+    streamed, each prompt.
 
     Attributes
     ----------
+    begun : list of Sequence
+        Whose prompts are being prefilled, in the order in which they were begun.
     prefilling : Sequence, optional
+        The one of these whose turn it was last.
     active : list of Sequence
         In the order in which their prompts were prefilled.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Sequence]] = []
+        self.begun: list[Sequence] = []
         self.prefilling: Sequence | None = None
         self.active: list[Sequence] = []
         self._decoded = True  # whether a decode step has followed the last chunk
@@ -45,26 +50,37 @@ class Scheduler:
         """Whether any row is streamed."""
         return any(sequence.streamed for sequence in self.active)
 
-    def next(self, admits: Callable[[Sequence], bool]) -> Sequence | None:
-        """The sequence whose prompt is prefilled further; ``None`` for a decode step.
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that have, or may have, a cache."""
+        return [*self.begun, *self.active]
+
+    def prompts(self, admits: Callable[[Sequence], bool]) -> Iterator[Sequence]:
+        """Sequences whose prompts may be prefilled further in this step; none for a decode step.
+
+        The next one is for where there was nothing to do for the one before.
 
         Parameters
         ----------
         admits : callable
             Whether there is memory for one more sequence.
         """
-        if self.active and not self._decoded and (self.prefilling is not None or self.streams):
+        if self.active and not self._decoded and (self.begun or self.streams):
             self._decoded = True
-            return None
-        if self.prefilling is None and self._waiting and admits(self._waiting[0][2]):
-            self.prefilling = heapq.heappop(self._waiting)[2]
+            return
+        for sequence in list(self.begun):
+            self.prefilling, self._decoded = sequence, False
+            yield sequence
+        while self._waiting and admits(self._waiting[0][2]):
+            self.prefilling, self._decoded = self._waiting[0][2], False
             self.prefilling.phase = Phase.PREFILL
-        self._decoded = self.prefilling is None
-        return self.prefilling
+            self.begun.append(heapq.heappop(self._waiting)[2])
+            yield self.prefilling
+        self.prefilling, self._decoded = None, True
 
     def activate(self, sequence: Sequence) -> None:
         """Decode a sequence whose prompt has been prefilled."""
-        self.prefilling = None
+        self.remove(sequence)
         sequence.phase = Phase.DECODE
         self.active.append(sequence)
 
@@ -72,8 +88,9 @@ class Scheduler:
         """Forget a sequence, whatever its phase is."""
         if sequence is self.prefilling:
             self.prefilling = None
-        elif sequence in self.active:
-            self.active.remove(sequence)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
-            heapq.heapify(self._waiting)
+        for listed in (self.begun, self.active):
+            if sequence in listed:
+                listed.remove(sequence)
+                return
+        self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
+        heapq.heapify(self._waiting)

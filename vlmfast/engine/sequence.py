@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from vlmfast.core.drafting import Observer, Proposal, SlotList
@@ -189,6 +191,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.sampling = Sampling([self.sampler])
+
+    def let_go(self) -> None:
+        """Forget what only its computation needs: pixels, embeddings, what drafters read."""
+        self.inputs, self.notes, self.stages = Inputs({}), {}, []
+        self.prompt = self.prompt_slots = self.watch = self.drafts = self.prefill = None
+        if isinstance(self.error, torch.OutOfMemoryError | MemoryError):  # its frames have tensors
+            traceback.clear_frames(self.error.__traceback__)
 
     @property
     def finished(self) -> bool:

@@ -196,8 +196,14 @@ class Speculation:
             stats.speculation, depth = self.off, 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        with self._drafting():
-            return (yield from self._tree(root, Budget(nodes, depth, self.warp, self._noise())))
+        drafting, logits = self._tree(root, Budget(nodes, depth, self.warp, self._noise())), None
+        while True:
+            with self._drafting():  # not the forward passes that it waits for
+                try:
+                    token = drafting.send(logits)
+                except StopIteration as end:
+                    return end.value
+            logits = yield token
 
     def _tree(self, root: int, budget: Budget) -> Proposal:
         if self.drafters is None:

@@ -9,13 +9,15 @@ entered it: the rows on both sides of a gap then follow each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from vlmfast.core.buffers import BufferPool
 
-from .kv_layer import KVLayer
+from .kv_layer import KVLayer, Take
 
 
 class StateLayer(KVLayer):
@@ -97,13 +99,18 @@ class StateLayer(KVLayer):
         own = {(index, *name): buffer for name, buffer in self._rows.items()}
         return super().state(index) | own
 
-    def resize(self, size: int) -> None:
-        rows, buffers = len(self.max_lengths), {}  # nothing changes where memory is exhausted
+    def resized(self, size: int, take: Take) -> Callable[[], None]:
+        rows, buffers = len(self.max_lengths), {}
         for name, state in self.states.items():
             buffers[name] = state.new_zeros(size, *state.shape[1:])
             buffers[name][:rows] = state
-        super().resize(size)
-        self._rows = buffers
+        move_slots = super().resized(size, take)
+
+        def move() -> None:
+            move_slots()
+            self._rows = buffers
+
+        return move
 
     def show(self, rows: int) -> None:
         super().show(rows)

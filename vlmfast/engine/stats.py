@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +15,47 @@ from torch import Tensor
 from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
+
+
+@dataclass
+class Stopwatch:
+    """Times of many short parts of a forward pass, added to fields of `Stats`.
+
+    On a GPU, events mark their ends and are read later: waiting for the device in each of them
+    would leave it idle.
+
+    Parameters
+    ----------
+    stats : Stats
+    """
+
+    stats: Stats
+    _marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add the time of the block to a field."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - start)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._marks.append((name, begin, end))
+
+    def read(self) -> None:
+        """Add the times of the blocks so far, and wait for the device to end them."""
+        for name, begin, end in self._marks:
+            end.synchronize()
+            self._add(name, begin.elapsed_time(end) / 1000)
+        self._marks.clear()
+
+    def _add(self, name: str, seconds: float) -> None:
+        setattr(self.stats, name, getattr(self.stats, name) + seconds)
 
 
 def clock(device: torch.device) -> float:
@@ -62,7 +104,8 @@ class Stats:
     tower's own blocks. ``tpot_s`` is the mean time between two tokens of this answer, with the
     prefills of other prompts in between, and ``tokens_per_s`` its inverse, not the throughput of
     the engine. ``time_verify_s`` counts the forward passes that checked drafts in full for every
-    sequence that shared them, ``time_draft_s`` only the drafters of this one.
+    sequence that shared them, and ``time_draft_s`` the drafters of this one, with those forward
+    passes of the model that they draft with.
 
     ``peak_memory_bytes`` is, on a GPU, the peak since a prefill last began while no sequence was
     decoded, with all sequences since then: of this answer alone, where there were no others. On a

@@ -152,6 +152,11 @@ def encode(
     capture : bool
         Whether a CUDA graph may be used; it pays where the same number of views comes again.
     """
+    # The pixels of a prompt that has waited are in host memory.
+    tensors = {
+        key: value.to(adapter.device, non_blocking=True) if value.device.type == "cpu" else value
+        for key, value in tensors.items()
+    }
     inside = list(wanted.inside)
     context = _context(
         adapter,
@@ -520,7 +525,7 @@ def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     finally:
         for block, forward in zip(idle, before, strict=True):
             if forward is None:
-                del block.forward
+                vars(block).pop("forward", None)
             else:
                 block.forward = forward
 
