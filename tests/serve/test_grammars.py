@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tiny_models import make_image
 from vlmfast import VLM
+from vlmfast.errors import DeadlineExceeded
 from vlmfast.serve.errors import RequestError
 from vlmfast.serve.grammars import Grammars
 from vlmfast.serve.text import TextStream
@@ -260,6 +263,12 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+def linked(count: int, step: Any) -> dict[str, Any]:
+    """Definitions of which each contains what `step` makes, and the next one."""
+    links = {f"a{n}": step(n) | {"$ref": f"#/$defs/a{n + 1}"} for n in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{count}": {"type": "string"}}}
+
+
 BAD: dict[str, Any] = {
     "not an object": [1],
     "missing": None,
@@ -293,6 +302,21 @@ BAD: dict[str, Any] = {
     "small divisor of many digits": {"type": "number", "multipleOf": 0.062710561},
     "divisors": {"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983)]},
     "divisors and zero": {"anyOf": [{"multipleOf": 0}, {"multipleOf": 7919**2}]},
+    "constant of 64 bits": {"const": -(2**63)},
+    "value of 64 bits": {"enum": [1, {"a": [-(2**63) + 1]}]},
+    "float of 64 bits": {"const": -9.2233720368547758e18},
+    "minimum of 64 bits": {"type": "integer", "minimum": -(2**63)},
+    "maximum of 64 bits": {"type": "number", "maximum": -(2**63) + 1},
+    "large number": {"const": 10**400},
+    "patterns together": {
+        "type": "string",
+        "allOf": [{"pattern": f"a{{{n}}}.*"} for n in range(60)],
+    },
+    "patterns in levels": {"allOf": [{"anyOf": [{"allOf": [{"pattern": "a"}] * 9}]}]},
+    "patterns of references": linked(20, lambda n: {"pattern": f".*a{n}.*"}),
+    "alternatives": {
+        "allOf": [{"anyOf": [{"minimum": 9 * n + m} for m in range(9)]} for n in range(4)]
+    },
     "patterns of names": {"patternProperties": {f"^a{n}.*b{n}$": {} for n in range(600)}},
 }
 
@@ -325,6 +349,48 @@ def test_bad_schemas_are_refused(grammars: Grammars, name: str) -> None:
 def test_large_schemas_are_followed(vlm: VLM, grammars: Grammars, schema: Any) -> None:
     answer = ask(vlm, grammars.processor(formatted(schema)), max_new_tokens=8)
     assert answer.token_ids
+
+
+def unchecked(schema: Any, param: str) -> str:
+    return json.dumps(schema)
+
+
+def test_schemas_that_end_their_process_are_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bounds that keep most of them from being compiled at all."""
+    monkeypatch.setattr("vlmfast.serve.grammars.checked", unchecked)
+    for name, reason in {
+        "constant of 64 bits": "too complex to compile",
+        "patterns together": r"more than \d+ (MiB|s) to compile",
+        "chain of items": "too complex to compile",
+    }.items():
+        with pytest.raises(RequestError, match=reason) as found:
+            grammars.processor(formatted(BAD[name]))
+        assert found.value.status == 400
+    with pytest.raises(DeadlineExceeded):
+        grammars.processor(formatted(BAD["patterns together"]), end=time.monotonic())
+    assert grammars.processor(formatted({"const": "still compiled"}))
+
+
+def test_the_process_that_compiles_is_replaced(grammars: Grammars) -> None:
+    grammars.processor(formatted({"const": "before"}))
+    grammars.close()
+    assert grammars.processor(formatted({"const": "afterwards"}))
+
+
+def test_schemas_of_all_requests_are_bounded(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    held = [grammars.processor(formatted(SHAPE))]
+    monkeypatch.setattr("vlmfast.serve.grammars._MAX_BYTES", 1)
+    with pytest.raises(RequestError) as found:
+        grammars.processor(formatted(SHAPE))
+    assert found.value.status == 429 and found.value.retry_after
+    held.clear()
+    monkeypatch.undo()
+    assert grammars.processor(formatted(SHAPE))
 
 
 def test_a_vocabulary_without_braces_is_refused() -> None:
