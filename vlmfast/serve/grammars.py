@@ -49,7 +49,7 @@ class Grammars:
         self._tokenizer: tuple[LLTokenizer, Trials] | None = None
         self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
         # Bytes of the matchers whose requests are not forgotten yet.
-        self._held: weakref.WeakKeyDictionary[JSONProcessor, int] = weakref.WeakKeyDictionary()
+        self._in_use: weakref.WeakKeyDictionary[JSONProcessor, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def processor(
@@ -101,14 +101,14 @@ class Grammars:
         matcher, size = self._matcher(schema, param, end)
         processor = JSONProcessor(matcher, param)
         with self._lock:
-            if sum(self._held.values()) + size > _MAX_BYTES:
+            if sum(self._in_use.values()) + size > _MAX_BYTES:
                 raise RequestError(
                     "the schemas of all requests are too large together; try later",
                     429,
                     code="rate_limit_exceeded",
                     retry_after=1,
                 )
-            self._held[processor] = size
+            self._in_use[processor] = size
         return processor
 
     def _matcher(self, schema: dict[str, Any], param: str, end: float) -> tuple[LLMatcher, int]:
