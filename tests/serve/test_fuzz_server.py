@@ -163,7 +163,7 @@ def run(target: Target, seed: str, count: int, batch: int) -> server_fuzz.Report
 def test_bad_input_is_refused(target: Target) -> None:
     report = run(target, "quick", 300, 100)
     assert report.count(200) > 40 and report.count(400) > 60
-    for kind in ("fields", "media", "recipe", "settings", "http"):
+    for kind in ("fields", "media", "recipe", "settings", "http", "schema", "echo"):
         assert report.count(400, kind) and report.count(200, kind), kind
     assert target.public.count > 0  # what may be fetched is
     assert target.served.chat(max_tokens=1).status_code == 200

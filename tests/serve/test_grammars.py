@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import threading
 import time
 from typing import Any
@@ -18,10 +19,12 @@ from pydantic_core import from_json
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import fuzz_bodies
 from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.errors import DeadlineExceeded
 from vlmfast.serve.errors import RequestError
+from vlmfast.serve.grammar_compiler import MAX_TOKEN_S
 from vlmfast.serve.grammars import Grammars
 from vlmfast.serve.text import TextStream
 
@@ -314,6 +317,7 @@ BAD: dict[str, Any] = {
     },
     "patterns in levels": {"allOf": [{"anyOf": [{"allOf": [{"pattern": "a"}] * 9}]}]},
     "patterns of references": linked(20, lambda n: {"pattern": f".*a{n}.*"}),
+    "many alternatives": {"anyOf": [{"minimum": n} for n in range(1000)]},
     "alternatives": {
         "allOf": [{"anyOf": [{"minimum": 9 * n + m} for m in range(9)]} for n in range(4)]
     },
@@ -391,6 +395,44 @@ def test_schemas_of_all_requests_are_bounded(
     held.clear()
     monkeypatch.undo()
     assert grammars.processor(formatted(SHAPE))
+
+
+def follow_drawn(vlm: VLM, grammars: Grammars, numbers: range) -> float:
+    """Follow drawn schemas for a few tokens; the share of those that are not refused.
+
+    The tokens that may follow take no longer later on than at first.
+    """
+    errors: list[RequestError] = []
+    slowest = dict.fromkeys(numbers, 0.0)
+    for number in numbers:
+        rng = random.Random(f"schemas/{number}")
+        ids = [1, 7]
+        try:
+            processor = grammars.processor(formatted(fuzz_bodies.schema(rng)))
+            while len(ids) < 22 and ids[-1] != vlm.processor.tokenizer.eos_token_id:
+                start = time.thread_time()
+                scores = processor(torch.tensor([ids]), torch.zeros(1, 512))
+                slowest[number] = max(slowest[number], time.thread_time() - start)
+                ids.append(rng.choice(torch.isfinite(scores[0]).nonzero().flatten().tolist()))
+        except RequestError as error:
+            errors.append(error)
+    assert {error.status for error in errors} == {400}
+    assert all(error.param and "\n" not in error.message for error in errors)
+    assert max(slowest.values()) < 10 * MAX_TOKEN_S, slowest
+    return 1 - len(errors) / len(numbers)
+
+
+def test_drawn_schemas_are_followed_or_refused(vlm: VLM, grammars: Grammars) -> None:
+    assert 0.2 < follow_drawn(vlm, grammars, range(40)) < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_many_drawn_schemas_are_followed_or_refused(
+    vlm: VLM, grammars: Grammars, part: int
+) -> None:
+    assert 0.3 < follow_drawn(vlm, grammars, range(500 * part, 500 * part + 500)) < 0.7
 
 
 def test_a_vocabulary_without_braces_is_refused() -> None:

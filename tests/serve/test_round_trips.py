@@ -25,16 +25,19 @@ def client(served: Any) -> openai.OpenAI:
 
 
 def dumps(found: Any) -> Iterator[Any]:
-    """An object of the client in all forms in which it is sent back."""
+    """An object of the client in all forms in which it is sent back, each once."""
     yield found
-    yield found.model_dump()
-    yield found.model_dump(exclude_none=True)
-    yield found.model_dump(exclude_unset=True)
-    yield found.model_dump(mode="json", by_alias=True)
-    yield found.to_dict()
-    yield found.to_dict(exclude_unset=False, exclude_none=True)
-    yield json.loads(found.to_json())
-    yield json.loads(found.model_dump_json())
+    forms = (
+        found.model_dump(mode="json"),
+        found.model_dump(mode="json", exclude_none=True),
+        found.model_dump(mode="json", exclude_unset=True),
+        found.model_dump(mode="json", by_alias=True),
+        found.to_dict(),
+        found.to_dict(exclude_unset=False, exclude_none=True),
+        json.loads(found.to_json()),
+        json.loads(found.model_dump_json()),
+    )
+    yield from (form for n, form in enumerate(forms) if form not in forms[:n])
 
 
 # --- chat completions ----------------------------------------------------------------------------
@@ -55,7 +58,7 @@ def accumulated(stream: Any) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's `parsed`
 def test_chat_messages_are_taken_back(client: openai.OpenAI) -> None:
     create = client.chat.completions.create
-    asked: dict[str, Any] = {"model": "tiny", "messages": [QUESTION], "max_tokens": 4}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [QUESTION], "max_tokens": 2}
     plain = create(**asked, temperature=0)
     text = plain.choices[0].message.content
     with client.chat.completions.stream(**asked, temperature=0) as stream:
@@ -174,7 +177,7 @@ def test_null_is_unset(served: Any) -> None:
 
 
 def test_output_of_responses_is_taken_back(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": [QUESTION], "max_output_tokens": 16}
+    asked: dict[str, Any] = {"model": "tiny", "input": [QUESTION], "max_output_tokens": 2}
     plain = client.responses.create(**asked, temperature=0)
     with client.responses.stream(**asked, temperature=0) as stream:
         events = list(stream)
@@ -216,7 +219,7 @@ def chat_model(served: Any) -> Callable[..., Any]:
     def made(**more: Any) -> Any:
         url = f"{served.url}/v1"
         options = {"model": "tiny", "base_url": url, "api_key": "unused", "max_retries": 0}
-        return langchain.ChatOpenAI(**options, temperature=0, max_tokens=16, **more)
+        return langchain.ChatOpenAI(**options, temperature=0, max_tokens=4, **more)
 
     return made
 

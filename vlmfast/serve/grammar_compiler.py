@@ -17,6 +17,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_CPU_S = 2  # of a compilation
 MAX_BYTES = 128 << 20  # that a compilation allocates
+MAX_TOKEN_S = 0.25  # of processor time, to find the tokens that may come first
 _STACK = 2 << 20  # the smallest of a thread that Python starts, on the systems that are supported
 # At most one space after a separator and no other whitespace, which small models may repeat
 # without end.
@@ -50,11 +52,23 @@ def compiled(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
-    trial = matcher.deep_copy()
+    return matcher
+
+
+def check_first(matcher: LLMatcher) -> None:
+    """Find the tokens that may come first, as the engine does later on, where it waits for it.
+
+    Raises
+    ------
+    ValueError
+        Where there are none, or they take too long.
+    """
+    trial, start = matcher.deep_copy(), time.process_time()
     trial.compute_bitmask()
     if trial.is_error():
         raise ValueError("it allows no value, or is too complex")
-    return matcher
+    if time.process_time() - start > MAX_TOKEN_S:
+        raise ValueError(f"its tokens take more than {MAX_TOKEN_S} s each")
 
 
 def _main(connection: Connection) -> None:
@@ -92,7 +106,7 @@ def _outcome(tokenizer: LLTokenizer, schema: str, seconds: float) -> dict[str, A
 def _tried(tokenizer: LLTokenizer, schema: str) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        compiled(tokenizer, schema)
+        check_first(compiled(tokenizer, schema))
     except ValueError as error:
         return {"error": str(error)[:1000]}
     unit = 1 if sys.platform == "darwin" else 1024
