@@ -125,10 +125,21 @@ def send(port: int, case: Case, guard: float) -> list[Reply]:
         return list(_replies(connection, case))
 
 
+class _Reader(io.BufferedReader):
+    """All that comes over a connection: a response may be read together with the one before."""
+
+    def makefile(self, mode: str) -> _Reader:
+        return self
+
+    def close(self) -> None:  # as each response does at its end
+        pass
+
+
 def _replies(connection: socket.socket, case: Case) -> Iterator[Reply]:
     method = case.content.split(b" ", 1)[0].decode("latin-1")
+    reader: Any = _Reader(socket.SocketIO(connection, "r"))
     for _ in range(case.responses):
-        response = http.client.HTTPResponse(connection, method=method)
+        response = http.client.HTTPResponse(reader, method=method)
         try:
             response.begin()
             body = response.read()
