@@ -226,9 +226,10 @@ PAIRS = json.dumps({str(n): 1 for n in range(MANY)})
         "logit_bias": chat_body(logit_bias=PAIRS),
         "stream_options.0": chat_body(stream_options=PAIRS),
         "0": chat_body()[:-1] + b"," + PAIRS[1:].encode(),
+        None: chat_body()[:-1] + b',"": 1,' + PAIRS[1:].encode(),
     }.items(),
 )
-def test_many_wrong_values_are_one_error(param: str, content: bytes) -> None:
+def test_many_wrong_values_are_one_error(param: str | None, content: bytes) -> None:
     """What is made of the first one is little more than the body itself."""
     tracemalloc.start()
     with pytest.raises(RequestError) as found:

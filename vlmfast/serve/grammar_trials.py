@@ -79,10 +79,11 @@ class Trials:
     def _asked(self, schema: str, end: float) -> dict[str, Any]:
         for again in (True, False):
             try:
-                if self._process is None:
-                    self._process = _Process()
-                    self._process.answer(self._about, end)
-                return self._process.answer({"schema": schema}, end)
+                process = self._process  # which another thread may close
+                if process is None:
+                    process = self._process = _Process()
+                    process.answer(self._about, end)
+                return process.answer({"schema": schema}, end)
             except DeadlineExceeded:
                 self.close()
                 raise
@@ -94,9 +95,9 @@ class Trials:
 
     def close(self) -> None:
         """End the process; the next schema starts another one."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
 
 
 class _Process:

@@ -39,9 +39,10 @@ class Strict(BaseModel):
     def _check_names(cls, value: Any) -> Any:
         """Stop at the first unknown name: pydantic would report each of them."""
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        if isinstance(value, dict) and (unknown := next((n for n in value if n not in known), "")):
-            about = {"name": unknown[:_SHOWN], "meant": nearest(unknown, sorted(known))}
-            raise PydanticCustomError("unknown", "unknown", about)
+        for name in value if isinstance(value, dict) else ():
+            if name not in known:
+                about = {"name": name[:_SHOWN], "meant": nearest(name, sorted(known))}
+                raise PydanticCustomError("unknown", "unknown", about)
         return value
 
 
@@ -303,7 +304,7 @@ def _message(param: str, error: Any) -> str:
         case "missing":
             return f"{param} is required"
         case "unknown":
-            return f"{param} is not supported{error['ctx']['meant']}"
+            return f"{param or 'an empty name'} is not supported{error['ctx']['meant']}"
         case "none_required":
             return f"{param} is not supported: leave it out"
         case "union_tag_not_found":
