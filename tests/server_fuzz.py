@@ -28,6 +28,7 @@ from typing import Any
 
 from PIL import Image
 
+import fuzz_bodies
 import media_fixtures as fx
 import vlmfast
 from damaged_media import damaged
@@ -35,7 +36,10 @@ from tiny_models import make_image
 from vlmfast.api.vlm import methods
 
 CHAT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
-KINDS = ("fields", "fields", "media", "recipe", "settings", "http", "leaving")
+KINDS = (
+    *("fields", "fields", "media", "recipe", "settings", "http", "leaving"),
+    *("schema", "bulk", "echo"),
+)
 # Of a response. No request may get one of the server's failures, 503 included.
 STATUSES = {200, 400, 404, 405, 408, 413, 415, 429}
 # uvicorn's answer to what is not HTTP.
@@ -121,10 +125,21 @@ def send(port: int, case: Case, guard: float) -> list[Reply]:
         return list(_replies(connection, case))
 
 
+class _Reader(io.BufferedReader):
+    """All that comes over a connection: a response may be read together with the one before."""
+
+    def makefile(self, mode: str) -> _Reader:
+        return self
+
+    def close(self) -> None:  # as each response does at its end
+        pass
+
+
 def _replies(connection: socket.socket, case: Case) -> Iterator[Reply]:
     method = case.content.split(b" ", 1)[0].decode("latin-1")
+    reader: Any = _Reader(socket.SocketIO(connection, "r"))
     for _ in range(case.responses):
-        response = http.client.HTTPResponse(connection, method=method)
+        response = http.client.HTTPResponse(reader, method=method)
         try:
             response.begin()
             body = response.read()
@@ -311,12 +326,17 @@ class Watch:
 
     Attributes
     ----------
-    count : int
+    seconds : list of float
+        Of each answer.
     violations : list of str
     """
 
-    count: int = 0
+    seconds: list[float] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
 
 
 @contextlib.contextmanager
@@ -327,13 +347,14 @@ def watched(port: int, guard: float, period: float = 0.05) -> Iterator[Watch]:
 
     def ask() -> None:
         while True:
+            start = time.monotonic()
             try:
                 (reply,) = send(port, case, guard)
                 if reply.status != 200 or json.loads(reply.body) != {"status": "ok"}:
                     found.violations.append(f"/health: {reply}")
             except Exception as error:
                 found.violations.append(f"/health: {type(error).__name__}: {error}")
-            found.count += 1
+            found.seconds.append(time.monotonic() - start)
             if ended.wait(period):
                 return
 
@@ -344,6 +365,37 @@ def watched(port: int, guard: float, period: float = 0.05) -> Iterator[Watch]:
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def idle(port: int, count: int, period: float = 0.2) -> Iterator[None]:
+    """Hold connections that ask nothing, and open others for those that are closed."""
+    ended, held = threading.Event(), [socket.socket() for _ in range(count)]
+
+    def hold() -> None:
+        while not ended.wait(period):
+            for number, one in enumerate(held):
+                with contextlib.suppress(BlockingIOError):
+                    with contextlib.suppress(ConnectionError, TimeoutError):
+                        if one.recv(100):
+                            continue
+                    one.close()
+                    held[number] = socket.socket()
+                    with contextlib.suppress(OSError):
+                        held[number].settimeout(period)
+                        held[number].connect(("127.0.0.1", port))
+                        held[number].sendall(b"GET /health HTTP/1.1\r\nHost: "[: number % 30])
+                        held[number].setblocking(False)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for one in held:
+            one.close()
 
 
 # --- what must not be reached --------------------------------------------------------------------
@@ -598,9 +650,13 @@ class Fuzz:
 
     # --- valid ---
 
-    def valid(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    def valid(
+        self,
+        rng: random.Random,
+        paths: tuple[str, ...] = (CHAT, CHAT, CHAT, RESPONSES, TOKENIZE),
+    ) -> tuple[str, dict[str, Any]]:
         """A request that is answered, with few tokens."""
-        path = rng.choice((CHAT, CHAT, CHAT, RESPONSES, TOKENIZE))
+        path = rng.choice(paths)
         image = data_url(_png(rng.choice((32, 48, 90)), 48, rng.randrange(40)))
         text, length = rng.choice(QUESTIONS), rng.randrange(1, 6)
         body: dict[str, Any] = {"model": rng.choice(self._models)}
@@ -861,6 +917,29 @@ class Fuzz:
             body["trace"] = True
         shown = {key: value for key, value in body.items() if key not in ("messages", "input")}
         return Case(repr(shown)[:300], post(path, json.dumps(body).encode()))
+
+    # --- schemas, bulk, former answers ---
+
+    def _schema(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng, (CHAT, RESPONSES))
+        schema = fuzz_bodies.schema(rng)
+        if path == CHAT:
+            inner = {"name": "a", "schema": schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": inner}
+        else:
+            body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+        return Case(repr(schema)[:300], post(path, json.dumps(body).encode()))
+
+    def _bulk(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        fuzz_bodies.bulk(rng, body)
+        content = json.dumps(body).encode()
+        return Case(f"{len(content)} bytes", post(path, content))
+
+    def _echo(self, rng: random.Random) -> Case:
+        path, body = self.valid(rng)
+        fuzz_bodies.echo(rng, body)
+        return Case(repr(body)[-300:], post(path, json.dumps(body).encode()))
 
     # --- HTTP ---
 

@@ -20,8 +20,9 @@ import uvicorn
 
 from tiny_models import make_image
 from vlmfast import VLM
-from vlmfast.serve.app import Server, create_app
+from vlmfast.serve.app import Server
 from vlmfast.serve.config import ServerConfig
+from vlmfast.serve.server import options_of
 
 GUARD = 60.0  # seconds; only a test that fails waits as long
 
@@ -96,9 +97,7 @@ def ask(text: str = "What is here?", image: int | None = 0, **more: Any) -> dict
 @contextlib.contextmanager
 def serving(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
     server = Server(config, lambda: vlm)
-    running = uvicorn.Server(
-        uvicorn.Config(create_app(server), port=0, log_config=None, access_log=False, ws="none")
-    )
+    running = uvicorn.Server(options_of(server, config.max_connections))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     end = time.monotonic() + GUARD

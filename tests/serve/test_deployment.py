@@ -24,6 +24,7 @@ from vlmfast.cli import commands as cli
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.commands import config_of
 from vlmfast.serve.config import MediaLimits, ServerConfig
+from vlmfast.serve.connections import SPARE_FILES
 from vlmfast.serve.errors import RequestError
 from vlmfast.serve.metrics import Metrics
 from vlmfast.serve.responses import ResponsesRequest
@@ -301,6 +302,7 @@ def test_unit_starts_the_server_and_lets_answers_end() -> None:
     assert (args.command, args.host) == ("serve", ServerConfig.host)
     assert float(found["TimeoutStopSec"]) > args.grace + 10
     assert found["KillSignal"] == "SIGTERM"
+    assert int(found["LimitNOFILE"]) >= args.max_connections + SPARE_FILES
     assert "VLMFAST_API_KEY" not in found and found["EnvironmentFile"].startswith("/etc/")
 
 

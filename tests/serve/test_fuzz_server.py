@@ -11,6 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -163,7 +164,7 @@ def run(target: Target, seed: str, count: int, batch: int) -> server_fuzz.Report
 def test_bad_input_is_refused(target: Target) -> None:
     report = run(target, "quick", 300, 100)
     assert report.count(200) > 40 and report.count(400) > 60
-    for kind in ("fields", "media", "recipe", "settings", "http"):
+    for kind in ("fields", "media", "recipe", "settings", "http", "schema", "echo"):
         assert report.count(400, kind) and report.count(200, kind), kind
     assert target.public.count > 0  # what may be fetched is
     assert target.served.chat(max_tokens=1).status_code == 200
@@ -257,6 +258,22 @@ def test_requests_are_determined_by_seed_and_number() -> None:
     for number in range(50):
         assert first.case(number) == again.case(number)
     assert [first.case(n) for n in range(9)] != [other.case(n) for n in range(9)]
+
+
+def test_responses_that_come_together_are_both_read() -> None:
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            with server.accept()[0] as one:
+                one.recv(100)
+                one.sendall(whole + whole)
+                one.recv(1)
+
+        pool.submit(answer)
+        case = Case("http", b"GET / HTTP/1.1\r\n\r\n", responses=2)
+        replies = server_fuzz.send(server.getsockname()[1], case, GUARD)
+    assert [(reply.status, reply.body) for reply in replies] == [(200, b"{}")] * 2
 
 
 def test_dead_servers_are_found(target: Target) -> None:

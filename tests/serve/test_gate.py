@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +26,7 @@ from tiny_models import build_llava
 from vlmfast import VLM, VLMFastError
 from vlmfast.serve import commands
 from vlmfast.serve.config import MediaLimits, ServerConfig
+from vlmfast.serve.connections import log_shortage
 from vlmfast.serve.errors import RequestError
 from vlmfast.serve.responses import ResponsesRequest
 from vlmfast.serve.schema import ChatRequest, read_as
@@ -200,6 +205,170 @@ def test_bodies_of_all_requests_are_bounded(
     served.until(lambda: served.chat(max_tokens=1).status_code == 200)
 
 
+def chat_body(**fields: str) -> bytes:
+    """The text of a chat completion, with fields as JSON."""
+    fields = {"model": '"tiny"', "messages": '[{"role": "user", "content": "a"}]', **fields}
+    return b"{%s}" % ",".join(f'"{name}": {value}' for name, value in fields.items()).encode()
+
+
+MANY = 50_000
+NUMBERS = f"[{'1,' * MANY}1]"
+PAIRS = json.dumps({str(n): 1 for n in range(MANY)})
+
+
+@pytest.mark.parametrize(
+    ("param", "content"),
+    {
+        "messages[0]": chat_body(messages=NUMBERS),
+        "messages[0].content[0]": chat_body(messages=f'[{{"role": "user", "content": {NUMBERS}}}]'),
+        "stop[0]": chat_body(stop=NUMBERS),
+        "modalities[0]": chat_body(modalities=NUMBERS),
+        "tools": chat_body(tools=NUMBERS),
+        "metadata": chat_body(metadata=PAIRS),
+        "logit_bias": chat_body(logit_bias=PAIRS),
+        "stream_options.0": chat_body(stream_options=PAIRS),
+        "0": chat_body()[:-1] + b"," + PAIRS[1:].encode(),
+        None: chat_body()[:-1] + b',"": 1,' + PAIRS[1:].encode(),
+    }.items(),
+)
+def test_many_wrong_values_are_one_error(param: str | None, content: bytes) -> None:
+    """What is made of the first one is little more than the body itself."""
+    tracemalloc.start()
+    with pytest.raises(RequestError) as found:
+        read_as(ChatRequest, content)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.value.param == param
+    assert peak < 12e6
+
+
+def test_bodies_of_too_many_values_are_refused_unparsed(served: Any) -> None:
+    content = chat_body(unknown=f"[{'[],' * 130_000}1]")
+    with served.client() as client:
+        headers = {"Content-Type": "application/json"}
+        error = error_of(client.post(CHAT, content=content, headers=headers), 413)
+    assert "commas" in error["message"] and "250000" in error["message"]
+    few = chat_body(unknown=f"[{'[],' * 120_000}1]")
+    with pytest.raises(RequestError) as found:
+        read_as(ChatRequest, few)
+    assert found.value.param == "unknown"
+
+
+def test_bodies_are_parsed_outside_of_the_event_loop(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        entered.set()
+        assert leave.wait(60)
+        return read_as(*args)
+
+    monkeypatch.setattr("vlmfast.serve.app.read_as", slow)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.chat, max_tokens=1)
+        try:
+            assert entered.wait(60)
+            with served.client() as client:
+                assert client.get("/health").status_code == 200
+            assert not answer.done()
+        finally:
+            leave.set()
+        assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("weights", "")]
+)
+def test_unknown_names_get_the_nearest_known_one(name: str, meant: str) -> None:
+    with pytest.raises(RequestError) as found:
+        read_as(ChatRequest, chat_body(**{name: "1"}))
+    assert found.value.param == name and (f"did you mean {meant!r}" in found.value.message) == bool(
+        meant
+    )
+
+
+def test_long_names_are_cut(served: Any) -> None:
+    with pytest.raises(RequestError) as found:
+        read_as(ChatRequest, chat_body(**{"x" * 10**6: "1"}))
+    assert len(found.value.message) < 500 and len(found.value.param) < 500
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+def connected(served: Any, text: bytes = b"") -> socket.socket:
+    port = int(served.url.rpartition(":")[2])
+    found = socket.create_connection(("127.0.0.1", port), timeout=30)
+    found.sendall(text)
+    return found
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed a connection; waits for it or for an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_idle_connections_give_way_to_new_ones(
+    serve: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(max_connections=8, header_timeout_s=3600.0)
+    caplog.set_level(logging.WARNING, logger="vlmfast.serve")
+    partial = b"GET /health HTTP/1.1\r\nHost: "
+    with contextlib.ExitStack() as stack:
+        idle = [
+            stack.enter_context(connected(served, partial if n % 2 else b"")) for n in range(40)
+        ]
+        with served.client() as client:
+            for _ in range(3):  # over one connection, which is idle between its requests
+                assert client.get("/health").status_code == 200
+        assert served.chat(max_tokens=1).status_code == 200
+        assert all(is_closed(each) for each in idle[:30])  # those that have waited longest
+    lines = [record.getMessage() for record in caplog.records if "closed" in record.getMessage()]
+    assert lines == ["1 connections were closed: at most 8 are kept"]
+
+
+def test_requests_that_are_answered_are_not_closed(serve: Callable[..., Any]) -> None:
+    """Nor those whose bodies arrive; with no idle connection left, the new one is closed."""
+    served = serve(max_connections=4)
+    upload = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    upload += b"Content-Type: application/json\r\nContent-Length: 99\r\n"
+    upload += b"Expect: 100-continue\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(connected(served, upload)) for _ in range(4)]
+        for each in busy:  # until its headers are read
+            assert each.recv(99).startswith(b"HTTP/1.1 100")
+        with connected(served) as more:
+            assert is_closed(more)
+        for each in busy:
+            each.sendall(b" " * 98 + b"{")
+            assert each.recv(12) == b"HTTP/1.1 400"
+
+
+def test_connections_without_headers_end(serve: Callable[..., Any]) -> None:
+    served = serve(header_timeout_s=0.2, timeout_s=3600.0)
+    for text in (b"", b"GET /health HTTP/1.1\r\nHost: "):
+        with connected(served, text) as stalled:
+            assert is_closed(stalled)
+
+
+def test_the_log_of_a_shortage_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    """The event loop reports each connection that it cannot accept, with a traceback."""
+    caplog.set_level(logging.INFO)
+    loop = asyncio.new_event_loop()
+    log_shortage(loop)
+    for _ in range(5000):
+        context = {"message": "socket.accept() out of system resource"}
+        loop.call_exception_handler({**context, "exception": OSError(errno.EMFILE, "too many")})
+    assert len(caplog.records) == 1 and caplog.records[0].exc_info is None
+    loop.call_exception_handler({"message": "another", "exception": KeyError("a")})
+    assert len(caplog.records) == 2 and caplog.records[1].exc_info
+    loop.close()
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("model", {"model": 5}),
     ("messages", {"messages": []}),
@@ -211,7 +380,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].content", {"messages": [{"role": "user", "content": []}]}),
     ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}),
     (
-        "messages[0].content[0].type",
+        "messages[0].content[0]",
         {
             "messages": [
                 {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,9 +19,12 @@ from pydantic_core import from_json
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+import fuzz_bodies
 from tiny_models import make_image
 from vlmfast import VLM
+from vlmfast.errors import DeadlineExceeded
 from vlmfast.serve.errors import RequestError
+from vlmfast.serve.grammar_compiler import MAX_TOKEN_S
 from vlmfast.serve.grammars import Grammars
 from vlmfast.serve.text import TextStream
 
@@ -260,6 +266,12 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+def linked(count: int, step: Any) -> dict[str, Any]:
+    """Definitions of which each contains what `step` makes, and the next one."""
+    links = {f"a{n}": step(n) | {"$ref": f"#/$defs/a{n + 1}"} for n in range(count)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{count}": {"type": "string"}}}
+
+
 BAD: dict[str, Any] = {
     "not an object": [1],
     "missing": None,
@@ -293,6 +305,22 @@ BAD: dict[str, Any] = {
     "small divisor of many digits": {"type": "number", "multipleOf": 0.062710561},
     "divisors": {"allOf": [{"type": "integer", "multipleOf": n} for n in (997, 991, 983)]},
     "divisors and zero": {"anyOf": [{"multipleOf": 0}, {"multipleOf": 7919**2}]},
+    "constant of 64 bits": {"const": -(2**63)},
+    "value of 64 bits": {"enum": [1, {"a": [-(2**63) + 1]}]},
+    "float of 64 bits": {"const": -9.2233720368547758e18},
+    "minimum of 64 bits": {"type": "integer", "minimum": -(2**63)},
+    "maximum of 64 bits": {"type": "number", "maximum": -(2**63) + 1},
+    "large number": {"const": 10**400},
+    "patterns together": {
+        "type": "string",
+        "allOf": [{"pattern": f"a{{{n}}}.*"} for n in range(60)],
+    },
+    "patterns in levels": {"allOf": [{"anyOf": [{"allOf": [{"pattern": "a"}] * 9}]}]},
+    "patterns of references": linked(20, lambda n: {"pattern": f".*a{n}.*"}),
+    "many alternatives": {"anyOf": [{"minimum": n} for n in range(1000)]},
+    "alternatives": {
+        "allOf": [{"anyOf": [{"minimum": 9 * n + m} for m in range(9)]} for n in range(4)]
+    },
     "patterns of names": {"patternProperties": {f"^a{n}.*b{n}$": {} for n in range(600)}},
 }
 
@@ -325,6 +353,86 @@ def test_bad_schemas_are_refused(grammars: Grammars, name: str) -> None:
 def test_large_schemas_are_followed(vlm: VLM, grammars: Grammars, schema: Any) -> None:
     answer = ask(vlm, grammars.processor(formatted(schema)), max_new_tokens=8)
     assert answer.token_ids
+
+
+def unchecked(schema: Any, param: str) -> str:
+    return json.dumps(schema)
+
+
+def test_schemas_that_end_their_process_are_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the bounds that keep most of them from being compiled at all."""
+    monkeypatch.setattr("vlmfast.serve.grammars.checked", unchecked)
+    for name, reason in {
+        "constant of 64 bits": "too complex to compile",
+        "patterns together": r"more than \d+ (MiB|s) to compile",
+        "chain of items": "too complex to compile",
+    }.items():
+        with pytest.raises(RequestError, match=reason) as found:
+            grammars.processor(formatted(BAD[name]))
+        assert found.value.status == 400
+    with pytest.raises(DeadlineExceeded):
+        grammars.processor(formatted(BAD["patterns together"]), end=time.monotonic())
+    assert grammars.processor(formatted({"const": "still compiled"}))
+
+
+def test_the_process_that_compiles_is_replaced(grammars: Grammars) -> None:
+    grammars.processor(formatted({"const": "before"}))
+    grammars.close()
+    assert grammars.processor(formatted({"const": "afterwards"}))
+
+
+def test_schemas_of_all_requests_are_bounded(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    held = [grammars.processor(formatted(SHAPE))]
+    monkeypatch.setattr("vlmfast.serve.grammars._MAX_BYTES", 1)
+    with pytest.raises(RequestError) as found:
+        grammars.processor(formatted(SHAPE))
+    assert found.value.status == 429 and found.value.retry_after
+    held.clear()
+    monkeypatch.undo()
+    assert grammars.processor(formatted(SHAPE))
+
+
+def follow_drawn(vlm: VLM, grammars: Grammars, numbers: range) -> float:
+    """Follow drawn schemas for a few tokens; the share of those that are not refused.
+
+    The tokens that may follow take no longer later on than at first.
+    """
+    errors: list[RequestError] = []
+    slowest = dict.fromkeys(numbers, 0.0)
+    for number in numbers:
+        rng = random.Random(f"schemas/{number}")
+        ids = [1, 7]
+        try:
+            processor = grammars.processor(formatted(fuzz_bodies.schema(rng)))
+            while len(ids) < 22 and ids[-1] != vlm.processor.tokenizer.eos_token_id:
+                start = time.thread_time()
+                scores = processor(torch.tensor([ids]), torch.zeros(1, 512))
+                slowest[number] = max(slowest[number], time.thread_time() - start)
+                ids.append(rng.choice(torch.isfinite(scores[0]).nonzero().flatten().tolist()))
+        except RequestError as error:
+            errors.append(error)
+    assert {error.status for error in errors} == {400}
+    assert all(error.param and "\n" not in error.message for error in errors)
+    assert max(slowest.values()) < 10 * MAX_TOKEN_S, slowest
+    return 1 - len(errors) / len(numbers)
+
+
+def test_drawn_schemas_are_followed_or_refused(vlm: VLM, grammars: Grammars) -> None:
+    assert 0.2 < follow_drawn(vlm, grammars, range(40)) < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_many_drawn_schemas_are_followed_or_refused(
+    vlm: VLM, grammars: Grammars, part: int
+) -> None:
+    assert 0.3 < follow_drawn(vlm, grammars, range(500 * part, 500 * part + 500)) < 0.7
 
 
 def test_a_vocabulary_without_braces_is_refused() -> None:

@@ -110,7 +110,9 @@ class Walk:
                 here = f"{path}.{name}".removeprefix(".")
                 for at, reported, value in self._all(field, here, path):
                     # By this field an alternative is chosen: with none, the whole object is wrong.
-                    chosen = name == part["chosen by"]
+                    # Reasoning is chosen by its type, from among messages, which need none.
+                    chosen = name == part["chosen by"] or part.get("title") == "Reasoning"
+                    chosen = chosen and name in part["required"]
                     yield at, path if chosen else reported, {**example, name: value}
 
     def _all(self, schema: dict[str, Any], path: str, outer: str) -> Iterator[tuple[str, str, Any]]:

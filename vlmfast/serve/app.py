@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -59,6 +60,8 @@ class Server:
         Whether new work is refused, since the server is about to stop.
     failure : Exception, optional
         Why the model could not be loaded.
+    bodies : Executor
+        Parses the bodies of requests, outside of the event loop.
     """
 
     def __init__(self, config: ServerConfig, load: Callable[[], VLM]) -> None:
@@ -69,6 +72,8 @@ class Server:
         self.created = int(time.time())
         self.ready, self.draining = False, False
         self.failure: Exception | None = None
+        # One thread: parsing keeps Python to itself, and takes several times the bytes of a body.
+        self.bodies = ThreadPoolExecutor(1, "vlmfast-bodies")
         self._thread = threading.Thread(target=self.run, name="vlmfast", daemon=True)
 
     @property
@@ -103,6 +108,7 @@ class Server:
         if self.runner is not None:
             self.runner.close()
             self._thread.join(_LAST_STEP_S)
+        self.bodies.shutdown(wait=False, cancel_futures=True)
 
     @property
     def running(self) -> Runner:
@@ -264,10 +270,16 @@ def create_app(server: Server) -> Gate:
 
 
 def _add_routes(app: FastAPI, server: Server) -> None:
-    async def body(request: Request, model: type[_Body]) -> _Body:
-        found = read_as(model, await request.body())
-        server.running  # noqa: B018 - 503 while the model is loading
-        return found
+    async def read(
+        request: Request, model: type[_Body], to_query: Callable[[_Body, Runner], Query]
+    ) -> tuple[_Body, Query]:
+        content = await request.body()
+
+        def work() -> tuple[_Body, Query]:
+            found = read_as(model, content)
+            return found, to_query(found, server.running)  # 503 while the model is loading
+
+        return await asyncio.get_running_loop().run_in_executor(server.bodies, work)
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
@@ -314,8 +326,9 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", tags=["answers"], **documents.posted(ChatRequest))
     async def completions(request: Request) -> Response:
         """Answer the last message of a conversation about images and videos."""
-        asked = await body(request, ChatRequest)
-        query = chat.query_of(asked, server.running.recipes, server.config)
+        asked, query = await read(
+            request, ChatRequest, lambda a, runner: chat.query_of(a, runner.recipes, server.config)
+        )
         logprobs = server.logprobs
         assert logprobs is not None
         if not query.stream:
@@ -333,17 +346,20 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize", tags=["models"], **documents.posted(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """The ids of a request, and those that its recipe leaves."""
-        asked = await body(request, TokenizeRequest)
-        runner = server.running
-        query = tokens.query_of(asked, runner.recipes)
+        _, query = await read(
+            request, TokenizeRequest, lambda a, runner: tokens.query_of(a, runner.recipes)
+        )
         result = await server.answer(request, query, counted=False)
-        return JSONResponse(tokens.tokenized(result, runner.vlm))
+        return JSONResponse(tokens.tokenized(result, server.running.vlm))
 
     @app.post("/v1/responses", tags=["answers"], **documents.posted(ResponsesRequest))
     async def respond(request: Request) -> Response:
         """Answer texts and images, in the objects of OpenAI's newer API."""
-        asked = await body(request, ResponsesRequest)
-        query = responses.query_of(asked, server.running.recipes, server.config)
+        asked, query = await read(
+            request,
+            ResponsesRequest,
+            lambda a, runner: responses.query_of(a, runner.recipes, server.config),
+        )
         if not query.stream:
             result = await server.answer(request, query)
             return JSONResponse(responses.response(asked, query, result))

@@ -18,6 +18,7 @@ from .schema import (
     ChatRequest,
     ImagePart,
     Message,
+    RefusalPart,
     SystemMessage,
     TextPart,
     UserMessage,
@@ -101,15 +102,21 @@ def turns_of(messages: list[Message]) -> list[Turn]:
 def _turn(message: SystemMessage | UserMessage | AssistantMessage, place: int) -> Turn:
     role = "system" if message.role == "developer" else message.role
     content = message.content
-    if isinstance(content, str):
-        return Turn(role, [content])
     where = f"messages[{place}].content"
-    return Turn(role, [_part(part, f"{where}[{at}]") for at, part in enumerate(content)])
+    if content is None or isinstance(content, str):
+        parts: list[str | Media] = [] if content is None else [content]
+    else:
+        parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
+    if isinstance(message, AssistantMessage) and message.refusal is not None:
+        parts.append(message.refusal)
+    return Turn(role, parts or [""])
 
 
 def _part(part: Any, where: str) -> str | Media:
     if isinstance(part, TextPart):
         return part.text
+    if isinstance(part, RefusalPart):
+        return part.refusal
     if isinstance(part, ImagePart):
         return Media("image", part.image_url.url, f"{where}.image_url.url")
     return Media("video", part.video_url.url, f"{where}.video_url.url")

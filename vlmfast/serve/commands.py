@@ -184,6 +184,8 @@ _LIMITS = {
     "--max-new-tokens": ("max_new_tokens", "tokens of an answer"),
     "--max-stops": ("max_stops", "stop strings of a request"),
     "--timeout": ("timeout_s", "seconds of a request"),
+    "--header-timeout": ("header_timeout_s", "seconds in which the headers of a request arrive"),
+    "--max-connections": ("max_connections", "connections at the same time"),
     "--max-requests-per-key": (
         "max_requests_per_key",
         "requests of a key that are answered at the same time",

@@ -80,6 +80,10 @@ class ServerConfig:
     max_new_tokens, max_stops : int
     timeout_s : float
         Of a request, from its first byte to its last token.
+    header_timeout_s : float
+        Of the headers of a request; a connection that sends none in this time is closed.
+    max_connections : int
+        At the same time. Beyond, those are closed that have waited longest for a request.
     max_requests_per_key : int
         Answered at the same time.
     max_queue : int
@@ -104,6 +108,8 @@ class ServerConfig:
     max_new_tokens: int = 4096
     max_stops: int = 4
     timeout_s: float = 120.0
+    header_timeout_s: float = 20.0
+    max_connections: int = 1000
     max_requests_per_key: int = 64
     max_queue: int = 256
     grace_s: float = 30.0
@@ -121,6 +127,7 @@ class ServerConfig:
             "max_body_bytes",
             "max_total_body_bytes",
             "max_new_tokens",
+            "max_connections",
             "max_requests_per_key",
             "max_queue",
             "media_threads",
@@ -131,8 +138,8 @@ class ServerConfig:
             value = getattr(self.media, f.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
-        for name, value in (("timeout_s", self.timeout_s), ("grace_s", self.grace_s)):
-            at_least(name, value, 0)
+        for name in ("timeout_s", "header_timeout_s", "grace_s"):
+            at_least(name, getattr(self, name), 0)
         if self.model in self.aliases:
             raise VLMFastError(f"alias {self.model!r} is the name of the model itself")
 

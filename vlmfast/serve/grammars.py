@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
+from vlmfast.errors import DeadlineExceeded
+
 from .errors import RequestError
+from .grammar_compiler import compiled
+from .grammar_schemas import checked, refused
+from .grammar_trials import Trials
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 _FORMATS = "text, json_object and json_schema"
-_MAX_BYTES = 64 << 10
-_CACHED = 16  # compiled schemas
-# llguidance compiles nested schemas and references by recursion, at up to 7 KB of the thread's
-# stack (2 MB at least) a level, and crashes the process when it is full.
-_MAX_LEVELS = 250
-# It bounds the time of other keywords itself, but not of these: the states of an automaton that
-# divides by the least common multiple, and comparisons of each pattern with all others.
-_MAX_MULTIPLE = 1000
-_MAX_PATTERNS = 32
-# At most one space after a separator and no other whitespace, which small models may repeat
-# without end.
-_OPTIONS: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    "coerce_one_of": False,
-    "lenient": False,
-}
+_CACHED_BYTES = 128 << 20  # of compiled schemas
+_MAX_BYTES = 1 << 30  # of those that requests hold
 # Every character that an object with any values cannot be written without.
 _ALPHABET = '{}[]":,-.0123456789aeflnrstu'
 
@@ -58,12 +46,18 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, eos_token_ids: Sequence[int]) -> None:
         self._source, self._vocabulary = tokenizer, vocabulary
         self._ends = list(eos_token_ids)
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._tokenizer: tuple[LLTokenizer, Trials] | None = None
+        self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
+        # Bytes of the matchers whose requests are not forgotten yet.
+        self._in_use: weakref.WeakKeyDictionary[JSONProcessor, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def processor(
-        self, response_format: dict[str, Any], *, param: str = "response_format"
+        self,
+        response_format: dict[str, Any],
+        *,
+        param: str = "response_format",
+        end: float = math.inf,
     ) -> LogitsProcessor | None:
         """The processor of one request.
 
@@ -75,6 +69,8 @@ class Grammars:
             strictly, whether or not the request sets ``strict``.
         param : str
             Name of the argument in errors.
+        end : float
+            When the request is given up, by `time.monotonic`.
 
         Returns
         -------
@@ -85,7 +81,9 @@ class Grammars:
         ------
         RequestError
             For an unknown format, a schema that is not valid, not supported or too complex, and
-            where the model's vocabulary cannot write JSON.
+            where the model's vocabulary cannot write JSON; 429 where the schemas of other requests
+            take all the memory that they may.
+        DeadlineExceeded
         """
         kind = response_format.get("type") if isinstance(response_format, dict) else None
         if kind == "text":
@@ -100,36 +98,59 @@ class Grammars:
                 raise RequestError(f"{param} must be a JSON schema, as an object", param=param)
         else:
             raise RequestError(f"{param}.type must be one of {_FORMATS}", param=f"{param}.type")
-        return JSONProcessor(self._matcher(schema, param), param)
+        matcher, size = self._matcher(schema, param, end)
+        processor = JSONProcessor(matcher, param)
+        with self._lock:
+            if sum(self._in_use.values()) + size > _MAX_BYTES:
+                raise RequestError(
+                    "the schemas of all requests are too large together; try later",
+                    429,
+                    code="rate_limit_exceeded",
+                    retry_after=1,
+                )
+            self._in_use[processor] = size
+        return processor
 
-    def _matcher(self, schema: dict[str, Any], param: str) -> LLMatcher:
-        """A matcher of a request's own, at the beginning of an answer."""
-        text = _checked(schema, param)
+    def _matcher(self, schema: dict[str, Any], param: str, end: float) -> tuple[LLMatcher, int]:
+        """A matcher of a request's own, at the beginning of an answer, and its bytes."""
+        text = checked(schema, param)
         with self._lock:
             found = self._compiled.get(text)
             if found is not None:
                 self._compiled.move_to_end(text)
-                return found.deep_copy()
-            tokenizer = self._built(param)
-        found = _compiled(tokenizer, text, param)
+                return found[0].deep_copy(), found[1]
+            tokenizer, trials = self._built(param)
+        try:
+            size = trials.cost(text, end)
+            matcher = compiled(tokenizer, text)
+        except DeadlineExceeded:
+            raise
+        except ValueError as error:
+            raise refused(str(error), param) from error
         with self._lock:
-            self._compiled[text] = found
-            while len(self._compiled) > _CACHED:
+            self._compiled[text] = matcher, size
+            while sum(size for _, size in self._compiled.values()) > _CACHED_BYTES:
                 self._compiled.popitem(last=False)
-            return found.deep_copy()
+            return matcher.deep_copy(), size
 
-    def _built(self, param: str) -> LLTokenizer:
-        """llguidance's copy of the tokenizer, built once."""
+    def _built(self, param: str) -> tuple[LLTokenizer, Trials]:
+        """llguidance's copy of the tokenizer, built once, and the process with another one."""
         if self._tokenizer is None:
+            size = max(self._vocabulary, len(self._source))
             try:
-                size = max(self._vocabulary, len(self._source))
                 built = from_tokenizer(self._source, size, self._ends)
             except ValueError as error:
                 raise _unwritable(param) from error
             if any(built.decode_str(built.greedy_tokenize(sign)) != sign for sign in _ALPHABET):
                 raise _unwritable(param)
-            self._tokenizer = built
+            text = self._source.backend_tokenizer.to_str()
+            self._tokenizer = built, Trials(text, size, self._ends)
         return self._tokenizer
+
+    def close(self) -> None:
+        """End the process that compiles schemas."""
+        if self._tokenizer is not None:
+            self._tokenizer[1].close()
 
 
 class JSONProcessor:
@@ -206,85 +227,3 @@ def _unwritable(param: str) -> RequestError:
     return RequestError(
         f"{param} allows text alone: the vocabulary of this model cannot write JSON", param=param
     )
-
-
-def _compiled(tokenizer: LLTokenizer, text: str, param: str) -> LLMatcher:
-    """The matcher of a schema that `_checked` has accepted."""
-    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
-    except ValueError as error:
-        raise _refused(str(error), param) from error
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()
-        if not trial.is_error():
-            return matcher
-        raise _refused("it allows no value, or is too complex", param)
-    raise _refused(matcher.get_error(), param)
-
-
-def _refused(why: str, param: str) -> RequestError:
-    why = " ".join(why.split())
-    why = why if len(why) <= 160 else f"{why[:160]}..."
-    return RequestError(f"{param} cannot be used: {why}", param=param)
-
-
-def _checked(schema: dict[str, Any], param: str) -> str:
-    """The text of a schema that llguidance compiles in bounded time and stack.
-
-    Raises
-    ------
-    RequestError
-    """
-    try:
-        text = json.dumps(schema, allow_nan=False, separators=(",", ":"))
-    except RecursionError as error:
-        raise _refused("it is nested too deeply", param) from error
-    except (TypeError, ValueError) as error:
-        raise _refused("it is not JSON", param) from error
-    if len(text) > _MAX_BYTES:
-        raise _refused(f"it has {len(text)} bytes, and {_MAX_BYTES} are allowed", param)
-    if "x-guidance" in schema:
-        raise _refused("the keyword x-guidance is not supported", param)
-    objects = list(_objects(schema))
-    references = {ref for one, _ in objects if isinstance(ref := one.get("$ref"), str)}
-    if any(not ref.startswith("#") for ref in references):
-        raise _refused("each $ref must begin with #, as only the schema itself is read", param)
-    deepest = max(depth for _, depth in objects)
-    # A reference by n names is to an object that contains n levels less than the whole.
-    levels = deepest + sum(max(deepest - ref.count("/"), 0) for ref in references)
-    if min(levels, len(objects)) > _MAX_LEVELS:
-        raise _refused(f"it has more than {_MAX_LEVELS} levels, references included", param)
-    multiples = {one["multipleOf"] for one, _ in objects if _is_number(one.get("multipleOf"))}
-    if math.lcm(*map(_digits, multiples)) > _MAX_MULTIPLE:
-        raise _refused(
-            f"the least common multiple of its multipleOf has more than {_MAX_MULTIPLE} steps",
-            param,
-        )
-    patterns = [one["patternProperties"] for one, _ in objects if "patternProperties" in one]
-    if sum(len(found) for found in patterns if isinstance(found, dict)) > _MAX_PATTERNS:
-        raise _refused(f"it has more than {_MAX_PATTERNS} patternProperties", param)
-    return text
-
-
-def _objects(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Every object in a schema, with its depth from 1 on; arrays are levels, too."""
-    waiting: list[tuple[Any, int]] = [(schema, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        if isinstance(value, dict):
-            yield value, depth
-            waiting += [(inner, depth + 1) for inner in value.values()]
-        elif isinstance(value, list):
-            waiting += [(inner, depth + 1) for inner in value]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _digits(value: float) -> int:
-    """The significant digits of a number as an integer: 25 for 0.25, 3 for 300, 1 for 0."""
-    return int("".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))) or 1

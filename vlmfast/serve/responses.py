@@ -7,14 +7,26 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from .chat import check_length, usage_of
 from .config import ServerConfig
-from .errors import as_request_error
+from .errors import RequestError, as_request_error
 from .query import Media, Query, Recipes, Turn
 from .runner import Result, Running
-from .schema import JsonObject, Off, Own, Strict, TextFormat, text_or
+from .schema import (
+    MAX_PARTS,
+    JsonObject,
+    Metadata,
+    Nothing,
+    Off,
+    Own,
+    RefusalPart,
+    Strict,
+    TextFormat,
+    several,
+    text_or,
+)
 from .stream import named
 
 # --- requests ------------------------------------------------------------------------------------
@@ -30,7 +42,7 @@ class InputImage(Strict):
     image_url: str = Field(
         description="a data: URL, or a URL where the server allows it", min_length=1
     )
-    detail: Literal["auto", "low", "high"] = Field(
+    detail: Literal["auto", "low", "high"] | None = Field(
         "auto", description="without effect: `recipe` sets the number of visual tokens"
     )
     file_id: None = None
@@ -39,36 +51,64 @@ class InputImage(Strict):
 class OutputText(Strict):
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] = Field(default=[], max_length=0)
-    logprobs: list[Any] | None = Field(None, max_length=0)
+    annotations: Nothing = None
+    logprobs: Nothing = None
+    # Of OpenAI's client, which reads `text` as a class.
+    parsed: Any = Field(None, description="without effect")
 
 
 InputPart: TypeAlias = Annotated[InputText | InputImage, Field(discriminator="type")]
+OutputPart: TypeAlias = Annotated[OutputText | RefusalPart, Field(discriminator="type")]
 
 
-class InputMessage(Strict):
+class _Listed(Strict):
+    """What a response's output says of each message, beside its role and content."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class InputMessage(_Listed):
     role: Literal["user"]
-    content: text_or(Annotated[list[InputPart], Field(min_length=1)])  # type: ignore[valid-type]
-    type: Literal["message"] = "message"
+    content: text_or(several(InputPart, MAX_PARTS, 1))  # type: ignore[valid-type]
 
 
-class Instruction(Strict):
+class Instruction(_Listed):
     role: Literal["system", "developer"]
-    content: text_or(list[InputText])  # type: ignore[valid-type]
-    type: Literal["message"] = "message"
+    content: text_or(several(InputText, MAX_PARTS))  # type: ignore[valid-type]
 
 
-class OutputMessage(Strict):
+class OutputMessage(_Listed):
     """A former answer, as a response contains it."""
 
     role: Literal["assistant"]
-    content: text_or(list[OutputText])  # type: ignore[valid-type]
-    type: Literal["message"] = "message"
+    content: text_or(several(OutputPart, MAX_PARTS))  # type: ignore[valid-type]
+
+
+class Reasoning(Strict):
+    """What another model thought before an answer; it is not shown to this one."""
+
+    type: Literal["reasoning"]
     id: str | None = None
-    status: Literal["completed", "incomplete"] | None = None
+    summary: several(Any, MAX_PARTS) | None = None  # type: ignore[valid-type]
+    content: several(Any, MAX_PARTS) | None = None  # type: ignore[valid-type]
+    encrypted_content: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-Item: TypeAlias = Annotated[InputMessage | Instruction | OutputMessage, Field(discriminator="role")]
+def _kind(item: Any) -> str:
+    return "reasoning" if isinstance(item, dict) and item.get("type") == "reasoning" else "message"
+
+
+_Spoken: TypeAlias = Annotated[
+    InputMessage | Instruction | OutputMessage, Field(discriminator="role")
+]
+Item: TypeAlias = Annotated[
+    Annotated[_Spoken, Tag("message")] | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(_kind),
+]
 
 
 class SchemaFormat(Strict):
@@ -83,15 +123,24 @@ class TextSettings(Strict):
     format: (
         Annotated[TextFormat | JsonObject | SchemaFormat, Field(discriminator="type")] | None
     ) = None
+    verbosity: None = None
+
+
+class ReasoningSettings(Strict):
+    """Refused unless empty."""
+
+    context: None = None
+    effort: None = None
+    generate_summary: None = None
+    mode: None = None
+    summary: None = None
 
 
 class ResponsesRequest(Own):
     """A request of ``POST /v1/responses``."""
 
     model: str = Field(max_length=256)
-    input: text_or(  # type: ignore[valid-type]
-        Annotated[list[Item], Field(min_length=1, max_length=2048)]
-    )
+    input: text_or(several(Item, 2048, 1))  # type: ignore[valid-type]
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -105,18 +154,24 @@ class ResponsesRequest(Own):
     truncation: Literal["disabled"] | None = None
     # Accepted without effect.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Refused unless empty.
+    context_management: Nothing = None
     conversation: None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    include: Nothing = None
+    max_tool_calls: None = None
+    moderation: None = None
     parallel_tool_calls: bool | None = None
     prompt: None = None
-    reasoning: None = None
+    reasoning: ReasoningSettings | None = None
+    stream_options: None = None
     tool_choice: Literal["none", "auto"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Nothing = None
+    top_logprobs: None = None
 
 
 def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) -> Query:
@@ -132,7 +187,10 @@ def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) 
     if isinstance(given, str):
         turns.append(Turn("user", [given]))
     else:
-        turns += [_turn(item, f"input[{place}].content") for place, item in enumerate(given)]
+        said = [(n, item) for n, item in enumerate(given) if not isinstance(item, Reasoning)]
+        if not said:
+            raise RequestError("input has no message", param="input")
+        turns += [_turn(item, f"input[{place}].content") for place, item in said]
     if request.max_output_tokens is not None:
         check_length("max_output_tokens", request.max_output_tokens, config)
     return Query(
@@ -161,8 +219,8 @@ def _turn(item: Any, where: str) -> Turn:
         if isinstance(part, InputImage):
             parts.append(Media("image", part.image_url, f"{where}[{place}].image_url"))
         else:
-            parts.append(part.text)
-    return Turn(role, parts)
+            parts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
+    return Turn(role, parts or [""])
 
 
 def _format(text: TextSettings | None) -> dict[str, Any] | None:

@@ -287,6 +287,7 @@ class Runner:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finisher.shutdown(wait=False)
+        self._grammars.close()
         self._closed = True
         self.vlm.engine.notify()
 
@@ -330,7 +331,7 @@ class Runner:
             generation["streamer"] = text
             if query.stops:
                 generation["stopping_criteria"] = [text]
-        if processors := self._processors(query):
+        if processors := self._processors(query, end):
             generation["logits_processor"] = LogitsProcessorList(processors)
         request = Request(
             messages=messages,
@@ -357,12 +358,12 @@ class Runner:
             return None
         return TextStream(self.vlm.processor.tokenizer, query.stops)
 
-    def _processors(self, query: Query) -> list[Callable[[Tensor, Tensor], Tensor]]:
+    def _processors(self, query: Query, end: float) -> list[Callable[[Tensor, Tensor], Tensor]]:
         found: list[Callable[[Tensor, Tensor], Tensor]] = []
         if query.presence_penalty or query.frequency_penalty:
             found.append(OpenAIPenalties(query.presence_penalty, query.frequency_penalty))
         if query.response_format is not None:
-            grammar = self._grammars.processor(query.response_format)
+            grammar = self._grammars.processor(query.response_format, end=end)
             found += [] if grammar is None else [grammar]
         return found
 

@@ -12,18 +12,38 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    model_validator,
 )
-from pydantic_core import PydanticKnownError, from_json
+from pydantic_core import PydanticCustomError, PydanticKnownError, from_json
+
+from vlmfast.core.params import nearest
 
 from .errors import RequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
+
+MAX_PARTS = 1024  # of a message
+_MAX_PAIRS = 16  # of metadata, as in OpenAI's API
+# Of a body: each value but the first is preceded by one. Parsed, a value takes up to 200 bytes.
+_MAX_MARKS = 250_000
+_SHOWN = 300  # characters of a request in a message
 
 
 class Strict(BaseModel):
     """Refuses unknown fields and other types; numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, value: Any) -> Any:
+        """Stop at the first unknown name: pydantic would report each of them."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in value if isinstance(value, dict) else ():
+            if name not in known:
+                about = {"name": name[:_SHOWN], "meant": nearest(name, sorted(known))}
+                raise PydanticCustomError("unknown", "unknown", about)
+        return value
 
 
 def _exactly(only: Any) -> BeforeValidator:
@@ -37,6 +57,25 @@ def _exactly(only: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """Refuse larger objects before their values are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            about = {"field_type": "Object", "max_length": count, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", about)
+        return value
+
+    return BeforeValidator(check)
+
+
+def several(item: Any, most: int, least: int = 0) -> Any:
+    """A list, of which only the first error is reported."""
+    return Annotated[list[item], Field(min_length=least, max_length=most, fail_fast=True)]
+
+
+Nothing: TypeAlias = Annotated[list[Any], Field(max_length=0)] | None
+Metadata: TypeAlias = Annotated[dict[str, str], Field(max_length=_MAX_PAIRS), _at_most(_MAX_PAIRS)]
 One: TypeAlias = Annotated[Literal[1], _exactly(1)]
 Off: TypeAlias = Annotated[Literal[False], _exactly(False)]
 
@@ -51,7 +90,7 @@ class TextPart(Strict):
 
 class ImageUrl(Strict):
     url: str = Field(description="a data: URL, or a URL where the server allows it", min_length=1)
-    detail: Literal["auto", "low", "high"] = Field(
+    detail: Literal["auto", "low", "high"] | None = Field(
         "auto", description="without effect: `recipe` sets the number of visual tokens"
     )
 
@@ -82,27 +121,39 @@ def text_or(parts: Any) -> Any:
     return Annotated[text | Annotated[parts, Tag("parts")], Discriminator(_form)]
 
 
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+
 class SystemMessage(Strict):
     role: Literal["system", "developer"]
-    content: text_or(list[TextPart])  # type: ignore[valid-type]
+    content: text_or(several(TextPart, MAX_PARTS))  # type: ignore[valid-type]
     name: str | None = None
 
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: text_or(Annotated[list[Part], Field(min_length=1)])  # type: ignore[valid-type]
+    content: text_or(several(Part, MAX_PARTS, 1))  # type: ignore[valid-type]
     name: str | None = None
+
+
+Said: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class AssistantMessage(Strict):
-    """A former answer; it has no images, and tools are not supported."""
+    """A former answer, as a client received it; it has no images, and tools are not supported."""
 
     role: Literal["assistant"]
-    content: text_or(list[TextPart])  # type: ignore[valid-type]
+    content: text_or(several(Said, MAX_PARTS)) | None = None  # type: ignore[valid-type]
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None
+    # Of OpenAI's client, which reads `content` as a class.
+    parsed: Any = Field(None, description="without effect")
+    # Refused unless empty.
+    annotations: Nothing = None
     audio: None = None
-    tool_calls: None = None
+    tool_calls: Nothing = None
     function_call: None = None
 
 
@@ -163,7 +214,7 @@ class ChatRequest(Own):
     """A request of ``POST /v1/chat/completions``."""
 
     model: str = Field(max_length=256)
-    messages: list[Message] = Field(min_length=1, max_length=2048)
+    messages: several(Message, 2048, 1)  # type: ignore[valid-type]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -171,7 +222,7 @@ class ChatRequest(Own):
     temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: text_or(list[str]) | None = None  # type: ignore[valid-type]
+    stop: text_or(several(str, 1024)) | None = None  # type: ignore[valid-type]
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logprobs: bool | None = None
@@ -179,24 +230,27 @@ class ChatRequest(Own):
     response_format: ResponseFormat | None = None
     # Accepted in their only supported form.
     n: One | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: several(Literal["text"], 1) | None = None  # type: ignore[valid-type]
     store: Off | None = None
     # Accepted without effect.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     # Refused unless empty.
     audio: None = None
     function_call: None = None
     functions: None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0), _at_most(0)] | None = None
+    moderation: None = None
     parallel_tool_calls: bool | None = None
     prediction: None = None
     reasoning_effort: None = None
     tool_choice: Literal["none"] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Nothing = None
+    verbosity: None = None
     web_search_options: None = None
 
 
@@ -209,8 +263,15 @@ def read_as(model: type[_Model], body: bytes) -> _Model:
     Raises
     ------
     RequestError
-        For a body that is not JSON, nested too deeply, or the first field that is wrong.
+        For a body that is not JSON, too long or nested too deeply, and the first wrong field.
     """
+    marks = sum(map(body.count, (b",", b"[", b"{")))
+    if marks > _MAX_MARKS:
+        raise RequestError(
+            f"the body has {marks} commas and opening brackets, those in strings included, and may "
+            f"have {_MAX_MARKS}",
+            413,
+        )
     try:
         data = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
@@ -218,8 +279,9 @@ def read_as(model: type[_Model], body: bytes) -> _Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        param = _param(first["loc"], data, first["type"])
+        first = error.errors(include_url=False, include_input=False)[0]
+        loc, context = first["loc"], first.get("ctx", {})
+        param = _param((*loc, context["name"]) if "name" in context else loc, data, first["type"])
         raise RequestError(_message(param, first), param=param or None) from None
 
 
@@ -231,7 +293,7 @@ def _param(loc: tuple[int | str, ...], data: Any, kind: str) -> str:
             found, value = f"{found}[{key}]", value[key]
         elif isinstance(value, dict) and key in value:
             found, value = f"{found}.{key}", value[key]
-        elif place == len(loc) - 1 and kind == "missing":
+        elif place == len(loc) - 1 and kind in ("missing", "unknown"):
             found = f"{found}.{key}"
     return _excerpt(found.removeprefix("."))
 
@@ -241,8 +303,8 @@ def _message(param: str, error: Any) -> str:
     match error["type"]:
         case "missing":
             return f"{param} is required"
-        case "extra_forbidden":
-            return f"{param} is not supported"
+        case "unknown":
+            return f"{param or 'an empty name'} is not supported{error['ctx']['meant']}"
         case "none_required":
             return f"{param} is not supported: leave it out"
         case "union_tag_not_found":
@@ -254,5 +316,5 @@ def _message(param: str, error: Any) -> str:
 
 
 def _excerpt(text: str) -> str:
-    text = "".join(char if char.isprintable() else "?" for char in text)
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    shown = "".join(char if char.isprintable() else "?" for char in text[:_SHOWN])
+    return shown if len(text) <= _SHOWN else f"{shown}..."

@@ -15,17 +15,15 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlmfast.api.vlm import VLM
 from vlmfast.errors import VLMFastError
 
 from .app import Server, create_app
 from .config import ServerConfig
+from .connections import BACKLOG, Connections, Protocol, log_shortage, reserve_files
 
 LOG = logging.getLogger("vlmfast.serve")
 TRIM_S = 5.0  # between two returns of free memory
@@ -37,44 +35,6 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Protocol(H11Protocol):
-    """Closes connections whose request does not begin in time; uvicorn waits without an end.
-
-    Parameters
-    ----------
-    head_s : float
-        From the first byte of a request, or from the connection, to the end of its headers.
-    """
-
-    def __init__(self, *args: Any, head_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_s = head_s
-        self._waiting: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._arrived()
-        elif self._waiting is None and self.conn.trailing_data[0]:
-            self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        self._waiting = self.loop.call_later(self._head_s, self.transport.close)
-
-    def _arrived(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
 
 
 def serve(
@@ -132,22 +92,28 @@ def _bound(host: str, port: int) -> socket.socket:
     return listening
 
 
+def options_of(server: Server, most: int) -> uvicorn.Config:
+    """How uvicorn runs the application, with at most ``most`` connections."""
+    limits = Connections(most, server.config.header_timeout_s)
+    return uvicorn.Config(
+        create_app(server),
+        http=partial(Protocol, limits=limits),  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=max(1, round(server.config.grace_s)),
+        timeout_keep_alive=75,
+        limit_concurrency=None,
+        ws="none",
+        port=0,  # that it listens on where it is given no socket
+        backlog=BACKLOG,
+    )
+
+
 async def _run(server: Server, listening: socket.socket, ready: Callable[[], object]) -> None:
     config = server.config
-    running = _Uvicorn(
-        uvicorn.Config(
-            create_app(server),
-            http=partial(_Protocol, head_s=config.timeout_s),  # type: ignore[arg-type]
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            timeout_graceful_shutdown=max(1, round(config.grace_s)),
-            timeout_keep_alive=75,
-            limit_concurrency=None,
-            ws="none",
-        )
-    )
+    running = _Uvicorn(options_of(server, reserve_files(config.max_connections)))
 
     def stop() -> None:
         if server.draining:
@@ -156,6 +122,7 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
         LOG.info("stopping: running answers have %g s", config.grace_s)
 
     loop = asyncio.get_running_loop()
+    log_shortage(loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     tasks = [

@@ -12,14 +12,14 @@ from vlmfast.api.vlm import VLM
 from .chat import turns_of
 from .query import Query, Recipes
 from .runner import Result
-from .schema import Message, Own
+from .schema import Message, Own, several
 
 
 class TokenizeRequest(Own):
     """A request of ``POST /tokenize``."""
 
     model: str = Field(max_length=256)
-    messages: list[Message] = Field(min_length=1, max_length=2048)
+    messages: several(Message, 2048, 1)  # type: ignore[valid-type]
 
 
 def query_of(request: TokenizeRequest, recipes: Recipes) -> Query:
