@@ -19,7 +19,7 @@ from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, structures_of
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
 from .mode import Mode
@@ -342,7 +342,8 @@ class RowGroup:
         if self.graphs is not None and rows <= self.cache.size:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
-        weights = fingerprint(decoder, head, hooks=True, addresses=True)
+        given = {"hooks": True, "training": True, "addresses": True}
+        weights = fingerprint(decoder, head, **given, kept=structures_of(self.adapter))
         kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from vlmfast.models.base import Adapter
 
 from .chunks import splits
 from .features import settings_of
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, structures_of
 from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
@@ -45,10 +45,16 @@ class Scope:
     ----------
     tenant : str
     content : Hashable
+    weights : tuple of bytes
+        The fingerprints of the model and of trained stages, a part of ``content``.
+    trained : tuple of Module
+        These stages.
     """
 
     tenant: str
     content: Hashable
+    weights: tuple[bytes | None, ...] = ()
+    trained: tuple[nn.Module, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,13 +155,13 @@ class Prefixes:
             trained = [adapter.trained(stage) for stage in recipe if stage.trained]
         except RecipeError:  # the prefill has more to say about it
             return None
-        weights = [fingerprint(model, hooks=True)]
-        weights += [fingerprint(own) for own in trained if isinstance(own, nn.Module)]
+        modules = tuple(own for own in trained if isinstance(own, nn.Module))
+        weights = self._weights(modules)
         if None in weights:
             return None
         mode = Mode.current(adapter.device)
         content = (
-            tuple(weights),
+            weights,
             tuple((type(stage), stage) for stage in recipe),
             not whole,
             digests,
@@ -170,7 +176,13 @@ class Prefixes:
             hash(content)
         except TypeError:  # a stage whose parameters can change
             return None
-        return Scope(tenant, content)
+        return Scope(tenant, content, weights, modules)
+
+    def _weights(self, trained: tuple[nn.Module, ...]) -> tuple[bytes | None, ...]:
+        """Fingerprints of the model and of trained stages."""
+        kept = structures_of(self.adapter)
+        of_stages = [fingerprint(own, kept=kept) for own in trained]
+        return fingerprint(self.adapter.model, hooks=True, kept=kept), *of_stages
 
     def find(
         self, scope: Scope | None, ids: list[int], least: int = 1, *, use: bool = True
@@ -211,15 +223,22 @@ class Prefixes:
         prefix.resume(sequence)
         return prefix
 
-    def keep(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+    def keep(self, scope: Scope | None, prefix: Prefix, *, at_once: bool = False) -> Entry | None:
         """Store a prefix, whose buffers are no one else's, in place of entries that it contains.
 
-        Where it is not stored, its buffers are returned.
+        Where it is not stored, its buffers are returned: if the model has changed since the scope
+        was found, for example.
+
+        Parameters
+        ----------
+        at_once : bool
+            Whether nothing else can have run since the scope was found.
         """
         # Layers of a short prompt may have been prefilled as if they had no window.
         windows = [layer.window for layer in prefix.cache.layers]
         size, entry = prefix.bytes, None
-        if scope is not None and size <= self.cache.limit and windows == list(self.adapter.windows):
+        fits = size <= self.cache.limit and windows == list(self.adapter.windows)
+        if scope is not None and fits and (at_once or self._is_same(scope)):
             beginning = Beginning(tuple(prefix.ids), prefix.least)
             for key in self.cache.keys(KIND, scope.tenant, scope.content):
                 if beginning.contains(key.content):
@@ -232,7 +251,9 @@ class Prefixes:
         self.cache.unpin(entry)
         return entry
 
-    def keep_copy(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+    def keep_copy(
+        self, scope: Scope | None, prefix: Prefix, *, at_once: bool = False
+    ) -> Entry | None:
         """As `keep`, a copy of a prefix whose buffers remain the caller's.
 
         There is none where it would take more than half of the memory that is free.
@@ -245,7 +266,11 @@ class Prefixes:
             copy = prefix.clone()
         except torch.OutOfMemoryError:  # the request itself needs no copy
             return None
-        return self.keep(scope, copy)
+        return self.keep(scope, copy, at_once=at_once)
+
+    def _is_same(self, scope: Scope) -> bool:
+        """Whether the model is still the one of a scope."""
+        return scope.weights == self._weights(scope.trained)
 
     def bytes(self, scope: Scope | None, ids: list[int]) -> int:
         """The size of the entry that shares the most of ``ids``; 0 without any."""
