@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny_families
@@ -18,7 +21,8 @@ from tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, ModelError, RecipeError, Request
 from vlmfast.engine import prefixes
 from vlmfast.engine.prefix_cache import Key
-from vlmfast.engine.prefixes import KIND, Beginning
+from vlmfast.engine.prefix_tree import Beginning, PrefixTree
+from vlmfast.engine.prefixes import KIND, Prefixes
 
 FAMILIES = sorted(tiny_families.FIRST)
 IMAGE = make_image(60, 44)
@@ -554,7 +558,7 @@ def with_adapters(vlm: VLM) -> None:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("change", OF_TOWER)
 def test_a_changed_vision_tower_is_refused(vlm: VLM, change: str, training: bool) -> None:
-    """By an open session, with keys and values and without; all others answer anew."""
+    """By an open session, with keys and values and without; all others compute again."""
     with_adapters(vlm)
     vlm.model.train(training)
     recipes = ("none", "pyramiddrop:0.5")
@@ -645,3 +649,65 @@ def test_beginnings_are_cut_to_what_is_common() -> None:
     beginning = Beginning((1, 2, 3, 4), least=2)
     assert [beginning.shared(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 9])] == [4, 3, 2]
     assert [beginning.shared(ids) for ids in ([1, 9, 3], [], [9])] == [0, 0, 0]
+
+
+Ids = st.lists(st.integers(0, 2), max_size=9).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), Ids, st.integers(0, 9))),
+)
+def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> None:
+    """The longest common beginning, of several the last that was used."""
+    tree: PrefixTree[Beginning] = PrefixTree()
+    known: list[Beginning] = []  # the last used one is the last
+    for step, ids, least in steps:
+        if step == "find":
+            of = {one: one.shared(list(ids)) for one in reversed(known)}
+            best = max(of, key=of.__getitem__, default=None)
+            wanted = None if best is None or of[best] < max(least, 1) else best
+            assert tree.find(ids, least) is wanted
+            assert {*tree.within(ids)} == {o for o in known if ids[: len(o.ids)] == o.ids}
+            if wanted is not None:
+                tree.use(wanted, wanted.ids)
+                known.append(known.pop(known.index(wanted)))
+            continue
+        one = Beginning(ids, min(least, len(ids)))
+        for old in [old for old in known if old == one]:
+            tree.remove(old, old.ids)
+            known.remove(old)
+        if step == "add":
+            tree.add(one, one.ids, one.least)
+            known.append(one)
+    for one in known:
+        tree.remove(one, one.ids)
+    assert not tree._root.children
+
+
+def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
+    """Counted in lines of Python, with entries that share all but the end of a prompt."""
+    found, ids = Prefixes(vlm.adapter), list(range(400))
+    scope, costs = found.scope(vlm.recipe("none")), []
+
+    def lines(frame: Any, event: str, argument: Any) -> Any:
+        costs[-1] += event == "line"
+        return lines
+
+    for number in range(200):
+        own = (*ids, 1000 + number, *range(40))
+        entry = vlm.prefix_cache.put(
+            Key(KIND, "", Beginning(own, 300), scope.content), number, 1, None
+        )
+        vlm.prefix_cache.unpin(entry)
+        if number in (9, 199):
+            costs.append(0)
+            before = sys.gettrace()
+            sys.settrace(lines)
+            try:
+                entry = found.find(scope, [*ids, 1005, *range(30)], 350)
+            finally:
+                sys.settrace(before)
+            assert entry is not None and entry.value == 5
+            vlm.prefix_cache.unpin(entry)
+    assert costs[0] > 10 and costs[1] <= costs[0] + 10

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -167,6 +167,7 @@ class Engine:
             self._check_not_inside()
         self._check_bytes(sequence)
         sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
+        sequence.bypassed = prefix_cache_of(self.adapter).is_bypassed
         sequence.submitted = time.monotonic()
         sequence.deadline = math.inf if deadline is None else sequence.submitted + deadline
         with self._changed:
@@ -433,7 +434,7 @@ class Engine:
             if self._prefill is None:
                 self._begin(sequence)
             assert self._prefill is not None
-            with sequence.mode.entered():
+            with sequence.mode.entered(), self._as_submitted(sequence):
                 try:
                     with interleaved(self.adapter, partial(self._between, sequence)):
                         return next(self._prefill)
@@ -569,12 +570,17 @@ class Engine:
             sequence.stats.finish(
                 sequence.count, sequence.begin, sequence.first, clock(device), device
             )
-        _call_on_end(sequence)
+        with self._as_submitted(sequence):
+            _call_on_end(sequence)
         with self._changed:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
             self._changed.notify_all()
         _call_listener(sequence)
+
+    def _as_submitted(self, sequence: Sequence) -> AbstractContextManager[None]:
+        """The prefix cache as the thread that submitted a sequence wants it, not this one."""
+        return prefix_cache_of(self.adapter).bypassed(sequence.bypassed)
 
     # --- memory and devices ----------------------------------------------------------------------
 

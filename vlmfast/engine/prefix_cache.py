@@ -13,12 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vlmfast.models.base import Adapter
 
 from .memory import total_bytes
+from .prefix_tree import Beginning, PrefixTree
 
 _LIMIT = 1 << 30  # bytes, where the memory of the device is unknown
 _PART = 10  # of the memory of the device that entries may take by default
@@ -128,16 +130,17 @@ class PrefixCache:
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
+        self._bypassed = ContextVar("bypassed", default=False)
         self._reset()
 
     def _reset(self) -> None:
         """Forget everything."""
         self._process, self._lock = os.getpid(), threading.Lock()
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
-        # The same, by group: a search reads the keys of one group alone.
+        # The same, by group; those of prefixes also by their ids.
         self._groups: dict[tuple[str, str, Any], OrderedDict[Key, None]] = {}
+        self._trees: dict[tuple[str, str, Any], PrefixTree[Entry]] = {}
         self._bytes = 0  # of all entries that are stored or in use
-        self._paused = 0
         self._counts: dict[str, dict[str, int]] = {}
 
     @contextmanager
@@ -159,7 +162,12 @@ class PrefixCache:
     @property
     def enabled(self) -> bool:
         """Whether anything is stored and found: the limit is above 0, and it is not `bypassed`."""
-        return self._limit > 0 and not self._paused
+        return self._limit > 0 and not self.is_bypassed
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether this thread is inside a block of `bypassed`."""
+        return self._bypassed.get()
 
     def find(self, key: Key) -> Entry | None:
         """The entry of a key, pinned: `unpin` it after use. Counts a hit or a miss."""
@@ -183,29 +191,38 @@ class PrefixCache:
         kind: str,
         tenant: str,
         scope: Any,
-        score: Callable[[Key], int],
+        ids: tuple[int, ...],
+        least: int = 1,
         *,
         use: bool = True,
     ) -> Entry | None:
-        """The entry with the highest score, pinned as in `find`; ``None`` without one above 0.
+        """The entry that shares the most of the first ``ids``, pinned as in `find`.
 
-        ``use``: whether this is a use of the entry, and counted.
+        Parameters
+        ----------
+        least : int
+            How many it must share; ``None`` is returned where none does.
+        use : bool
+            Whether this is a use of the entry, and counted.
         """
         with self._locked():
             if not self.enabled:
                 return None
-            own = self._groups.get((kind, tenant, scope), OrderedDict())
-            best = max(reversed(own), key=score, default=None)
-            found = best is not None and score(best) > 0
+            tree = self._trees.get((kind, tenant, scope))
+            entry = None if tree is None else tree.find(ids, least)
             if use:
-                self._count(kind, "hits" if found else "misses")
-            if best is None or not found:
-                return None
-            entry = self._entries[best]
-            if use:
-                self._used(entry)
-            entry.pins += 1
+                self._count(kind, "misses" if entry is None else "hits")
+            if entry is not None:
+                if use:
+                    self._used(entry)
+                entry.pins += 1
             return entry
+
+    def within(self, kind: str, tenant: str, scope: Any, ids: tuple[int, ...]) -> list[Key]:
+        """The keys of entries whose ids ``ids`` begin with."""
+        with self._locked():
+            tree = self._trees.get((kind, tenant, scope))
+            return [] if tree is None else [entry.key for entry in tree.within(ids)]
 
     def remove(self, key: Key) -> None:
         """Drop an entry, if there is one; in use, it ends with its last use."""
@@ -238,6 +255,9 @@ class PrefixCache:
                 self._drop(old, ended)
             entry = self._entries[key] = Entry(key, value, size, release, pins=1)
             self._groups.setdefault(key.group, OrderedDict())[key] = None
+            if isinstance(key.content, Beginning):
+                tree = self._trees.setdefault(key.group, PrefixTree())
+                tree.add(entry, key.content.ids, key.content.least)
             self._bytes += size
             return entry
 
@@ -281,18 +301,23 @@ class PrefixCache:
             self._make_room(0, ended)
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Neither find nor store anything inside the block, in any thread.
+    def bypassed(self, bypassed: bool = True) -> Iterator[None]:
+        """Neither find nor store anything for requests that are made inside the block.
 
-        What is timed is timed like this: as if every request were the first one.
+        What is timed is timed like this: as if every request were the first one. Requests that
+        other threads make meanwhile use the cache, whichever thread answers them.
+
+        Parameters
+        ----------
+        bypassed : bool
+            False uses the cache inside the block, also within another block.
         """
-        with self._locked():
-            self._paused += 1
+        before = self._bypassed.get()
+        self._bypassed.set(bypassed)
         try:
             yield
         finally:
-            with self._locked():
-                self._paused = max(self._paused - 1, 0)  # 0 in the child of a fork
+            self._bypassed.set(before)
 
     def stats(self) -> CacheStats:
         """What is stored, and how often it was found."""
@@ -319,6 +344,8 @@ class PrefixCache:
     def _used(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
         self._groups[entry.key.group].move_to_end(entry.key)
+        if isinstance(entry.key.content, Beginning):
+            self._trees[entry.key.group].use(entry, entry.key.content.ids)
 
     def _count(self, kind: str, name: str) -> None:
         counts = self._counts.setdefault(kind, {})
@@ -353,8 +380,11 @@ class PrefixCache:
         del self._entries[entry.key]
         group = self._groups[entry.key.group]
         del group[entry.key]
+        if isinstance(entry.key.content, Beginning):
+            self._trees[entry.key.group].remove(entry, entry.key.content.ids)
         if not group:
             del self._groups[entry.key.group]
+            self._trees.pop(entry.key.group, None)
         entry.stored = False
         if not entry.pins:
             self._end(entry, ended)

@@ -13,7 +13,7 @@ the images that were compressed without one. These entries are kept apart where 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
 from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
+from .prefix_tree import Beginning
 from .sequence import Sequence
 
 KIND = "prefixes"
@@ -55,46 +56,6 @@ class Scope:
     content: Hashable
     weights: tuple[bytes | None, ...] = ()
     trained: tuple[nn.Module, ...] = field(default=(), repr=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Beginning:
-    """The identity of an entry within its scope.
-
-    Parameters
-    ----------
-    ids : tuple of int
-    least : int
-        To how many ids it can be cut.
-    """
-
-    ids: tuple[int, ...]
-    least: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Beginning) and self.ids == other.ids
-
-    def __hash__(self) -> int:
-        return hash(self.ids)
-
-    def shared(self, ids: list[int]) -> int:
-        """How many of the first ``ids`` can be taken from it."""
-        count = common(self.ids, ids)
-        return count if count >= self.least else 0
-
-    def contains(self, other: Beginning) -> bool:
-        """Whether all that can be taken from ``other`` can be taken from this one."""
-        return self.least <= other.least and common(self.ids, other.ids) == len(other.ids)
-
-
-def common(one: Iterable[int], another: Iterable[int]) -> int:
-    """Length of the common prefix."""
-    count = 0
-    for a, b in zip(one, another, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def parts(recipe: Recipe) -> list[Stage]:
@@ -194,11 +155,7 @@ class Prefixes:
         if scope is None:
             return None
 
-        def score(key: Key) -> int:
-            count = key.content.shared(ids)
-            return count if count >= max(least, 1) else 0
-
-        return self.cache.search(KIND, scope.tenant, scope.content, score, use=use)
+        return self.cache.search(KIND, scope.tenant, scope.content, tuple(ids), least, use=use)
 
     def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
         """Continue a sequence from a copy of the longest prefix of its prompt.
@@ -240,8 +197,8 @@ class Prefixes:
         fits = size <= self.cache.limit and windows == list(self.adapter.windows)
         if scope is not None and fits and (at_once or self._is_same(scope)):
             beginning = Beginning(tuple(prefix.ids), prefix.least)
-            for key in self.cache.keys(KIND, scope.tenant, scope.content):
-                if beginning.contains(key.content):
+            for key in self.cache.within(KIND, scope.tenant, scope.content, beginning.ids):
+                if beginning.least <= key.content.least:  # it can be cut to all that this one can
                     self.cache.remove(key)
             key = Key(KIND, scope.tenant, beginning, scope.content)
             entry = self.cache.put(key, prefix, size, prefix.release)
