@@ -167,7 +167,7 @@ def test_settings_that_are_back_give_the_old_fingerprint() -> None:
 
 
 def test_states_of_one_call_do_not_count() -> None:
-    """What ``generate`` leaves behind, and what the engine switches meanwhile."""
+    """What ``generate`` leaves, and what the engine switches meanwhile."""
     model = net()
     before = fingerprint(model)
     model.rope_deltas, model.gradient_checkpointing = torch.ones(2), True

@@ -675,6 +675,32 @@ def test_identity_depends_on_every_weight():
     assert identity(vlm.adapter) != before
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("part", ["tower", "language model", "processor", "training"])
+def test_a_file_of_another_state_is_refused(tmp_path, part: str):
+    """Of equal weights; in the state of the file it is loaded, also by another object."""
+
+    def changed(vlm: VLM) -> None:
+        if part == "tower":
+            vlm.adapter.vision_blocks()[0].layer_norm1.eps = 0.5
+        elif part == "language model":
+            vlm.adapter.decoder.norm.variance_epsilon = 0.5
+        elif part == "processor":
+            vlm.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+        else:
+            vlm.model.train()
+
+    path, vlm = tmp_path / "session", VLM(*build_llava())
+    changed(vlm)
+    with vlm.session(images=make_image(60, 44)) as session:
+        session.save(path)
+    other = VLM(*build_llava())
+    with pytest.raises(ModelError, match="other settings of the model, its adapters or its proc"):
+        other.load_session(path)
+    changed(other)
+    other.load_session(path).close()
+
+
 # --- saves that fail -----------------------------------------------------------------------------
 
 

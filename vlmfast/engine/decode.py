@@ -342,8 +342,9 @@ class RowGroup:
         if self.graphs is not None and rows <= self.cache.size:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
-        given = {"hooks": True, "training": True, "addresses": True}
-        weights = fingerprint(decoder, head, **given, kept=structures_of(self.adapter))
+        given: dict[str, Any] = {"hooks": True, "training": True, "addresses": True}
+        given["kept"] = structures_of(self.adapter)
+        weights = fingerprint(decoder, head, **given)
         kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             found.cache.join(self.cache)

@@ -24,7 +24,7 @@ from vlmfast.core.snapshot import mapped
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.models.base import Adapter, Encoded, Part
 
-from .fingerprint import fingerprint, structures_of
+from .fingerprint import fingerprint, settings_sha256, structures_of
 from .mode import Mode
 from .prefix_cache import Entry, Key, prefix_cache_of
 from .stats import Stats
@@ -288,16 +288,34 @@ def tower_state(adapter: Adapter, trained: dict[str, nn.Module]) -> Hashable:
     trained : dict of str to Module
         Of the recipe's stages.
     """
-    given = {"hooks": True, "training": True, "values": True, "kept": structures_of(adapter)}
+    given: dict[str, Any] = {"hooks": True, "training": True, "values": True}
+    given["kept"] = structures_of(adapter)
     weights = _of_tower(adapter, **given), fingerprint(*trained.values(), **given)
     return *weights, Mode.current(adapter.device).autocast, settings_of(adapter)
 
 
+def settings_of_files(adapter: Adapter, *, language: bool) -> str:
+    """SHA-256 of the settings of model and processor, for files that other processes read.
+
+    Parameters
+    ----------
+    language : bool
+        Whether the language model is part of it.
+    """
+    model = settings_sha256(adapter.model, skip=() if language else _language(adapter))
+    processor = repr(settings_of(adapter))
+    return hashlib.sha256(f"{model} {processor}".encode()).hexdigest()
+
+
 def _of_tower(adapter: Adapter, **given: Any) -> bytes | None:
     """The `fingerprint` of the model without its language model."""
+    return fingerprint(adapter.model, skip=_language(adapter), **given)
+
+
+def _language(adapter: Adapter) -> list[nn.Module]:
+    """The modules of the language model."""
     model = adapter.model
-    language = [adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()]
-    return fingerprint(model, skip=language, **given)
+    return [adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 # --- keys ----------------------------------------------------------------------------------------
@@ -309,10 +327,10 @@ def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> H
     if training or torch.is_inference_mode_enabled():  # whose tensors others cannot use
         return None
     mode = Mode.current(adapter.device)
-    given = {"kept": structures_of(adapter)}
-    weights = [_of_tower(adapter, **given)]
+    kept = structures_of(adapter)
+    weights = [_of_tower(adapter, kept=kept)]
     if wanted.inside and trained:
-        weights.append(fingerprint(*trained.values(), **given))
+        weights.append(fingerprint(*trained.values(), kept=kept))
     asked = (
         tuple((type(stage), stage) for stage in (*wanted.views, *wanted.inside)),
         tuple(sorted(wanted.requests.items())),

@@ -57,6 +57,9 @@ _UNREAD = frozenset(
         "output_hidden_states",
     )
 )
+# Those that are others where an equal model was loaded in another way.
+_PLACED = frozenset(("name_or_path", "transformers_version", "architectures", "dtype"))
+_HIDDEN = ("_hf_", "_old_", "_is_hf_", "_keep_", "_keys_", "_weight_", "hf_", "quantization_")
 
 
 def fingerprint(
@@ -121,6 +124,15 @@ def fingerprint(
     return digest.digest()
 
 
+def settings_sha256(*modules: nn.Module, skip: Iterable[nn.Module] = ()) -> str:
+    """A digest of all but the weights, which an equal model in another process has as well.
+
+    The arguments are those of `fingerprint`.
+    """
+    structure = Structure(modules, tuple(skip), portable=True)
+    return hashlib.sha256(structure.settings).hexdigest()
+
+
 def structures_of(adapter: Adapter) -> dict[Any, Structure]:
     """What `fingerprint` has ``kept`` of a model."""
     return adapter.kept.setdefault("structures", {})
@@ -145,6 +157,8 @@ class Structure:
     ----------
     modules, skip : tuple of Module
         As in `fingerprint`.
+    portable : bool
+        Whether ``settings`` are those of an equal model in another process.
 
     Attributes
     ----------
@@ -154,8 +168,10 @@ class Structure:
         Whether a module is in training mode.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], skip: tuple[Any, ...]) -> None:
-        self.training = False
+    def __init__(
+        self, modules: tuple[nn.Module, ...], skip: tuple[Any, ...], *, portable: bool = False
+    ) -> None:
+        self.training, self._portable = False, portable
         self._weights: list[Iterable[Tensor | None]] = []
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
         self._calling: list[tuple[dict, dict, dict[str, Any]]] = []  # hooks, and all attributes
@@ -193,9 +209,11 @@ class Structure:
         tensors: list[Tensor] = []
         places: list[tuple[str, str]] = []
         for tensor in chain(*self._weights, self._tensors):
-            if type(tensor) in _PLAIN and not tensor.is_meta:
+            if tensor is None or tensor.is_meta:
+                continue
+            if type(tensor) in _PLAIN:
                 tensors.append(tensor)
-            elif tensor is not None and not tensor.is_meta:
+            else:
                 tensors += _inner(tensor)
         for state in self._hooked:
             for name, tensor in chain(state["_parameters"].items(), state["_buffers"].items()):
@@ -231,11 +249,23 @@ class Structure:
         if state.get("_hf_hook") is not None:
             self._hooked.append(state)
         self.training = self.training or bool(state.get("training"))
-        own = [(name, self._value(of)) for name, of in list(state.items()) if name not in _UNREAD]
-        of_children = [
-            None if child is None else self._number(child) for child in children.values()
-        ]
-        return [id(type(module)), state.get("training"), own, of_children]
+        own = [(name, self._value(of)) for name, of in list(state.items()) if self._reads(name, of)]
+        parts = [None if child is None else self._number(child) for child in children.values()]
+        return [self._code(type(module)), state.get("training"), own, parts]
+
+    def _reads(self, name: str, value: Any) -> bool:
+        """Whether an attribute or a setting counts."""
+        if name in _UNREAD:
+            return False
+        if hasattr(nn.Module, name) and callable(value):  # ``to``, which accelerate replaces
+            return False
+        return not (self._portable and (name in _PLACED or name.startswith(_HIDDEN)))
+
+    def _code(self, call: Any) -> Any:
+        """What identifies a function or class."""
+        if self._portable:
+            return f"{getattr(call, '__module__', None)}.{getattr(call, '__qualname__', None)}"
+        return id(call), id(getattr(call, "__code__", None))
 
     def _number(self, module: nn.Module, *, loose: bool = False) -> int:
         """The number of a module, which is read later."""
@@ -259,7 +289,7 @@ class Structure:
         elif isinstance(value, list | tuple | dict | set | frozenset | PreTrainedConfig):
             return self._container(value)
         elif callable(value):
-            return id(value), id(getattr(value, "__code__", None))
+            return self._code(value)
         return type(value).__qualname__
 
     def _container(self, value: Any) -> Any:
@@ -273,7 +303,7 @@ class Structure:
             return [
                 (name, self._value(of))
                 for name, of in vars(value).items()
-                if name[0] != "_" and name not in _UNREAD and not isinstance(of, PreTrainedConfig)
+                if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
             ]
         if isinstance(value, dict):
             self._see(value, value.values())
