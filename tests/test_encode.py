@@ -215,6 +215,27 @@ def test_folder_of_another_run_is_refused(
     assert content(whole) == before
 
 
+@pytest.mark.parametrize("part", ["tower", "processor", "language model"])
+def test_features_of_other_settings_are_refused(
+    images: list[Path], whole: Path, tmp_path: Path, part: str
+) -> None:
+    """Those of the language model do not matter."""
+    vlm, out = VLM(*tiny_models.build_llava_next()), tmp_path / "out"
+    shutil.copytree(whole, out)
+    if part == "tower":
+        vlm.adapter.vision_blocks()[0].layer_norm1.eps = 0.5
+    elif part == "processor":
+        vlm.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    else:
+        vlm.adapter.decoder.norm.variance_epsilon = 0.5
+        assert len(open_features(whole, vlm)) == len(images)
+        return
+    with pytest.raises(VLMFastError, match="other settings of the model, its adapters or its proc"):
+        open_features(whole, vlm)
+    with pytest.raises(VLMFastError, match=rf"{MANIFEST} has settings_sha256 .*"):
+        encode_files(vlm, images, RECIPE, out, model="tiny")
+
+
 def test_features_of_another_model_are_refused(whole: Path) -> None:
     with pytest.raises(VLMFastError, match="belongs to the model tiny"):
         open_features(whole, VLM(*tiny_models.build_llava_next(seed=1)))

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, CLIPVisionConfig
+from transformers import AutoModel, CLIPVisionConfig, PreTrainedConfig
 
+from tiny_models import build_llava, make_image
+from vlmfast import VLM
 from vlmfast.engine import fingerprint as module
 from vlmfast.engine.fingerprint import fingerprint
 
@@ -42,6 +45,11 @@ class Net(nn.Module):
         self.lora = Lora()
         self.wide = nn.Linear(128, 96)
         self.scale = nn.Parameter(torch.tensor(2.0))
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.1)
+        self.shift, self.grid, self.table = 0.5, (2, 2), torch.ones(300)
+        self.levels = {"one": [1, 2], "two": [(3, np.float32(4.0))]}
+        self.rule, self.others = torch.tanh, [nn.Linear(2, 2)]
+        self.config = PreTrainedConfig(alpha=1, names=["a"], inner=PreTrainedConfig(beta=1))
         self.register_buffer("empty", torch.zeros(0))
         self.decoder = nn.Linear(4, 4)
 
@@ -86,40 +94,122 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "load_state_dict": loaded,
     "an optimizer": optimized,
     "dtype": lambda m: m.to(torch.bfloat16),
+}
+# What modules compute with besides their weights.
+SETTINGS: dict[str, Callable[[Net], Any]] = {
     "set_adapter": lambda m: m.lora.set_adapter("two"),
     "adapters off": lambda m: setattr(m.lora, "_disable_adapters", True),
     "merged": lambda m: m.lora.merged_adapters.append("one"),
     "scaling": lambda m: m.lora.scaling.update(one=2.0),
+    "eps": lambda m: setattr(m.norm, "eps", 0.1),
+    "a number": lambda m: setattr(m, "shift", 0.25),
+    "another type": lambda m: setattr(m, "shift", "0.5"),
+    "a tuple": lambda m: setattr(m, "grid", (2, 3)),
+    "within containers": lambda m: m.levels["one"].append(3),
+    "a scalar of NumPy": lambda m: m.levels["two"].__setitem__(0, (3, np.float32(5.0))),
+    "another key": lambda m: m.levels.update(three=m.levels.pop("two")),
+    "a tensor that is no buffer": lambda m: setattr(m, "table", m.table * 2),
+    "such a tensor through data": lambda m: m.table.data.mul_(2),
+    "a function": lambda m: setattr(m, "rule", torch.sigmoid),
+    "an activation": lambda m: setattr(m, "act", nn.SiLU().eval()),
+    "a module in a list": lambda m: m.others[0].weight.data.mul_(2),
+    "a setting of the config": lambda m: setattr(m.config, "alpha", 2),
+    "an item in the config": lambda m: m.config.names.append("b"),
+    "dropout": lambda m: setattr(m.drop, "p", 0.2),
+    "a new attribute": lambda m: setattr(m.wide, "gain", 2.0),
 }
+CHANGES |= SETTINGS
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_is_noticed(change: str) -> None:
-    model = net()
-    before = fingerprint(model)
+    """Also where structures of earlier calls are used, which makes no difference."""
+    model, kept = net(), {}
+    before = fingerprint(model, kept=kept)
     assert before is not None
-    assert fingerprint(model) == before
+    assert fingerprint(model) == before == fingerprint(model, kept=kept)
     CHANGES[change](model)
-    after = fingerprint(model)
+    after = fingerprint(model, kept=kept)
     assert after is not None
     assert after != before
-    assert fingerprint(model) == after
+    assert fingerprint(model) == after == fingerprint(model, kept=kept)
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_settings_count_whatever_else_does_not(change: str) -> None:
+    """They are no weights: an open session, or a captured step, depends on them as well."""
+    for given in ({"values": True}, {"addresses": True}, {"values": True, "training": True}):
+        model = net()
+        before = fingerprint(model, **given)
+        CHANGES[change](model)
+        in_place = change in ("such a tensor through data", "a module in a list")
+        assert (fingerprint(model, **given) == before) == (in_place and "addresses" in given)
+
+
+@pytest.mark.parametrize("change", ["eps", "scaling", "within containers", "an item in the config"])
+def test_what_is_kept_is_compared(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: structures that are used unseen miss these changes."""
+    monkeypatch.setattr(module.Structure, "changed", lambda self: False)
+    model, kept = net(), {}
+    before = fingerprint(model, kept=kept)
+    CHANGES[change](model)
+    assert fingerprint(model, kept=kept) == before != fingerprint(model)
+
+
+def test_settings_that_are_back_give_the_old_fingerprint() -> None:
+    model, kept = net(), {}
+    before = fingerprint(model, kept=kept)
+    for change in ({"shift": 0.25, "rule": torch.sin}, {"shift": 0.5, "rule": torch.tanh}):
+        for name, value in change.items():
+            setattr(model, name, value)
+        found = fingerprint(model, kept=kept)
+    assert found == before
+
+
+def test_states_of_one_call_do_not_count() -> None:
+    """What ``generate`` leaves, and what the engine switches meanwhile."""
+    model = net()
+    before = fingerprint(model)
+    model.rope_deltas, model.gradient_checkpointing = torch.ones(2), True
+    model.config._attn_implementation = "eager"
+    model.config.use_cache = False
+    assert fingerprint(model) == before
+
+
+def test_structures_of_models_that_are_gone_are_not_kept() -> None:
+    kept: dict[Any, Any] = {}
+    for _ in range(20):
+        fingerprint(nn.Linear(2, 2).eval(), kept=kept)
+    assert len(kept) == module._KEPT
+
+
+def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later requests compare objects and read elements of tensors, whatever they ask."""
+    made, transfers = [], []
+    build, samples = module.Structure.__init__, module._samples
+    monkeypatch.setattr(
+        module.Structure, "__init__", lambda own, *given: (made.append(own), build(own, *given))[0]
+    )
+    monkeypatch.setattr(module, "_samples", lambda of: transfers.append(len(of)) or samples(of))
+    vlm = VLM(*build_llava())
+    image = make_image(60, 44)
+    questions = ("what is here ?", "is there more ?")
+    with vlm.session(images=image) as session:
+        for _ in range(2):
+            made.clear()
+            transfers.clear()
+            for question in questions:
+                vlm.ask(question, image, max_new_tokens=2)
+                session.ask(question, max_new_tokens=2)
+    assert made == []
+    # A session looks again before it stores its conversation.
+    assert len(transfers) == 2 * (1 + 2)
 
 
 @pytest.mark.parametrize("change", ["through data", "half of the entries", "a buffer"])
 def test_version_counters_alone_miss_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without the samples of the content these changes are not noticed."""
     monkeypatch.setattr(module, "_samples", lambda tensors: iter(()))
-    model = net()
-    before = fingerprint(model)
-    CHANGES[change](model)
-    assert fingerprint(model) == before
-
-
-@pytest.mark.parametrize("change", ["set_adapter", "adapters off", "merged", "scaling"])
-def test_weights_alone_miss_adapters(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: without the state of adapters these changes are not noticed."""
-    monkeypatch.setattr(module, "_ADAPTERS", set())
     model = net()
     before = fingerprint(model)
     CHANGES[change](model)
@@ -184,6 +274,16 @@ def test_hooks_can_be_part_of_it() -> None:
         handle.remove()
     assert found[0] == found[1] != found[2] == found[3]
     assert fingerprint(model, hooks=True) == fingerprint(model) not in found
+
+
+def test_training_mode_can_be_part_of_it() -> None:
+    model, found = net(), set()
+    for trains in ([], [model.drop], [model.drop, model.lora]):
+        for part in trains:
+            part.train()
+        assert (fingerprint(model) is None) == bool(trains)
+        found.add(fingerprint(model, training=True))
+    assert None not in found and len(found) == 3
 
 
 def test_values_stay_on_another_device_or_at_another_address() -> None:
@@ -298,9 +398,11 @@ def test_one_transfer_reads_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(transfers) == 1
 
 
-def test_shared_modules_are_walked_once() -> None:
+def test_shared_modules_are_read_once() -> None:
     model = net()
     model.again = model.wide
-    model.ring = SimpleNamespace()  # not a module: ignored
-    seen = list(module._states([model, model.wide], []))
-    assert len(seen) == len(list(model.modules()))
+    model.ring = SimpleNamespace(model=model)  # not a module: ignored
+    model.levels["ring"] = model.levels
+    tensors, _ = module.Structure((model, model.wide), ()).weights()
+    assert sum(tensor is model.wide.weight for tensor in tensors) == 1
+    assert fingerprint(model) == fingerprint(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from PIL import Image
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny_families
 import vlmfast
@@ -43,6 +45,7 @@ from vlmfast.engine.prefix_cache import (
     PrefixCache,
     prefix_cache_of,
 )
+from vlmfast.engine.prefix_tree import Beginning
 from vlmfast.engine.prefixes import Prefixes
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.eval.bench import bench
@@ -767,6 +770,58 @@ def test_evaluation_is_cold(llava: VLM, tower: Tower, tmp_path: Any) -> None:
         assert tower.since()
 
 
+class Once(LogitsProcessor):
+    """Calls a function at the first token."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.calls = [call]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        while self.calls:
+            self.calls.pop()()
+        return scores
+
+
+@pytest.mark.parametrize("timed", ["compare", "warmup"])
+def test_other_threads_keep_the_cache(
+    llava: VLM, monkeypatch: pytest.MonkeyPatch, timed: str
+) -> None:
+    """Also where the thread that is timed runs the engine for them."""
+    monkeypatch.undo()
+    image, found = image_of(0), []
+    with llava.session(image) as session:
+        session.ask(QUESTION, max_new_tokens=2)
+
+        def others() -> None:
+            found.append(session.ask(QUESTION, max_new_tokens=2))
+            found.append(asked(llava, image))
+
+        thread = threading.Thread(target=others)
+
+        def start() -> None:
+            thread.start()
+            while not llava.engine.load().waiting:
+                time.sleep(0.001)
+
+        now = LogitsProcessorList([Once(start)])
+        if timed == "compare":
+            more = {"max_new_tokens": 4, "logits_processor": now}
+            own = llava.compare(QUESTION, image_of(1), recipes=["none"], **more)
+            assert [one.answer.stats.cached_tokens for one in own] == [0, 0]
+        else:
+            ask = llava.ask
+            given = {"logits_processor": now}
+            monkeypatch.setattr(llava, "ask", lambda *of, **more: ask(*of, **more, **given))
+            before = len(llava.prefix_cache._entries)
+            llava.warmup()
+            monkeypatch.undo()
+            assert len(llava.prefix_cache._entries) - before <= 1  # of the session
+        thread.join()
+        assert session.reuses == "kv"
+        assert all(answer.stats.prompt_reused > 0 for answer in found)
+    assert llava.prefix_cache.enabled
+
+
 def test_bypass_nests_and_counts(llava: VLM, tower: Tower) -> None:
     cache = llava.prefix_cache
     asked(llava, image_of(0))
@@ -776,6 +831,8 @@ def test_bypass_nests_and_counts(llava: VLM, tower: Tower) -> None:
         assert not cache.enabled
         asked(llava, image_of(0))
     assert cache.enabled
+    with cache.bypassed(), cache.bypassed(False):
+        assert cache.enabled
     with pytest.raises(KeyError), cache.bypassed():
         raise KeyError
     assert cache.enabled
@@ -864,25 +921,24 @@ def test_release_may_use_the_cache() -> None:
 
 
 def test_a_search_reads_its_own_scope_alone() -> None:
-    """However many entries others have: a server keeps thousands."""
-    cache, scored = PrefixCache(1000), []
-    for scope in range(100):
-        for content in (1, 2):
-            cache.unpin(cache.put(Key("x", "", content, scope), (scope, content), 1))
-    cache.unpin(cache.put(Key("x", "other", 3, 7), None, 1))
-
-    def score(key: Key) -> int:
-        scored.append(key)
-        return key.content
-
-    found = cache.search("x", "", 7, score)
-    assert found.value == (7, 2)
-    assert {key[1:] for key in scored} == {("", 1, 7), ("", 2, 7)}
-    assert cache.search("x", "", 100, score) is None
-    assert cache.keys("x", "", 7) == [Key("x", "", 2, 7), Key("x", "", 1, 7)]
+    cache = PrefixCache(1000)
+    for scope in range(3):
+        for ids in ((1, 2, 3), (1, 2, 4, 5)):
+            key = Key("x", "", Beginning(ids, 1), scope)
+            cache.unpin(cache.put(key, (scope, ids), 1))
+    cache.unpin(cache.put(Key("x", "other", Beginning((1, 2, 3, 4), 1), 2), None, 1))
+    found = cache.search("x", "", 2, (1, 2, 3, 4))
+    assert found.value == (2, (1, 2, 3))
+    assert cache.search("x", "", 3, (1, 2, 3)) is None
+    assert [key.content.ids for key in cache.keys("x", "", 2)] == [(1, 2, 3), (1, 2, 4, 5)]
+    assert cache.search("x", "", 2, (1, 2), use=False).value == found.value  # the last one used
+    assert cache.within("x", "", 2, (1, 2, 3, 4)) == [found.key]
     cache.unpin(found)
     cache.remove(found.key)
-    assert cache.search("x", "", 7, score, use=False).value == (7, 1)
+    assert cache.search("x", "", 2, (1, 2, 3, 4), use=False).value == (2, (1, 2, 4, 5))
+    assert cache.search("x", "", 2, (1, 2, 3, 4), 3) is None
+    cache.clear()
+    assert cache.search("x", "", 2, (1, 2, 3, 4)) is None
 
 
 class Store(RuleBasedStateMachine):
@@ -1062,7 +1118,7 @@ def test_fork_starts_empty() -> None:
     """Also while another thread holds the lock or uses an entry."""
     cache, released = PrefixCache(10), []
     entry = cache.put(key("a"), 1, 10, lambda: released.append(1))
-    with cache.bypassed(), cache._lock:
+    with cache._lock:
         child = os.fork()
         if not child:
             fine = stored(cache, "b", 10) and cache.stats().entries == 1 and not released

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny_families
 from tiny_models import build_llava, make_image
-from vlmfast import VLM, Answer, RecipeError, Request
+from vlmfast import VLM, Answer, ModelError, RecipeError, Request
 from vlmfast.engine import prefixes
 from vlmfast.engine.prefix_cache import Key
-from vlmfast.engine.prefixes import KIND, Beginning
+from vlmfast.engine.prefix_tree import Beginning, PrefixTree
+from vlmfast.engine.prefixes import KIND, Prefixes
 
 FAMILIES = sorted(tiny_families.FIRST)
 IMAGE = make_image(60, 44)
@@ -516,15 +522,124 @@ def test_sessions_and_prompts_share_the_image(vlm: VLM) -> None:
     assert [a.token_ids for a in own] == [a.token_ids for a in others]
 
 
-def test_a_changed_vision_tower_is_refused(vlm: VLM) -> None:
-    from vlmfast import ModelError
+# --- the model of an open session ----------------------------------------------------------------
 
+EPS = "variance_epsilon", 5.0
+OF_LANGUAGE = {
+    "data": halved,
+    "eps": lambda vlm: setattr(vlm.adapter.decoder.layers[0].input_layernorm, *EPS),
+    "scaling": lambda vlm: setattr(vlm.adapter.decoder.layers[0].self_attn, "scaling", 2.0),
+}
+OF_TOWER = {
+    "data": lambda vlm: vlm.adapter.projector().linear_2.weight.data.mul_(-0.5),
+    "eps": lambda vlm: setattr(vlm.adapter.vision_blocks()[0].layer_norm1, "eps", 0.5),
+    "scale": lambda vlm: setattr(vlm.adapter.vision_blocks()[0].self_attn, "scale", 2.0),
+    "activation": lambda vlm: setattr(vlm.adapter.projector(), "act", torch.nn.Tanh()),
+    "adapter": lambda vlm: vlm.adapter.projector().linear_1.set_adapter("two"),
+    "adapter off": lambda vlm: vlm.adapter.projector().linear_1.enable_adapters(False),
+    "adapter scaled": lambda vlm: vlm.adapter.projector().linear_1.scaling.update(one=8.0),
+    "hook": lambda vlm: vlm.adapter.projector().register_forward_hook(lambda *given: -given[2]),
+}
+
+
+def with_adapters(vlm: VLM) -> None:
+    """Two adapters of PEFT on a projection of the image features; the first one is active."""
+    from peft.tuners.lora import Linear, LoraConfig
+
+    projector = vlm.adapter.projector()
+    torch.manual_seed(0)
+    own = {"r": 4, "lora_alpha": 16, "config": LoraConfig(init_lora_weights=False)}
+    layer = projector.linear_1 = Linear(projector.linear_1, "one", **own)
+    layer.update_layer("two", **own)
+    projector.double().requires_grad_(False)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("change", OF_TOWER)
+def test_a_changed_vision_tower_is_refused(vlm: VLM, change: str, training: bool) -> None:
+    """By an open session, with keys and values and without; all others compute again."""
+    with_adapters(vlm)
+    vlm.model.train(training)
+    recipes = ("none", "pyramiddrop:0.5")
+    before = [asked(vlm, recipe=recipe).token_ids for recipe in recipes]
+    sessions = [vlm.session(images=IMAGE, recipe=recipe, history=False) for recipe in recipes]
+    given = {"max_new_tokens": 6}
+    assert [s.ask(QUESTIONS[0], **given).token_ids for s in sessions] == before
+    OF_TOWER[change](vlm)
+    after = [asked(vlm, recipe=recipe) for recipe in recipes]
+    assert after[0].stats.cached_tokens == 0
+    assert [a.token_ids for a in after] == [cold(vlm, recipe=r).token_ids for r in recipes]
+    assert [a.token_ids for a in after] != before, "the change does not matter"
+    for session in sessions:
+        with pytest.raises(ModelError, match="vision tower has changed"):
+            session.ask(QUESTIONS[0], **given)
+        with pytest.raises(ModelError, match="vision tower has changed"):
+            session.ask(QUESTIONS[0], restore=True, **given)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("change", OF_LANGUAGE)
+def test_a_changed_language_model_is_noticed(vlm: VLM, change: str) -> None:
+    """The images are prefilled again, in a session as well."""
+    with vlm.session(images=IMAGE, history=False) as session:
+        before = session.ask(QUESTIONS[0], max_new_tokens=6)
+        assert before.stats.prompt_reused > 0
+        OF_LANGUAGE[change](vlm)
+        answer = session.ask(QUESTIONS[0], max_new_tokens=6)
+        assert answer.stats.prompt_reused == 0
+        assert answer.token_ids == cold(vlm).token_ids != before.token_ids
+        again = asked(vlm)
+        assert again.stats.prompt_reused > 0 and again.token_ids == answer.token_ids
+
+
+def test_settings_that_are_back_find_their_entries(vlm: VLM) -> None:
+    norm, found = vlm.adapter.decoder.layers[0].input_layernorm, []
+    for eps in (1e-5, 5.0, 1e-5, 5.0):
+        norm.variance_epsilon = eps
+        found.append((asked(vlm).token_ids, asked(vlm).stats.prompt_reused > 0, len(entries(vlm))))
+    assert found[0][0] == found[2][0] != found[1][0] == found[3][0]
+    assert [count for *_, count in found] == [1, 2, 2, 2]
+
+
+def test_a_session_that_cannot_go_on_is_not_saved(vlm: VLM, tmp_path: Path) -> None:
+    """The file would hold features of one tower beside the name of another one."""
     with vlm.session(images=IMAGE) as session:
-        session.ask(QUESTIONS[0], max_new_tokens=4)
-        for parameter in vlm.adapter.projector().parameters():
-            parameter.data.mul_(0.5)
-        with pytest.raises(ModelError, match="vision tower"):
-            session.ask(QUESTIONS[1], max_new_tokens=4)
+        session.ask(QUESTIONS[0], max_new_tokens=2)
+        session.save(tmp_path / "session")
+        OF_TOWER["eps"](vlm)
+        with pytest.raises(ModelError, match="vision tower has changed"):
+            session.save(tmp_path / "session")
+
+
+def test_other_settings_of_the_processor_are_refused(vlm: VLM) -> None:
+    with vlm.session(images=IMAGE) as session:
+        session.ask(QUESTIONS[0], max_new_tokens=2)
+        vlm.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+        with pytest.raises(ModelError, match="image processor"):
+            session.ask(QUESTIONS[0], max_new_tokens=2)
+
+
+def test_another_device_or_address_is_no_change(vlm: VLM) -> None:
+    with vlm.session(images=IMAGE) as session:
+        session.ask(QUESTIONS[0], max_new_tokens=2)
+        vlm.model.load_state_dict(copy.deepcopy(vlm.model.state_dict()), assign=True)
+        session.ask(QUESTIONS[1], max_new_tokens=2)
+    assert session.reuses == "features"
+
+
+def test_what_began_with_another_model_is_not_stored(vlm: VLM) -> None:
+    """The control: without the change the conversation is stored."""
+    lengths = []
+    for change in (lambda vlm: None, OF_LANGUAGE["eps"]):
+        vlm.prefix_cache.clear()
+        with vlm.session(images=IMAGE) as session:
+            stream = session.stream(QUESTIONS[0], max_new_tokens=8, eos_token_id=None)
+            next(stream)
+            change(vlm)
+            list(stream)
+            lengths.append(max(map(len, entries(vlm))) - len(session._images.prefix))
+    assert lengths[0] > lengths[1] == 0
 
 
 # --- the identity of entries ---------------------------------------------------------------------
@@ -534,3 +649,65 @@ def test_beginnings_are_cut_to_what_is_common() -> None:
     beginning = Beginning((1, 2, 3, 4), least=2)
     assert [beginning.shared(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 9])] == [4, 3, 2]
     assert [beginning.shared(ids) for ids in ([1, 9, 3], [], [9])] == [0, 0, 0]
+
+
+Ids = st.lists(st.integers(0, 2), max_size=9).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), Ids, st.integers(0, 9))),
+)
+def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> None:
+    """The longest common beginning, of several the last that was used."""
+    tree: PrefixTree[Beginning] = PrefixTree()
+    known: list[Beginning] = []  # the last used one is the last
+    for step, ids, least in steps:
+        if step == "find":
+            of = {one: one.shared(list(ids)) for one in reversed(known)}
+            best = max(of, key=of.__getitem__, default=None)
+            wanted = None if best is None or of[best] < max(least, 1) else best
+            assert tree.find(ids, least) is wanted
+            assert {*tree.within(ids)} == {o for o in known if ids[: len(o.ids)] == o.ids}
+            if wanted is not None:
+                tree.use(wanted, wanted.ids)
+                known.append(known.pop(known.index(wanted)))
+            continue
+        one = Beginning(ids, min(least, len(ids)))
+        for old in [old for old in known if old == one]:
+            tree.remove(old, old.ids)
+            known.remove(old)
+        if step == "add":
+            tree.add(one, one.ids, one.least)
+            known.append(one)
+    for one in known:
+        tree.remove(one, one.ids)
+    assert not tree._root.children
+
+
+def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
+    """Counted in lines of Python, with entries that share all but the end of a prompt."""
+    found, ids = Prefixes(vlm.adapter), list(range(400))
+    scope, costs = found.scope(vlm.recipe("none")), []
+
+    def lines(frame: Any, event: str, argument: Any) -> Any:
+        costs[-1] += event == "line"
+        return lines
+
+    for number in range(200):
+        own = (*ids, 1000 + number, *range(40))
+        entry = vlm.prefix_cache.put(
+            Key(KIND, "", Beginning(own, 300), scope.content), number, 1, None
+        )
+        vlm.prefix_cache.unpin(entry)
+        if number in (9, 199):
+            costs.append(0)
+            before = sys.gettrace()
+            sys.settrace(lines)
+            try:
+                entry = found.find(scope, [*ids, 1005, *range(30)], 350)
+            finally:
+                sys.settrace(before)
+            assert entry is not None and entry.value == 5
+            vlm.prefix_cache.unpin(entry)
+    assert costs[0] > 10 and costs[1] <= costs[0] + 10

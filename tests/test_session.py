@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -82,12 +83,14 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
     def looks(module, args):
         count["looks"] += 1
 
-    for hook in (rows, looks):  # which change nothing: the prefix cache may stay in use
-        hook.__module__ = "vlmfast.tests"
+    def harmless(hook: FunctionType) -> FunctionType:
+        """The same hook as the library's own, which changes nothing: the prefix cache stays."""
+        named = {**hook.__globals__, "__name__": "vlmfast.tests"}
+        return FunctionType(hook.__code__, named, closure=hook.__closure__)
 
     handles = [
-        vlm.adapter.decoder.register_forward_pre_hook(rows, with_kwargs=True),
-        vlm.adapter.projector().register_forward_pre_hook(looks),
+        vlm.adapter.decoder.register_forward_pre_hook(harmless(rows), with_kwargs=True),
+        vlm.adapter.projector().register_forward_pre_hook(harmless(looks)),
     ]
     try:
         yield count
@@ -672,6 +675,32 @@ def test_identity_depends_on_every_weight():
     with torch.no_grad():
         vlm.adapter.decoder.layers[2].self_attn.v_proj.weight.add_(1e-3)
     assert identity(vlm.adapter) != before
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("part", ["tower", "language model", "processor", "training"])
+def test_a_file_of_another_state_is_refused(tmp_path, part: str):
+    """Of equal weights; in the state of the file it is loaded, also by another object."""
+
+    def changed(vlm: VLM) -> None:
+        if part == "tower":
+            vlm.adapter.vision_blocks()[0].layer_norm1.eps = 0.5
+        elif part == "language model":
+            vlm.adapter.decoder.norm.variance_epsilon = 0.5
+        elif part == "processor":
+            vlm.processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+        else:
+            vlm.model.train()
+
+    path, vlm = tmp_path / "session", VLM(*build_llava())
+    changed(vlm)
+    with vlm.session(images=make_image(60, 44)) as session:
+        session.save(path)
+    other = VLM(*build_llava())
+    with pytest.raises(ModelError, match="other settings of the model, its adapters or its proc"):
+        other.load_session(path)
+    changed(other)
+    other.load_session(path).close()
 
 
 # --- saves that fail -----------------------------------------------------------------------------

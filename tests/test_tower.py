@@ -104,6 +104,14 @@ def test_graphs_belong_to_weights_and_autocast(pair) -> None:
             weight.data = weight.data * 0.5
     wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
     assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
+    # A graph contains attributes of modules as constants.
+    for _ in range(3):
+        vlm.ask("what ?", **ask)
+    replayed, kept = towers.replayed, len(towers._kept)
+    for model in (plain, vlm):
+        model.adapter.vision_blocks()[0].layer_norm1.eps = 0.5
+    wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
+    assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
 
 
 @pytest.mark.cases(1)

@@ -29,7 +29,7 @@ from vlmfast.core.protocols import MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
-from vlmfast.engine.features import tower_fingerprint
+from vlmfast.engine.features import tower_state
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.opening import fitted, reading
 from vlmfast.engine.prefill import Inputs, Seen, look
@@ -206,10 +206,8 @@ class Session:
         self._scope: Scope | None = None  # of the current question, with what it continues
         self._prefix: Prefix | None = None
         self._closed, self._claimed_by = False, _Claim(done=True)
-        # Its features are those of this vision tower.
-        self._tower = None
-        if images is not None:
-            self._tower = tower_fingerprint(group.adapter, values=True)
+        self._checked: Scope | None = None  # of the last question; its vision tower was this one:
+        self._tower = None if images is None else tower_state(group.adapter, images.seen.trained)
         group.open.add(self)
 
     # --- opening and closing ---------------------------------------------------------------------
@@ -448,20 +446,25 @@ class Session:
         if self._closed:
             raise VLMFastError("the session is closed; vlm.session(...) opens another one")
 
-    def _check_tower(self) -> None:
-        """The features of the images must be those of today's vision tower."""
-        now = tower_fingerprint(self._adapter, values=True)
-        if self._tower is not None and now is not None and now != self._tower:
+    def _check_tower(self, scope: Scope | None = None) -> None:
+        """The features of the images must be those of today's vision tower.
+
+        ``scope`` is that of a question, which says without a second look that nothing has changed.
+        """
+        known = self._images
+        if known is None or (scope is not None and scope == self._checked):
+            return
+        if tower_state(self._adapter, known.seen.trained) != self._tower:
             raise ModelError(
-                "the weights of the vision tower have changed since the session was opened; open "
-                "another one"
+                "the vision tower has changed since the session was opened: its weights, adapters, "
+                "settings, hooks or mode, autocast, or the image processor; open another session"
             )
+        self._checked = scope
 
     def _sequence(
         self, question: str, restore: bool, generation: Generation, claim: _Claim
     ) -> Sequence:
         """Open the sequence of a question; nothing is computed yet."""
-        self._check_tower()
         adapter, known, begin = self._adapter, self._images, time.perf_counter()
         media = [] if known is None else known.media
         text = render(adapter, turns(media, self._messages, question), Recipe()).text
@@ -487,6 +490,8 @@ class Session:
 
     def _prefill(self, restore: bool, continues: bool, sequence: Sequence) -> Prefill:
         """Prefill the prompt of a question."""
+        self._scope = self._scoped(sequence.recipe) if continues else None
+        self._check_tower(self._scope)
         if continues:
             return (yield from self._extend(sequence))
         prefiller = self._engine.prefiller
@@ -574,8 +579,7 @@ class Session:
 
     def _extend(self, sequence: Sequence) -> Prefill:
         """Prefill the part of a prompt after what the prefix cache has of it."""
-        prefiller, known = self._engine.prefiller, self._images
-        self._scope, logits = self._scoped(sequence.recipe), None
+        prefiller, known, logits = self._engine.prefiller, self._images, None
         least = 0 if known is None else len(known.prefix)
         prefix = self._prefixes.resume(self._scope, sequence, least)
         prefiller.count_prompt(sequence, reused=0 if prefix is None else len(prefix.ids))
@@ -599,7 +603,7 @@ class Session:
             ids = ids[:, : len(self._images.prefix)]
         logits = self._read(sequence, ids, max_new_tokens=_FREE_SLOTS, bounded=False)
         prefix = Prefix.of(sequence, ids[0].tolist())
-        self._store(prefix, self._prefixes.keep_copy)
+        self._store(prefix, partial(self._prefixes.keep_copy, at_once=True))
         return prefix, logits
 
     def _scoped(self, recipe: Recipe) -> Scope | None:
@@ -657,6 +661,7 @@ class Session:
         """
         with self._claimed():
             self._must_be_open()
+            self._check_tower()
             known = self._images
             if known is not None:
                 known = replace(known, seen=replace(known.seen, trained={}), images=[], digests=())

@@ -20,6 +20,7 @@ from vlmfast.core.saliency import Saliency
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import RowGroup
+from vlmfast.engine.features import settings_of_files
 from vlmfast.engine.kv_layer import SLOTWISE
 from vlmfast.engine.prefill import Seen
 from vlmfast.engine.prefix import Prefix
@@ -40,7 +41,7 @@ _LONGEST = 4096  # characters of a recipe
 
 
 def identity(adapter: Adapter) -> dict[str, Any]:
-    """Identify a model by its sizes, its dtype and a hash of samples of every weight."""
+    """Identify a model by its sizes, dtype and settings, and a hash of samples of every weight."""
     digest = hashlib.sha256()
     picked: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, weight in weights_of(adapter.model):
@@ -55,6 +56,7 @@ def identity(adapter: Adapter) -> dict[str, Any]:
         "sizes": adapter.sizes(),
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "weights": digest.hexdigest(),
+        "settings": settings_of_files(adapter, language=True),
     }
 
 
@@ -138,7 +140,10 @@ def read(
         about = json.loads(metadata["session"])
     except (ValueError, RecursionError) as error:
         raise VLMFastError(f"{path} cannot be used: its metadata are not JSON") from error
-    _same_model(path, saved, identity(adapter))
+    own_identity = identity(adapter)
+    if version == "1":  # which says nothing about settings
+        del own_identity["settings"]
+    _same_model(path, saved, own_identity)
     recipe = choose(metadata["recipe"])
     if recipe != Recipe.parse(metadata["recipe"]):
         raise RecipeError(
@@ -179,7 +184,12 @@ def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
             f"{path} was saved with a model in {str(saved.get('dtype'))[:40]}, and this one is in "
             f"{own['dtype']}"
         )
-    raise ModelError(f"{path} was saved with another model: its weights are different")
+    if saved.get("weights") != own["weights"]:
+        raise ModelError(f"{path} was saved with another model: its weights are different")
+    raise ModelError(
+        f"{path} was saved with other settings of the model, its adapters or its processor; "
+        "load it with those"
+    )
 
 
 def classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:

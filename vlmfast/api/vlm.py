@@ -405,8 +405,8 @@ class VLM:
     ) -> ComparisonTable:
         """Answer with the full model first, then under each recipe.
 
-        Images and videos are decoded once. Everything else is computed for each recipe: the prefix
-        cache is off meanwhile.
+        Images and videos are decoded once. Everything else is computed for each recipe, without the
+        prefix cache.
 
         Parameters
         ----------

@@ -21,7 +21,7 @@ from vlmfast.models.base import Adapter
 
 from .cache import JointCache, KVCache, RowSlots
 from .calls import step_modules
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, structures_of
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
 from .mode import Mode
@@ -347,7 +347,8 @@ class RowGroup:
         if self.graphs is not None and rows <= self.cache.size:
             return
         decoder, head = self.adapter.decoder, self.adapter.model.get_output_embeddings()
-        weights = fingerprint(decoder, head, addresses=True)
+        kept = structures_of(self.adapter)
+        weights = fingerprint(decoder, head, training=True, addresses=True, kept=kept)
         kind = (*self.kind, Mode.current(self.adapter.device).autocast, requested())
         if (found := self._idle.take(kind, weights, self.cache, rows)) is not None:
             try:

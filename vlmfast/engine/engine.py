@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -198,6 +198,7 @@ class Engine:
         if self._unfinished:
             sequence.inputs.wait()
         sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
+        sequence.bypassed = prefix_cache_of(self.adapter).is_bypassed
         sequence.submitted = time.monotonic()
         sequence.deadline = math.inf if deadline is None else sequence.submitted + deadline
         try:
@@ -494,7 +495,7 @@ class Engine:
         try:
             if sequence not in self._prefills:
                 self._begin(sequence)
-            with sequence.mode.entered():
+            with sequence.mode.entered(), self._as_submitted(sequence):
                 try:
                     with interleaved(self.adapter, partial(self._between, sequence)):
                         return next(self._prefills[sequence])
@@ -622,7 +623,8 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         """The end of a sequence that nothing works on any more. It may be called again."""
-        _call_on_end(sequence)
+        with self._as_submitted(sequence):
+            _call_on_end(sequence)
         self.prefiller.release(sequence)
         sequence.let_go()
         with self._lock:
@@ -630,6 +632,10 @@ class Engine:
             self._unfinished.discard(sequence)
             self._changed.notify_all()
         _call_listener(sequence)
+
+    def _as_submitted(self, sequence: Sequence) -> AbstractContextManager[None]:
+        """The prefix cache as the thread that submitted a sequence wants it, not this one."""
+        return prefix_cache_of(self.adapter).bypassed(sequence.bypassed)
 
     # --- memory and devices ----------------------------------------------------------------------
 

@@ -24,14 +24,13 @@ from vlmfast.core.snapshot import mapped
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.models.base import Adapter, Encoded, Part
 
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, settings_sha256, structures_of
 from .mode import Mode
 from .prefix_cache import Entry, Key, prefix_cache_of
 from .stats import Stats
 from .vision import Images, Wanted, encode
 
 KIND = "images"
-_SIMPLE = (bool, int, float, str, type(None))
 _BLOCKS, _LEVELS = 64, 64  # of `with_digests`; normalised pixels are between about -2 and 3
 
 
@@ -281,11 +280,42 @@ def _indices(group: list[Hashed]) -> list[int]:
     return [i for one in group for i in one.part.items]
 
 
-def tower_fingerprint(adapter: Adapter, *, values: bool = False) -> bytes | None:
-    """The fingerprint of all weights but those of the language model; ``values`` as there."""
+def tower_state(adapter: Adapter, trained: dict[str, nn.Module]) -> Hashable:
+    """All that the features of given images depend on, apart from the recipe.
+
+    Parameters
+    ----------
+    trained : dict of str to Module
+        Of the recipe's stages.
+    """
+    given: dict[str, Any] = {"hooks": True, "training": True, "values": True}
+    given["kept"] = structures_of(adapter)
+    weights = _of_tower(adapter, **given), fingerprint(*trained.values(), **given)
+    return *weights, Mode.current(adapter.device).autocast, settings_of(adapter)
+
+
+def settings_of_files(adapter: Adapter, *, language: bool) -> str:
+    """SHA-256 of the settings of model and processor, for files that other processes read.
+
+    Parameters
+    ----------
+    language : bool
+        Whether the language model is part of it.
+    """
+    model = settings_sha256(adapter.model, skip=() if language else _language(adapter))
+    processor = repr(settings_of(adapter))
+    return hashlib.sha256(f"{model} {processor}".encode()).hexdigest()
+
+
+def _of_tower(adapter: Adapter, **given: Any) -> bytes | None:
+    """The `fingerprint` of the model without its language model."""
+    return fingerprint(adapter.model, skip=_language(adapter), **given)
+
+
+def _language(adapter: Adapter) -> list[nn.Module]:
+    """The modules of the language model."""
     model = adapter.model
-    language = [adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()]
-    return fingerprint(model, skip=language, values=values)
+    return [adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 # --- keys ----------------------------------------------------------------------------------------
@@ -297,9 +327,10 @@ def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> H
     if training or torch.is_inference_mode_enabled():  # whose tensors others cannot use
         return None
     mode = Mode.current(adapter.device)
-    weights = [tower_fingerprint(adapter)]
+    kept = structures_of(adapter)
+    weights = [_of_tower(adapter, kept=kept)]
     if wanted.inside and trained:
-        weights.append(fingerprint(*trained.values()))
+        weights.append(fingerprint(*trained.values(), kept=kept))
     asked = (
         tuple((type(stage), stage) for stage in (*wanted.views, *wanted.inside)),
         tuple(sorted(wanted.requests.items())),
@@ -317,20 +348,10 @@ def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> H
 
 
 def settings_of(adapter: Adapter) -> Hashable:
-    """The settings of model and processor that features and their layout depend on."""
-    found: list[Hashable] = []
-    for config in (adapter.config, adapter.config.vision_config):
-        for name, value in vars(config).items():
-            if name.startswith("_"):  # the engine switches attention, for example
-                continue
-            if isinstance(value, list | tuple):
-                found.append((name, str(value)))
-            elif isinstance(value, _SIMPLE):
-                found.append((name, value))
-    for kind in ("image_processor", "video_processor"):
-        processor = getattr(adapter.processor, kind, None)
-        found.append(getattr(processor, "do_center_crop", None))
-    return tuple(found)
+    """The settings of the processor, which pixels do not show: how it crops, for example."""
+    kinds = ("image_processor", "video_processor")
+    found = [getattr(adapter.processor, kind, None) for kind in kinds]
+    return tuple(repr(None if of is None else vars(of)) for of in found)
 
 
 def _content(

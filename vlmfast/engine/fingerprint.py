@@ -1,53 +1,84 @@
-"""A fingerprint of a model's weights: changes whenever what its modules compute changes.
+"""A fingerprint of a model: changes whenever what its modules compute changes.
+
+It is the one answer to the question whether a model is still the one that something was made with:
+an entry of the prefix cache, the features of a session, a captured step.
 
 Version counters of parameters are not enough. ``weight.data.mul_(0.5)`` leaves them as they are,
 and inference tensors have none. A few elements of every tensor are therefore read as well, all of
-them with one transfer to the host.
+them with one transfer to the host. Weights are not enough either: modules compute with attributes
+such as ``eps``, with adapters that are switched and scaled, and with settings of their config.
+Python objects are compared with those of the last time by identity, which costs little, and read
+by value where one of them is another.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import marshal
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as globally
+from transformers import PreTrainedConfig
 
 from vlmfast.core.calls import is_of
 from vlmfast.core.placement import stored
+from vlmfast.models.base import Adapter
 
 _PLACES = 8  # of a tensor that are read
 _WHOLE = 128  # bytes below which a tensor is read in full
-# State of adapters (PEFT) that switches or scales them without a change of any weight.
-_ADAPTERS = {
-    "active_adapter",
-    "active_adapters",
-    "_active_adapter",
-    "disable_adapters",
-    "_disable_adapters",
-    "merged",
-    "merged_adapters",
-    "scaling",
-}
+_KEPT = 8  # structures of one model
 _PLAIN = (Tensor, nn.Parameter)
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_SHOWN = (enum.Enum, torch.dtype, torch.device, np.generic, int, float, str)  # by their ``repr``
+# Attributes of modules and configs that no result depends on, or that hold the state of a call.
+_UNREAD = frozenset(
+    (
+        *vars(nn.Module()),
+        "forward",  # see `_calls`
+        "generation_config",
+        "gradient_checkpointing",  # which the engine suspends
+        "_gradient_checkpointing_func",
+        "rope_deltas",  # of the last prompt
+        "_output_capturing_hooks_installed",  # by transformers, in the first forward pass
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+    )
+)
+# Those that are others where an equal model was loaded in another way.
+_PLACED = frozenset(("name_or_path", "transformers_version", "architectures", "dtype"))
+_HIDDEN = ("_hf_", "_old_", "_is_hf_", "_keep_", "_keys_", "_weight_", "hf_", "quantization_")
 
 
 def fingerprint(
     *modules: nn.Module,
     skip: Iterable[nn.Module] = (),
     hooks: bool = False,
+    training: bool = False,
     values: bool = False,
     addresses: bool = False,
+    kept: dict[Any, Structure] | None = None,
 ) -> bytes | None:
-    """A digest of the weights of modules, about half a millisecond for 150 tensors.
+    """A digest of all that modules compute with, about half a millisecond for 150 tensors.
 
     It covers address, version counter, shape, strides, dtype and device of every parameter and
-    buffer, some elements of each, spread over the whole tensor, and which adapters are active,
-    merged or scaled. A change through ``.data`` of only a few elements of a large tensor may be
-    missed.
+    buffer, and some elements of each, spread over the whole tensor. A change through ``.data`` of
+    only a few elements of a large tensor may be missed.
+
+    It also covers the class of every module, its config, and its attributes, as far as they are
+    plain values, functions, tensors, modules, or containers of these: ``eps``, for example, or
+    which adapters are active, merged or scaled.
 
     Parameters
     ----------
@@ -57,61 +88,228 @@ def fingerprint(
     hooks : bool
         Whether hooks and a ``forward`` of the caller's own are part of it. Otherwise there is none
         while a module has any: they may change its output, or count its calls.
+    training : bool
+        Whether training mode is part of it. Otherwise there is none while a module is in it: its
+        output may be random.
     values : bool
         Whether only the values of the weights count, which stay as they are on another device.
     addresses : bool
         Whether changes of values in place do not count; nothing is read from the device then.
+    kept : dict, optional
+        Structures of earlier calls, which are used and replaced.
 
     Returns
     -------
     bytes or None
-        ``None`` in training mode.
+        ``None`` in the cases that ``hooks`` and ``training`` describe.
     """
-    others: list[Any] = []
+    structure = _structure(modules, tuple(skip), {} if kept is None else kept)
     calls = [*globally._global_forward_pre_hooks, *globally._global_forward_hooks]
-    tensors: list[Tensor] = []
-    for state in _states(modules, skip):
-        if state.get("training"):
-            return None
-        calls += _calls(state)
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in state[kind].items():
-                if tensor is not None and tensor.device.type == "meta":
-                    tensor = stored(state.get("_hf_hook"), name)  # offloaded by accelerate
-                if isinstance(tensor, str):
-                    others.append((name, tensor))
-                elif type(tensor) in _PLAIN:
-                    tensors.append(tensor)
-                elif tensor is not None:
-                    tensors += _inner(tensor)
-        if not state.keys().isdisjoint(_ADAPTERS):
-            others += [(name, repr(state[name])) for name in sorted(_ADAPTERS & state.keys())]
-    if calls and not hooks and not values:
+    calls += structure.calls()
+    if (structure.training and not training) or (calls and not hooks):
         return None
+    tensors, places = structure.weights()
     numbers: list[int] = []
     for tensor in tensors:
         numbers += (id(tensor.dtype), *tensor.shape)
         if not values:
             version = -1 if addresses or tensor.is_inference() else tensor._version
             numbers += (tensor.data_ptr(), version, tensor.get_device(), *tensor.stride())
-    digest = hashlib.blake2b(array("q", numbers), digest_size=16)
-    if not values:
-        digest.update(repr((others, calls)).encode())
+    digest = hashlib.blake2b(structure.settings, digest_size=16)
+    digest.update(repr((calls, () if values else places)).encode())
+    digest.update(array("q", numbers))
     for part in () if addresses else _samples(tensors):
         digest.update(part)
     return digest.digest()
 
 
-def _states(modules: Iterable[nn.Module], skip: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
-    """The attributes of modules and of all their submodules, each once."""
-    known, waiting = {*skip, None}, list(modules)
-    while waiting:
-        module = waiting.pop()
-        if module not in known:
-            known.add(module)
-            state = vars(module)
-            waiting += state["_modules"].values()
-            yield state
+def settings_sha256(*modules: nn.Module, skip: Iterable[nn.Module] = ()) -> str:
+    """A digest of all but the weights, which an equal model in another process has as well.
+
+    The arguments are those of `fingerprint`.
+    """
+    structure = Structure(modules, tuple(skip), portable=True)
+    return hashlib.sha256(structure.settings).hexdigest()
+
+
+def structures_of(adapter: Adapter) -> dict[Any, Structure]:
+    """What `fingerprint` has ``kept`` of a model."""
+    return adapter.kept.setdefault("structures", {})
+
+
+def _structure(
+    modules: tuple[nn.Module, ...], skip: tuple[Any, ...], kept: dict[Any, Structure]
+) -> Structure:
+    """The structure of modules, the one from before where nothing of it has changed."""
+    found = kept.get((modules, skip))
+    if found is None or found.changed():
+        found = kept[modules, skip] = Structure(modules, skip)
+        for old in list(kept)[:-_KEPT]:
+            kept.pop(old, None)
+    return found
+
+
+class Structure:
+    """What modules consist of, apart from the values of their tensors.
+
+    Parameters
+    ----------
+    modules, skip : tuple of Module
+        As in `fingerprint`.
+    portable : bool
+        Whether ``settings`` are those of an equal model in another process.
+
+    Attributes
+    ----------
+    settings : bytes
+        Classes and attributes of all modules.
+    training : bool
+        Whether a module is in training mode.
+    """
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], skip: tuple[Any, ...], *, portable: bool = False
+    ) -> None:
+        self.training, self._portable = False, portable
+        self._weights: list[Iterable[Tensor | None]] = []
+        self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
+        self._calling: list[tuple[dict, dict, dict[str, Any]]] = []  # hooks, and all attributes
+        self._tensors: list[Tensor] = []  # that are attributes
+        # Live views of attributes, and containers: what they contain, and what they contained.
+        self._parts: list[Iterable[Any]] = []
+        self._seen: list[Any] = []
+        self._numbers: dict[int, int] = {id(module): -1 for module in skip}
+        self._waiting: list[nn.Module] = []  # children
+        self._loose: list[nn.Module] = []  # modules in attributes
+        self._done: set[int] = set(self._numbers)
+        found: list[Any] = [*map(self._number, modules), *self._modules(self._waiting)]
+        # Calls of ``train`` and ``eval`` do not reach modules that are no children.
+        training = self.training
+        found += self._modules(self._loose)
+        self.training = training
+        # In this version of the format equal values have equal bytes.
+        self.settings = marshal.dumps(found, 2)
+
+    def changed(self) -> bool:
+        """Whether an object in it is another one now."""
+        seen = [*chain.from_iterable(self._parts)]
+        return len(seen) != len(self._seen) or not all(map(is_, seen, self._seen))
+
+    def calls(self) -> list[int]:
+        """Hooks and functions of the caller's own, see `_calls`; the engine has others."""
+        found: list[int] = []
+        for before, after, state in self._calling:
+            if before or after or "forward" in state:
+                found += _calls(state)
+        return found
+
+    def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
+        """All tensors, and the places of weights that are on disk."""
+        tensors: list[Tensor] = []
+        places: list[tuple[str, str]] = []
+        for tensor in chain(*self._weights, self._tensors):
+            if tensor is None or tensor.is_meta:
+                continue
+            if type(tensor) in _PLAIN:
+                tensors.append(tensor)
+            else:
+                tensors += _inner(tensor)
+        for state in self._hooked:
+            for name, tensor in chain(state["_parameters"].items(), state["_buffers"].items()):
+                if tensor is not None and tensor.is_meta:
+                    value = stored(state["_hf_hook"], name)
+                    if isinstance(value, str):
+                        places.append((name, value))
+                    elif value is not None:
+                        tensors += _inner(value)
+        return tensors, places
+
+    def _see(self, *parts: Iterable[Any]) -> None:
+        """Notice changes of what ``parts`` contain; called before they are read."""
+        for part in parts:
+            self._parts.append(part)
+            self._seen += part
+
+    def _modules(self, waiting: list[nn.Module]) -> Iterator[list[Any]]:
+        """The settings of modules, children included, each once."""
+        while waiting or self._waiting:
+            module = (self._waiting or waiting).pop()
+            if id(module) not in self._done:
+                self._done.add(id(module))
+                yield self._module(module)
+
+    def _module(self, module: nn.Module) -> list[Any]:
+        """The settings of a module without those of its children."""
+        state = vars(module)
+        children = state["_modules"]
+        self._see(state.values(), children.values())
+        self._calling.append((state["_forward_pre_hooks"], state["_forward_hooks"], state))
+        self._weights += (state["_parameters"].values(), state["_buffers"].values())
+        if state.get("_hf_hook") is not None:
+            self._hooked.append(state)
+        self.training = self.training or bool(state.get("training"))
+        own = [(name, self._value(of)) for name, of in list(state.items()) if self._reads(name, of)]
+        parts = [None if child is None else self._number(child) for child in children.values()]
+        return [self._code(type(module)), state.get("training"), own, parts]
+
+    def _reads(self, name: str, value: Any) -> bool:
+        """Whether an attribute or a setting counts."""
+        if name in _UNREAD:
+            return False
+        if hasattr(nn.Module, name) and callable(value):  # ``to``, which accelerate replaces
+            return False
+        return not (self._portable and (name in _PLACED or name.startswith(_HIDDEN)))
+
+    def _code(self, call: Any) -> Any:
+        """What identifies a function or class."""
+        if self._portable:
+            return f"{getattr(call, '__module__', None)}.{getattr(call, '__qualname__', None)}"
+        return id(call), id(getattr(call, "__code__", None))
+
+    def _number(self, module: nn.Module, *, loose: bool = False) -> int:
+        """The number of a module, which is read later."""
+        (self._loose if loose else self._waiting).append(module)
+        return self._numbers.setdefault(id(module), len(self._numbers))
+
+    def _value(self, value: Any) -> Any:
+        """An attribute, or a part of one, as simple values."""
+        if type(value) in _SIMPLE:
+            return value
+        if isinstance(value, Tensor):
+            self._tensors.append(value)
+        elif isinstance(value, nn.Module):
+            return self._number(value, loose=True)
+        elif isinstance(value, _SHOWN):
+            return repr(value)
+        elif isinstance(value, MethodType):
+            return self._value(value.__func__)
+        elif isinstance(value, partial):
+            return [self._value(part) for part in (value.func, value.args, value.keywords)]
+        elif isinstance(value, list | tuple | dict | set | frozenset | PreTrainedConfig):
+            return self._container(value)
+        elif callable(value):
+            return self._code(value)
+        return type(value).__qualname__
+
+    def _container(self, value: Any) -> Any:
+        """What a container contains, or the settings of a config; a number where it was read."""
+        if (number := self._numbers.get(id(value))) is not None:
+            return number
+        self._numbers[id(value)] = len(self._numbers)
+        if isinstance(value, PreTrainedConfig):
+            self._see(vars(value), vars(value).values())
+            # The engine switches attention, for example, and modules have the configs of parts.
+            return [
+                (name, self._value(of))
+                for name, of in vars(value).items()
+                if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
+            ]
+        if isinstance(value, dict):
+            self._see(value, value.values())
+            return [(self._value(name), self._value(of)) for name, of in value.items()]
+        self._see(value)
+        parts = [self._value(part) for part in value]
+        return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
 
 
 def _calls(state: dict[str, Any]) -> list[int]:
@@ -119,16 +317,16 @@ def _calls(state: dict[str, Any]) -> list[int]:
 
     Each registration of a hook has a number that no other one gets.
     """
-    before, after = state["_forward_pre_hooks"], state["_forward_hooks"]
-    if not (before or after or "forward" in state):
-        return []
-    found = [number for calls in (before, after) for number, of in calls.items() if not is_of(of)]
+    hooks = state["_forward_pre_hooks"], state["_forward_hooks"]
+    found = [number for calls in hooks for number, of in calls.items() if not is_of(of)]
     forward = state.get("forward")
     return found if forward is None or is_of(forward) else [*found, id(forward)]
 
 
 def _inner(tensor: Tensor) -> list[Tensor]:
     """The tensors that a subclass consists of: quantized weights, for example."""
+    if type(tensor) in _PLAIN:
+        return [tensor]
     if not hasattr(tensor, "__tensor_flatten__"):
         # Those of bitsandbytes have their scales beside them.
         scales = (

@@ -101,7 +101,8 @@ class Prefiller:
             reused, logits = 0, (yield from self.read_chunks(sequence, size))
         # A copy of what is there already, with another question, is not worth its bytes.
         if scope is not None and 2 * reused < ids.shape[1]:
-            self.prefixes.keep_copy(scope, Prefix.of(sequence, ids[0].tolist()))
+            at_once = size is None and prefix is None
+            self.prefixes.keep_copy(scope, Prefix.of(sequence, ids[0].tolist()), at_once=at_once)
         return logits
 
     def read_chunks(self, sequence: Sequence, size: int) -> Prefill:

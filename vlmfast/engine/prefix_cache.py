@@ -13,12 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vlmfast.models.base import Adapter
 
 from .memory import total_bytes
+from .prefix_tree import Beginning, PrefixTree
 
 _LIMIT = 1 << 30  # bytes, where the memory of the device is unknown
 _PART = 10  # of the memory of the device that entries may take by default
@@ -128,17 +130,18 @@ class PrefixCache:
 
     def __init__(self, limit: int = _LIMIT) -> None:
         self._limit = limit
+        self._bypassed = ContextVar("bypassed", default=False)
         self._reset()
 
     def _reset(self) -> None:
         """Forget everything."""
         self._process, self._lock = os.getpid(), threading.RLock()
         self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
-        # The same, by group: a search reads the keys of one group alone. An interrupt may leave a
-        # key here that has no entry any more, or none yet.
+        # The same, by group; those of prefixes also by their ids. An interrupt may leave a key here
+        # that has no entry any more, or none yet, and no tree.
         self._groups: dict[tuple[str, str, Any], OrderedDict[Key, None]] = {}
+        self._trees: dict[tuple[str, str, Any], PrefixTree[Entry]] = {}
         self._bytes = 0  # of all entries that are stored or in use
-        self._paused = 0
         self._counts: dict[str, dict[str, int]] = {}
 
     @contextmanager
@@ -160,7 +163,12 @@ class PrefixCache:
     @property
     def enabled(self) -> bool:
         """Whether anything is stored and found: the limit is above 0, and it is not `bypassed`."""
-        return self._limit > 0 and not self._paused
+        return self._limit > 0 and not self.is_bypassed
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether this thread is inside a block of `bypassed`."""
+        return self._bypassed.get()
 
     def find(self, key: Key) -> Entry | None:
         """The entry of a key, pinned: `unpin` it after use. Counts a hit or a miss."""
@@ -184,28 +192,36 @@ class PrefixCache:
         kind: str,
         tenant: str,
         scope: Any,
-        score: Callable[[Key], int],
+        ids: tuple[int, ...],
+        least: int = 1,
         *,
         use: bool = True,
     ) -> Entry | None:
-        """The entry with the highest score, pinned as in `find`; ``None`` without one above 0.
+        """The entry that shares the most of the first ``ids``, pinned as in `find`.
 
-        ``use``: whether this is a use of the entry, and counted.
+        Parameters
+        ----------
+        least : int
+            How many it must share; ``None`` is returned where none does.
+        use : bool
+            Whether this is a use of the entry, and counted.
         """
         with self._locked():
             if not self.enabled:
                 return None
-            best = max(self._keys(kind, tenant, scope), key=score, default=None)
-            found = best is not None and score(best) > 0
+            entry = self._tree((kind, tenant, scope)).find(ids, least)
             if use:
-                self._count(kind, "hits" if found else "misses")
-            if best is None or not found:
-                return None
-            entry = self._entries[best]
-            if use:
-                self._used(entry)
-            entry.pins += 1
+                self._count(kind, "misses" if entry is None else "hits")
+            if entry is not None:
+                if use:
+                    self._used(entry)
+                entry.pins += 1
             return entry
+
+    def within(self, kind: str, tenant: str, scope: Any, ids: tuple[int, ...]) -> list[Key]:
+        """The keys of entries whose ids ``ids`` begin with."""
+        with self._locked():
+            return [entry.key for entry in self._tree((kind, tenant, scope)).within(ids)]
 
     def remove(self, key: Key) -> None:
         """Drop an entry, if there is one; in use, it ends with its last use."""
@@ -237,7 +253,10 @@ class PrefixCache:
             if (old := self._entries.get(key)) is not None:
                 self._drop(old, ended)
             self._groups.setdefault(key.group, OrderedDict())[key] = None
-            entry = self._entries[key] = Entry(key, value, size, release, pins=1)
+            with self._changing(key.group) as tree:
+                entry = self._entries[key] = Entry(key, value, size, release, pins=1)
+                if isinstance(key.content, Beginning):
+                    tree.add(entry, key.content.ids, key.content.least)
             self._bytes += size
             return entry
 
@@ -281,18 +300,23 @@ class PrefixCache:
             self._make_room(0, ended)
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """Neither find nor store anything inside the block, in any thread.
+    def bypassed(self, bypassed: bool = True) -> Iterator[None]:
+        """Neither find nor store anything for requests that are made inside the block.
 
-        What is timed is timed like this: as if every request were the first one.
+        What is timed is timed like this: as if every request were the first one. Requests that
+        other threads make meanwhile use the cache, whichever thread answers them.
+
+        Parameters
+        ----------
+        bypassed : bool
+            False uses the cache inside the block, also within another block.
         """
-        with self._locked():
-            self._paused += 1
+        before = self._bypassed.get()
+        self._bypassed.set(bypassed)
         try:
             yield
         finally:
-            with self._locked():
-                self._paused = max(self._paused - 1, 0)  # 0 in the child of a fork
+            self._bypassed.set(before)
 
     def stats(self) -> CacheStats:
         """What is stored, and how often it was found."""
@@ -323,6 +347,29 @@ class PrefixCache:
     def _used(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
         self._groups[entry.key.group].move_to_end(entry.key)
+        if isinstance(entry.key.content, Beginning):
+            with self._changing(entry.key.group) as tree:
+                tree.use(entry, entry.key.content.ids)
+
+    def _tree(self, group: tuple[str, str, Any]) -> PrefixTree[Entry]:
+        """The prefixes of a group by their ids."""
+        tree = self._trees.get(group)
+        if tree is None:
+            tree = PrefixTree[Entry]()
+            for key in self._groups.get(group, ()):
+                if isinstance(key.content, Beginning) and key in self._entries:
+                    tree.add(self._entries[key], key.content.ids, key.content.least)
+            if group in self._groups:
+                self._trees[group] = tree
+        return tree
+
+    @contextmanager
+    def _changing(self, group: tuple[str, str, Any]) -> Iterator[PrefixTree[Entry]]:
+        """A tree while it changes; an interrupt inside leaves none, and it is built again."""
+        tree = self._tree(group)
+        self._trees.pop(group, None)
+        yield tree
+        self._trees[group] = tree
 
     def _count(self, kind: str, name: str) -> None:
         counts = self._counts.setdefault(kind, {})
@@ -354,11 +401,14 @@ class PrefixCache:
 
     def _drop(self, entry: Entry, ended: list[Entry]) -> None:
         """Forget an entry; it ends now, or with its last use."""
-        del self._entries[entry.key]
-        group = self._groups[entry.key.group]
-        del group[entry.key]
-        if not group:
-            del self._groups[entry.key.group]
+        key = entry.key
+        with self._changing(key.group) as tree:
+            del self._entries[key]
+            del self._groups[key.group][key]
+            if isinstance(key.content, Beginning):
+                tree.remove(entry, key.content.ids)
+        if not self._groups[key.group]:
+            del self._groups[key.group], self._trees[key.group]
         entry.stored = False
         if not entry.pins:
             self._end(entry, ended)

@@ -13,9 +13,9 @@ the images that were compressed without one. These entries are kept apart where 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ from vlmfast.models.base import Adapter
 
 from .chunks import splits
 from .features import settings_of
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, structures_of
 from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
 from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
+from .prefix_tree import Beginning
 from .sequence import Sequence
 
 KIND = "prefixes"
@@ -45,50 +46,16 @@ class Scope:
     ----------
     tenant : str
     content : Hashable
+    weights : tuple of bytes
+        The fingerprints of the model and of trained stages, a part of ``content``.
+    trained : tuple of Module
+        These stages.
     """
 
     tenant: str
     content: Hashable
-
-
-@dataclass(frozen=True, eq=False)
-class Beginning:
-    """The identity of an entry within its scope.
-
-    Parameters
-    ----------
-    ids : tuple of int
-    least : int
-        To how many ids it can be cut.
-    """
-
-    ids: tuple[int, ...]
-    least: int
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Beginning) and self.ids == other.ids
-
-    def __hash__(self) -> int:
-        return hash(self.ids)
-
-    def shared(self, ids: list[int]) -> int:
-        """How many of the first ``ids`` can be taken from it."""
-        count = common(self.ids, ids)
-        return count if count >= self.least else 0
-
-    def contains(self, other: Beginning) -> bool:
-        """Whether all that can be taken from ``other`` can be taken from this one."""
-        return self.least <= other.least and common(self.ids, other.ids) == len(other.ids)
-
-
-def common(one: Iterable[int], another: Iterable[int]) -> int:
-    """Length of the common prefix."""
-    count = 0
-    for a, b in zip(one, another, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    weights: tuple[bytes | None, ...] = ()
+    trained: tuple[nn.Module, ...] = field(default=(), repr=False)
 
 
 def parts(recipe: Recipe) -> list[Stage]:
@@ -149,13 +116,13 @@ class Prefixes:
             trained = [adapter.trained(stage) for stage in recipe if stage.trained]
         except RecipeError:  # the prefill has more to say about it
             return None
-        weights = [fingerprint(model)]  # what hooks do may change at any time
-        weights += [fingerprint(own) for own in trained if isinstance(own, nn.Module)]
+        modules = tuple(own for own in trained if isinstance(own, nn.Module))
+        weights = self._weights(modules)
         if None in weights:
             return None
         mode = Mode.current(adapter.device)
         content = (
-            tuple(weights),
+            weights,
             tuple((type(stage), stage) for stage in recipe),
             not whole,
             digests,
@@ -170,7 +137,14 @@ class Prefixes:
             hash(content)
         except TypeError:  # a stage whose parameters can change
             return None
-        return Scope(tenant, content)
+        return Scope(tenant, content, weights, modules)
+
+    def _weights(self, trained: tuple[nn.Module, ...]) -> tuple[bytes | None, ...]:
+        """Fingerprints of the model and of trained stages."""
+        kept = structures_of(self.adapter)
+        of_stages = [fingerprint(own, kept=kept) for own in trained]
+        # What hooks do may change at any time.
+        return fingerprint(self.adapter.model, kept=kept), *of_stages
 
     def find(
         self, scope: Scope | None, ids: list[int], least: int = 1, *, use: bool = True
@@ -182,11 +156,7 @@ class Prefixes:
         if scope is None:
             return None
 
-        def score(key: Key) -> int:
-            count = key.content.shared(ids)
-            return count if count >= max(least, 1) else 0
-
-        return self.cache.search(KIND, scope.tenant, scope.content, score, use=use)
+        return self.cache.search(KIND, scope.tenant, scope.content, tuple(ids), least, use=use)
 
     def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
         """Continue a sequence from a copy of the longest prefix of its prompt.
@@ -211,18 +181,25 @@ class Prefixes:
         prefix.resume(sequence)
         return prefix
 
-    def keep(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+    def keep(self, scope: Scope | None, prefix: Prefix, *, at_once: bool = False) -> Entry | None:
         """Store a prefix, whose buffers are no one else's, in place of entries that it contains.
 
-        Where it is not stored, its buffers are returned.
+        Where it is not stored, its buffers are returned: if the model has changed since the scope
+        was found, for example.
+
+        Parameters
+        ----------
+        at_once : bool
+            Whether nothing else can have run since the scope was found.
         """
         # Layers of a short prompt may have been prefilled as if they had no window.
         windows = [layer.window for layer in prefix.cache.layers]
         size, entry = prefix.bytes, None
-        if scope is not None and size <= self.cache.limit and windows == list(self.adapter.windows):
+        fits = size <= self.cache.limit and windows == list(self.adapter.windows)
+        if scope is not None and fits and (at_once or self._is_same(scope)):
             beginning = Beginning(tuple(prefix.ids), prefix.least)
-            for key in self.cache.keys(KIND, scope.tenant, scope.content):
-                if beginning.contains(key.content):
+            for key in self.cache.within(KIND, scope.tenant, scope.content, beginning.ids):
+                if beginning.least <= key.content.least:  # it can be cut to all that this one can
                     self.cache.remove(key)
             key = Key(KIND, scope.tenant, beginning, scope.content)
             entry = self.cache.put(key, prefix, size, prefix.release)
@@ -232,7 +209,9 @@ class Prefixes:
         self.cache.unpin(entry)
         return entry
 
-    def keep_copy(self, scope: Scope | None, prefix: Prefix) -> Entry | None:
+    def keep_copy(
+        self, scope: Scope | None, prefix: Prefix, *, at_once: bool = False
+    ) -> Entry | None:
         """As `keep`, a copy of a prefix whose buffers remain the caller's.
 
         There is none where it would take more than half of the memory that is free.
@@ -245,7 +224,11 @@ class Prefixes:
             copy = prefix.clone()
         except torch.OutOfMemoryError:  # the request itself needs no copy
             return None
-        return self.keep(scope, copy)
+        return self.keep(scope, copy, at_once=at_once)
+
+    def _is_same(self, scope: Scope) -> bool:
+        """Whether the model is still the one of a scope."""
+        return scope.weights == self._weights(scope.trained)
 
     def bytes(self, scope: Scope | None, ids: list[int]) -> int:
         """The size of the entry that shares the most of ``ids``; 0 without any."""

@@ -124,6 +124,8 @@ class Sequence:
         Why it ended without a complete answer.
     mode : Mode, optional
         In which it is computed.
+    bypassed : bool
+        Whether it was submitted inside a block of `PrefixCache.bypassed`.
     stats, trace
         Its cost, and the dropped tokens.
     watch : Watch, optional
@@ -187,6 +189,7 @@ class Sequence:
     cancelled: bool = False
     error: Exception | None = None
     mode: Mode | None = None
+    bypassed: bool = False
     sampling: Sampling = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from vlmfast.core.contexts import VisionContext
 from vlmfast.models.base import Adapter
 
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, structures_of
 from .mode import Mode
 
 _WARM_UP = 1  # forward passes before a capture, in which libraries allocate their workspaces
@@ -123,7 +123,8 @@ def captured(
     if tower is None or not _captures(adapter) or torch.is_grad_enabled():
         yield
         return
-    weights = fingerprint(tower, adapter.projector(), addresses=True)
+    kept = structures_of(adapter)
+    weights = fingerprint(tower, adapter.projector(), addresses=True, kept=kept)
     if weights is None:  # training mode, or hooks, which a replay would not call
         yield
         return

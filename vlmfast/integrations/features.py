@@ -25,12 +25,14 @@ import torch
 from vlmfast.api.encoding import check_encodable, encode_image
 from vlmfast.api.vlm import VLM
 from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_bytes
+from vlmfast.engine.features import settings_of_files
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval.results import lock_file
 from vlmfast.eval.runner import stage_weights, weights_sha256
 
-MANIFEST, FORMAT = "manifest.jsonl", "vlmfast-features/1"
-_HEADER = ("format", "layout", "model", "weights_sha256", "stage_weights", "recipe", "dtype")
+MANIFEST, FORMAT = "manifest.jsonl", "vlmfast-features/2"
+_OF_MODEL = ("model", "weights_sha256", "settings_sha256", "stage_weights")
+_HEADER = ("format", "layout", *_OF_MODEL, "recipe", "dtype")
 _ENTRY = ("source", "source_sha256", "size", "tokens", "kept", "file", "bytes", "sha256")
 
 
@@ -42,7 +44,7 @@ class Features:
     ----------
     folder : Path
     header : dict
-        The model, its weights, the recipe and the dtype.
+        The model, its weights and settings, the recipe and the dtype.
     entries : list of dict
         Images in the order in which they were encoded: ``source``, ``source_sha256``, ``size``
         (height, width), ``tokens`` before and ``kept`` after the recipe, ``file``, its ``bytes``
@@ -81,7 +83,8 @@ def open_features(folder: str | Path, vlm: VLM | None = None) -> Features:
     Raises
     ------
     VLMFastError
-        If it is not such a folder, is damaged, or was written by a model with other weights.
+        If it is not such a folder, is damaged, or was written by a model with other weights or
+        settings, or another processor.
     """
     folder = Path(folder)
     header, entries, _ = _read(folder)
@@ -92,6 +95,13 @@ def open_features(folder: str | Path, vlm: VLM | None = None) -> Features:
             f"{folder / MANIFEST} belongs to the model {header['model']} with the weights "
             f"{header['weights_sha256'][:12]}, not to this one with {str(found)[:12]}"
         )
+    if vlm is not None:
+        settings = settings_of_files(vlm.adapter, language=False)
+        if settings != header["settings_sha256"]:
+            raise VLMFastError(
+                f"{folder / MANIFEST} was written with other settings of the model, its adapters "
+                "or its processor; use those, or encode the images again"
+            )
     return Features(folder, header, entries)
 
 
@@ -130,6 +140,7 @@ def encode_files(
         "layout": "image_embeds",
         "model": model,
         "weights_sha256": weights_sha256(vlm),
+        "settings_sha256": settings_of_files(vlm.adapter, language=False),
         "stage_weights": stage_weights(vlm, recipe),
         "recipe": str(recipe),
         "dtype": str(vlm.adapter.dtype).removeprefix("torch."),
