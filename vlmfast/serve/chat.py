@@ -102,7 +102,7 @@ def _turn(message: SystemMessage | UserMessage | AssistantMessage, place: int) -
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, str):
-        return Turn(role, [content])
+        return Turn(role, content)
     where = f"messages[{place}].content"
     return Turn(role, [_part(part, f"{where}[{at}]") for at, part in enumerate(content)])
 
