@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
 LEAST = 20  # questions
+_KEYS = ("image", "video", "question", "answer", "num_frames", "id")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def read(path: str | Path) -> tuple[list[Question], str]:
     """Read a JSONL file.
 
     Each line has ``image`` (a path or URL, or a list of them) or ``video``, ``question``, and
-    optionally ``answer`` (a text or a list of texts) and ``num_frames``. Other keys are ignored.
-    Paths are relative to the file.
+    optionally ``answer`` (a text or a list of texts), ``num_frames``, and an ``id``, which is not
+    used. Paths are relative to the file.
 
     Returns
     -------
@@ -69,8 +71,8 @@ def read(path: str | Path) -> tuple[list[Question], str]:
     Raises
     ------
     VLMFastError
-        With the line, for what cannot be read and for media that do not exist; also for fewer than
-        20 questions.
+        With the line, for what cannot be read, for unknown keys and for media that do not exist;
+        also for fewer than 20 questions.
     """
     path = Path(path)
     try:
@@ -92,6 +94,7 @@ def _question(line: str, number: int, path: Path) -> Question:
         raise VLMFastError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise VLMFastError(f"{where} must be an object with 'image' or 'video', and 'question'")
+    check_keys(where, (key for key, of in value.items() if of is not None), _KEYS)
     kinds = [kind for kind in ("image", "video") if value.get(kind) is not None]
     if len(kinds) != 1:
         raise VLMFastError(f"{where} must have either 'image' or 'video'")
