@@ -173,7 +173,7 @@ def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversit
 def test_keep_1_is_identity_without_video() -> None:
     tokens, stats = prompt({"tiles": (2, 2)})
     assert ClipRelevance(1.0).reduce(tokens, stats, REQUEST) is tokens
-    assert ClipRelevance(0.2, budget=1.0).reduce(tokens, stats, REQUEST) is tokens
+    assert ClipRelevance(budget=1.0).reduce(tokens, stats, REQUEST) is tokens
 
 
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])

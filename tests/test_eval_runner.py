@@ -247,6 +247,14 @@ def test_damaged_meta_is_one_clear_error(tmp_path, text):
         evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
 
 
+def test_unknown_keys_of_meta_are_refused(tmp_path):
+    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    file = run.path / "meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "sessions": True}))
+    with pytest.raises(VLMFastError, match=r"meta\.json has the unknown key 'sessions'.*'session'"):
+        read(run.path)
+
+
 def test_samples_without_meta_are_refused(tmp_path):
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
     (run.path / "meta.json").unlink()
@@ -474,7 +482,7 @@ def test_method_of_a_recipe():
     assert method_of(Recipe.parse("none")) == ("none", None)
     assert method_of(Recipe.parse("hired:0.3")) == ("hired", None)
     assert method_of(Recipe.parse("hired:budget=0.3")) == ("hired", 0.3)
-    alpha = "hired:keep=0.3,alpha=0.1,budget=0.2"
+    alpha = "hired:alpha=0.1,budget=0.2"
     assert method_of(Recipe.parse(alpha)) == ("hired:alpha=0.1", 0.2)
     both = ("downsample+scope", 0.11)  # budgets multiply
     assert method_of(Recipe.parse("downsample:budget=0.33+scope:budget=0.33")) == both

@@ -100,7 +100,8 @@ def reducer(rng: random.Random, name: str) -> Any:
     if name in ("hired", "visionzip") and values.get("newline") != "rows":
         values["reserve"] = rng.choice((0.0, 0.0, 0.3))
     if name == "visionzip" and rng.random() < 0.3:
-        values |= {"dominant": rng.randint(0, 9), "contextual": rng.randint(0, 3)}
+        own = {"dominant": rng.randint(0, 9), "contextual": rng.randint(0, 3)}
+        values = own | {"reserve": values["reserve"]}
     return stage_class(name)(**values)
 
 

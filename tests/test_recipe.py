@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,7 +21,7 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, at_budget
 from vlmfast.errors import RecipeError, VLMFastError
 
 NAMES = sorted(stage_names())
@@ -203,7 +203,8 @@ def test_text_is_as_given(given_: Any, text: str) -> None:
 def test_text_does_not_change_equality() -> None:
     short, long = Recipe.parse("hired"), Recipe.parse("hired:keep=0.2")
     assert short == long and hash(short) == hash(long) and short.text != long.text
-    assert (long + Grid()).text == "hired+grid"
+    assert (long + Grid()).text == "hired:keep=0.2+grid"
+    assert str(long + Grid()) == str(short + Grid()) == "hired+grid"
 
 
 def test_addition_of_stages() -> None:
@@ -236,11 +237,79 @@ def test_save_and_load(tmp_path: Path) -> None:
         path.write_text(content, encoding="utf-8")
         with pytest.raises(RecipeError, match=r"recipe\.yaml"):
             Recipe.load(path)
+    path.write_text("recipe: hired\nbudgets: 0.2\n", encoding="utf-8")
+    with pytest.raises(
+        RecipeError, match=r"recipe\.yaml has the unknown key 'budgets'; known are recipe"
+    ):
+        Recipe.load(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"recipe\.yaml"):
         Recipe.load(path)
     with pytest.raises(RecipeError, match="absent"):
         Recipe.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("spelled", "text"),
+    [
+        ("HiRED", "hired"),
+        ("HiRED:keep=0.20 + PyramidDrop", "hired:keep=0.20+pyramiddrop"),
+        ("VisionZip+LOOK-M:0.4", "visionzip+lookm:0.4"),
+        ("ZipVL", "zipvl"),
+        ("clip_relevance:0.2", "clip-relevance:0.2"),
+        ("PruMerge-Plus", "prumerge-plus"),
+    ],
+)
+def test_spellings_of_papers_name_methods(spelled: str, text: str) -> None:
+    recipe = Recipe.parse(spelled)
+    assert recipe == Recipe.parse(text)
+    assert recipe.text == text
+
+
+# Parameters of the same purpose, besides ``keep`` and ``budget``.
+SAME = [
+    "pvc:budget=0.5,side=4",
+    "quickprefill:top_k=4,keep=0.5",
+    "draft-layerskip:layers=0/3,skip=0.45",
+    "draft-eagle:pool,keep=0.5,queries=2",
+    "elastic:keep=0.5,prune=0.05",
+    "elastic:budget=0.5,queries=2",
+    "pyramiddrop:ratios=0.5/0.2/0.1,keep=0.5",
+    "pyramiddrop:budget=0.6,ratios=1/1/1",
+    "sparsevlm:keep=0.5,published=192",
+    "sparsevlm:budget=0.5,published=64",
+    "tome:r=4,keep=0.5",
+    "tome:r=4,budget=0.5",
+    "visionzip:dominant=54,keep=0.2",
+    "visionzip:contextual=10,budget=0.2",
+]
+
+
+def test_parameters_of_the_same_purpose_are_refused() -> None:
+    texts, message = list(SAME), r"^{}: .* replace each other; give one of them"
+    for name in NAMES:
+        names = {recipe_name(f): f.default for f in fields(stage_class(name))}
+        if names.keys() >= {"keep", "budget"}:  # the default too is refused, being typed
+            texts += [f"{name}:budget=0.7,keep={names['keep'] or 0.2!r}", f"{name}:0.7,budget=0.7"]
+    assert len(texts) > 50
+    for text in texts:
+        name, _, rest = text.partition(":")
+        *shared, first, second = rest.split(",")
+        with pytest.raises(RecipeError, match=message.format(name)):
+            Recipe.parse(text)
+        for alone in (first, second):
+            assert Recipe.parse(f"{name}:{','.join([*shared, alone])}")
+    with pytest.raises(RecipeError, match=r"hired: keep=0.2 and budget=0.2 replace each other"):
+        HiRED(0.2, budget=0.2)
+    with pytest.raises(RecipeError, match="replace each other"):
+        HiRED(keep=0.2, budget=0.3)
+    with pytest.raises(RecipeError, match="replace each other"):
+        replace(HiRED(0.4), budget=0.2)
+    with pytest.raises(RecipeError, match=r"hired has no parameter 'alfa' \(did you mean 'alpha'"):
+        HiRED(alfa=0.3)
+    # A copy has its values from the stage, not from a call.
+    assert replace(HiRED(budget=0.2), alpha=0.4) == HiRED(alpha=0.4, budget=0.2)
+    assert at_budget(HiRED(0.4, alpha=0.3), 0.2) == HiRED(alpha=0.3, budget=0.2)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -249,10 +318,10 @@ def test_save_and_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hirde", r"'hirde' \(did you mean 'hired'\?\); known: "),
-        ("Hired", r"unknown method 'Hired'"),
-        ("xyzzy", r"unknown method 'xyzzy'; known: "),
-        ("hired+hired:0.4", r"hired appears twice"),
+        ("hirde", r"'hirde' \(did you mean 'hired'\?\); nearest are hired, [\w-]+, [\w-]+;"),
+        ("xyzzy", r"unknown method 'xyzzy'; nearest are [\w-]+, [\w-]+, [\w-]+; `vlmfast methods`"),
+        ("hired+hired:0.2", r"appears twice in the recipe hired\+hired:0.2$"),
+        ("pyramiddrop+hired:0.2", r"write hired:0.2\+pyramiddrop$"),
         ("hired:", r"ends in ':'"),
         ("hired:0.2,", r"cannot read ''"),
         ("hired:=0.2", r"no parameter ''"),
@@ -268,10 +337,8 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("hired:20%", r"cannot be read as float \(did you mean 'hired:0.2'\?\)"),
         ("grid+random:keep=20,seed=3", r"\(did you mean 'random:keep=0.2,seed=3'\?\)"),
         ("hired:200", r"allowed is > 0 and <= 1$"),
-        ("HiRED", r"unknown method 'HiRED' \(did you mean 'hired'\?\)"),
-        ("HiRED:0.2", r"unknown method 'HiRED' \(did you mean 'hired'\?\)"),
+        ("HiRED:20", r"hired: keep=20 .*allowed is > 0 and <= 1 \(did you mean 'hired:0.2'\?\)"),
         ("hird", r"unknown method 'hird' \(did you mean 'hired'\?\)"),
-        ("clip_relevance:0.2", r"\(did you mean 'clip-relevance'\?\)"),
         ("hired 0.2", r"unknown method 'hired 0.2' \(did you mean 'hired:0.2'\?\)"),
         ("hired=0.2", r"unknown method 'hired=0.2' \(did you mean 'hired:0.2'\?\)"),
         ("hired(0.2)", r"unknown method 'hired\(0.2\)' \(did you mean 'hired:0.2'\?\)"),
@@ -298,7 +365,7 @@ def test_invalid_recipes_raise(text: str, message: str) -> None:
 
 
 def test_suggestions_are_valid_recipes() -> None:
-    for text in ("hired:20%", "hired 0.2", "HiRED", "grid, hired", "fastv:k=2,keep=30"):
+    for text in ("hired:20%", "hired 0.2", "HIRD", "grid, hired", "fastv:k=2,keep=30"):
         with pytest.raises(RecipeError) as error:
             Recipe.parse(text)
         (meant,) = re.findall(r"did you mean '(.*)'\?", str(error.value))

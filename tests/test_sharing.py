@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ from vlmfast.core import hub as hub_module
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.core.weights import SHIPPED, StageWeights, load_weights
-from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval.cards import accuracy_tables
 from vlmfast.train.stages import command_of
 
@@ -73,6 +76,47 @@ def loaded(source: str | Path, name: str = "atp", **changed: Any) -> torch.nn.Mo
 def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
     return all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in pairs)
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def test_models_without_an_owner_are_refused_without_a_request(hub: FakeHub) -> None:
+    for name, hint in {"Qwen2.5-VL-3B": "Qwen/Qwen2.5-VL-3B", "any": "owner/any"}.items():
+        with pytest.raises(ModelError, match=rf"{name} is neither a folder .*as in {hint}$"):
+            vlmfast.VLM.from_pretrained(name)
+    assert not hub.requests
+    # The control: with an owner it is looked up.
+    hub.commit("someone/vlm", {"config.json": b'{"model_type": "bert"}'})
+    with pytest.raises(ModelError, match="someone/vlm is a 'bert' model"):
+        vlmfast.VLM.from_pretrained("someone/vlm")
+    assert hub.requests
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = []
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = closing.accept()
+                    connections.append(peer)
+                    peer.close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closing.getsockname()[1]}")
+        with pytest.raises(ModelError, match=r"nor in the cache, and http.* cannot be reached$"):
+            vlmfast.VLM.from_pretrained("someone/vlm")
+    assert len(connections) == 1
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE=1 is set"):
+        vlmfast.VLM.from_pretrained("someone/vlm")
+    with pytest.raises(ModelError, match="local_files_only is set"):
+        vlmfast.VLM.from_pretrained("someone/vlm", local_files_only=True)
 
 
 # --- folders -------------------------------------------------------------------------------------

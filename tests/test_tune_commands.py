@@ -312,6 +312,7 @@ def refuse(*args: Any) -> socket.socket:
         ("[]", "line 3 must be an object"),
         ('{"question": "Q"}', "either 'image' or 'video'"),
         ('{"image": "0.png", "video": "0.mp4", "question": "Q"}', "either 'image' or 'video'"),
+        ('{"image": "0.png", "question": "Q", "answers": "a"}', "(did you mean 'answer'?)"),
         ('{"image": "0.png"}', "'question' must be a text"),
         ('{"image": "0.png", "question": " "}', "'question' must be a text"),
         ('{"image": "x.png", "question": "Q"}', "image 'x.png' does not exist"),

@@ -90,8 +90,7 @@ def test_explicit_counts() -> None:
         (50, 0),
     ]
     assert VisionZip(contextual=5).counts(0, [9]) == [(0, 5)]
-    given = VisionZip(dominant=54, contextual=10, budget=0.5)  # a budget replaces them
-    assert given.counts(32, [64]) == [(27, 5)]
+    assert VisionZip(budget=0.5).counts(32, [64]) == [(27, 5)]
 
 
 # --- properties ----------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def test_images_are_independent(arguments: dict, share: float) -> None:
     assert torch.equal(both.features[first], alone.features)
 
 
-@pytest.mark.parametrize("stage", [VisionZip(1.0), VisionZip(0.2, budget=1.0)])
+@pytest.mark.parametrize("stage", [VisionZip(1.0), VisionZip(budget=1.0)])
 def test_budget_1_is_identity(stage: VisionZip) -> None:
     tokens, kept, _ = reduced(stage, {"tiles": (2, 2)})
     assert kept is tokens
@@ -167,7 +166,7 @@ def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse(
-        "visionzip:0.1,dominant=54,contextual=10,positions=keep,proportional_attention=true"
+        "visionzip:dominant=54,contextual=10,positions=keep,proportional_attention=true"
     )
     assert stage == Recipe.parse(str(stage))
     assert stage[0].proportional_attention

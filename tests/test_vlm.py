@@ -415,8 +415,11 @@ def test_missing_weights_or_folder_raises(folder, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ModelError, match="do not load"):
         VLM.from_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="nowhere is no folder, and no hub id"):
+        VLM.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match="no model configuration"):
-        VLM.from_pretrained(tmp_path / "nowhere", local_files_only=True)
+        VLM.from_pretrained(tmp_path)
 
 
 def test_mismatched_processor_raises():

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import tiny_families
 from tiny_models import make_image
+from vlmfast import VLM
 from vlmfast.core.layout import Kind
 
 QUESTION = "What is in the bottom left?"
@@ -67,6 +69,48 @@ def test_usage_adds_up(served: Any) -> None:
     assert 0 < cached < usage["prompt_tokens"]
     assert again["usage"]["prompt_tokens"] == usage["prompt_tokens"]
     assert again["usage"]["vlmfast"]["prompt_tokens_fed"] == usage["prompt_tokens"] - cached
+
+
+def test_messages_reach_the_template_as_in_the_library(serve: Any, image_url: Any) -> None:
+    vlm = VLM(*tiny_families.builders()["qwen2_5_vl"](0))
+    vlm.processor.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}"
+        "({{ m['content'] }}){% else %}{% for c in m['content'] %}"
+        "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}A:"
+    )
+    served = serve(vlm, model="qwen")
+
+    def answers(path: str, **body: Any) -> str:
+        body = {"model": "qwen", "temperature": 0, **body}
+        found = served.post(path, body).json()
+        if path == "/v1/responses":
+            return found["output"][0]["content"][0]["text"]
+        return found["choices"][0]["message"]["content"]
+
+    def chatted(*messages: dict[str, Any]) -> str:
+        return vlm.chat(list(messages), max_new_tokens=8, do_sample=False).text
+
+    hello, listed = ({"role": "user", "content": text} for text in ("Hello", [text_part("Hello")]))
+    assert chatted(hello) != chatted(listed)
+    for turn in (hello, listed):
+        found = answers("/v1/chat/completions", messages=[turn], max_tokens=8)
+        assert found == chatted(turn)
+    assert answers("/v1/responses", input="Hello", max_output_tokens=8) == chatted(hello)
+    # A turn of an image alone.
+    before = [hello, {"role": "assistant", "content": "ok"}]
+    url = {"type": "image_url", "image_url": {"url": image_url(3)}}
+    found = answers(
+        "/v1/chat/completions",
+        messages=[*before, {"role": "user", "content": [url]}],
+        max_tokens=8,
+    )
+    shown = {"role": "user", "content": [{"type": "image", "image": make_image(seed=3)}]}
+    assert found == chatted(*before, shown)
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["e"]}])

@@ -12,6 +12,8 @@ from typing import Any
 from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
+from .template import templated
+
 
 @dataclass(frozen=True)
 class Consumed:
@@ -40,6 +42,8 @@ def turns(media: list[dict], messages: list[dict], question: str) -> list[dict]:
     blanks: dict[str, dict[str, Any]] = {"image": {"image": blank}, "video": {"video": [blank]}}
     shown = [{**part, **blanks.get(part["type"], {})} for part in media]
     first, *rest = [*messages, {"role": "user", "content": question}]
+    if not shown:
+        return [first, *rest]
     return [
         {"role": "user", "content": [*shown, {"type": "text", "text": first["content"]}]},
         *rest,
@@ -158,13 +162,9 @@ def answer_ids(adapter: Adapter, prompt: str | None, answer: str, *, end: bool) 
     """
     tokenizer = adapter.processor.tokenizer
     # The template decides whether a blank separates prompt and answer.
-    turn = [
-        {"role": "user", "content": [{"type": "text", "text": "?"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-    ]
-    template = adapter.writer.apply_chat_template
-    question = template(turn[:1], add_generation_prompt=True, tokenize=False)
-    dialogue = template(turn, tokenize=False)
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    question = templated(adapter, turn[:1])
+    dialogue = templated(adapter, turn, answer=False)
     tail = dialogue[len(question) :] if dialogue.startswith(question) else f" {answer}"
     if not end:
         blank, found, _ = tail.partition(answer)

@@ -49,8 +49,8 @@ from .request import (
     frame_parts,
     messages_of,
     submitted,
-    templated,
 )
+from .template import templated
 
 if TYPE_CHECKING:
     from vlmfast.media.types import VideoLike

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vlmfast.core.params import check_keys, nearest
 from vlmfast.core.protocols import EncodeStage, MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
@@ -30,12 +31,13 @@ from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.prefix_cache import prefix_cache_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
-from vlmfast.errors import MediaError, ModelError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
 from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
 from .stored_recipe import AUTO, stored_recipe
+from .template import templated
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -50,6 +52,13 @@ ASK = (
 )
 CHAT = ("messages", "recipe")
 OF_ASK = dict.fromkeys(("max_kv_tokens", "progress"), "it is an argument of VLM.ask")
+# Keys of content entries by type: those of which one holds the content, and settings.
+_SOURCES = {
+    "text": ("text",),
+    "image": ("image", "path", "url", "base64"),
+    "video": ("video", "path", "url"),
+}
+_SETTINGS = {"video": ("num_frames", "fps", "timestamps")}
 _SLACK = 16  # extra tokens that cutting a text may produce at its end
 
 
@@ -102,19 +111,31 @@ def messages_of(
 ) -> list[dict]:
     """A question about images or a video in Hugging Face's chat schema."""
     check_question(question)
+    media = media_of(images, video, num_frames, fps, timestamps)
+    content = [*media, {"type": "text", "text": question}] if media else question
+    return [{"role": "user", "content": content}]
+
+
+def media_of(
+    images: ImageLike | Many[ImageLike] | None,
+    video: VideoLike | None,
+    num_frames: int | None,
+    fps: float | None,
+    timestamps: Many[float] | None,
+) -> list[dict]:
+    """Content entries of images and a video."""
     frames = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
     if video is None and any(value is not None for value in frames.values()):
         raise VLMFastError("timestamps, num_frames and fps are for video=, and no video was given")
     if images is None:
         images = []
-    content = [
+    entries = [
         {"type": "image", "image": image}
         for image in (images if isinstance(images, list | tuple) else [images])
     ]
     if video is not None:
-        content.append({"type": "video", "video": video, **frames})
-    content.append({"type": "text", "text": question})
-    return [{"role": "user", "content": content}]
+        entries.append({"type": "video", "video": video, **frames})
+    return entries
 
 
 def check_question(question: object) -> None:
@@ -140,15 +161,17 @@ def check_messages(adapter: Adapter, messages: object) -> None:
             raise VLMFastError(f"a turn must be a dict with a role and content, not {shown(turn)}")
         if not isinstance(turn["role"], str) or not turn["role"].strip():
             raise VLMFastError(f"role={shown(turn['role'])} must be a name such as 'user'")
+        check_keys("a turn", _given(turn), ("role", "content"))
         content = turn.get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
+        if isinstance(content, str):
+            continue
+        if not isinstance(content, list | tuple) or not all(isinstance(p, dict) for p in content):
             raise VLMFastError("the content of a turn must be a text, or a list of dicts")
-        for part in parts:
-            if part.get("type") == "text" and not isinstance(part.get("text"), str):
-                raise VLMFastError("a content entry of type text needs its text under 'text'")
-    if not question_of(messages).strip():
-        raise VLMFastError("the last user turn has no text")
+        for part in content:
+            _content(part)
+    last = next((turn for turn in reversed(messages) if turn["role"] == "user"), None)
+    if last is None or not (_text(last).strip() or _has_media(last)):
+        raise VLMFastError("the last user turn has no text and no image")
     check_texts(adapter, list(_texts(messages)))
 
 
@@ -203,11 +226,22 @@ def _tokens(adapter: Adapter, text: str, most: int) -> int:
 
 
 def question_of(messages: Many[dict]) -> str:
-    """Text of the last user turn."""
-    content = next((t["content"] for t in reversed(messages) if t["role"] == "user"), "")
+    """Text of the last user turn with one; else of another turn that is not an answer."""
+    turns = sorted(messages, key=lambda turn: turn["role"] == "user")[::-1]
+    texts = (_text(turn) for turn in turns if turn["role"] != "assistant")
+    return next((text for text in texts if text.strip()), "")
+
+
+def _text(turn: dict) -> str:
+    content = turn["content"]
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _has_media(turn: dict) -> bool:
+    content = turn["content"]
+    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
 
 
 def _texts(messages: Many[dict]) -> Iterable[str]:
@@ -216,7 +250,39 @@ def _texts(messages: Many[dict]) -> Iterable[str]:
         if isinstance(content, str):
             yield content
         else:
-            yield from (part["text"] for part in content if part.get("type") == "text")
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _given(entry: dict) -> list[Any]:
+    """Keys with a value: Hugging Face's processors drop the others."""
+    return [key for key, value in entry.items() if value is not None]
+
+
+def _content(part: dict) -> Any:
+    """The text or the medium of a content entry.
+
+    Raises
+    ------
+    VLMFastError
+        Unless exactly one of its keys holds it, and all others are known.
+    """
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _SOURCES:
+        similar = nearest(kind, list(_SOURCES)) if isinstance(kind, str) else ""
+        raise VLMFastError(
+            f"content type {shown(kind)} is not known{similar}; allowed are text, image and video"
+        )
+    about, sources, given = f"a content entry of type {kind}", _SOURCES[kind], _given(part)
+    check_keys(about, given, ("type", *sources, *_SETTINGS.get(kind, ())))
+    found = [key for key in sources if key in given]
+    if len(found) > 1:
+        raise VLMFastError(f"{about} has {' and '.join(found)}; give one of them")
+    value = part[found[0]] if found else None
+    if kind == "text" and not isinstance(value, str):
+        raise VLMFastError("a content entry of type text needs its text under 'text'")
+    if not found:
+        raise VLMFastError(f"{about} needs one of {', '.join(sources)}")
+    return f"data:;base64,{value}" if found[0] == "base64" else value
 
 
 # --- media and template --------------------------------------------------------------------------
@@ -254,28 +320,13 @@ def chooser(recipe: Recipe, question: str) -> Callable | None:
     return partial(stages[0].frames, question=question) if stages else None
 
 
-def templated(adapter: Adapter, plain: list[dict]) -> str:
-    """Render the chat template for turns whose images are ``{"type": "image"}`` entries."""
-    from jinja2 import TemplateError
-
-    if not getattr(adapter.writer, "chat_template", None):
-        raise ModelError(
-            f"the processor of {adapter.config.model_type} has no chat template; "
-            "set vlm.processor.chat_template"
-        )
-    try:
-        return adapter.writer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise VLMFastError(f"the chat template rejected the messages: {one_line(error)}") from error
-
-
 def read_media(
     adapter: Adapter,
     content: Any,
     prompt: Rendered,
     select: Any,
     loaded: dict[int, Any] | None = None,
-) -> list[dict]:
+) -> Any:
     """Return the content of a turn without its media, which are appended to ``prompt``.
 
     Parameters
@@ -286,23 +337,21 @@ def read_media(
     """
     from vlmfast.media import load_image, load_video
 
+    if isinstance(content, str):
+        return content
     plain: list[dict] = []
     loaded = {} if loaded is None else loaded
-    text = {"type": "text", "text": content}
-    parts: list[dict[str, Any]] = [text] if isinstance(content, str) else content
-    for part in parts:
-        kind = part.get("type")
+    for part in content:
+        kind, source = part.get("type"), _content(part)
         if kind == "text":
-            plain.append({"type": "text", "text": part["text"]})
+            plain.append({"type": "text", "text": source})
         elif kind == "image":
-            source = _source(part, "image", "path", "url", "base64")
             if id(part) not in loaded:
                 loaded[id(part)] = load_image(source)
             prompt.images.append(loaded[id(part)])
             prompt.frames.append((-1, 0, 1))
             plain.append({"type": "image"})
-        elif kind == "video":
-            source = _source(part, "video", "path", "url")
+        else:
             listed = isinstance(source, list | tuple)  # its rate chooses no frames
             if select and (part.get("num_frames") or (part.get("fps") and not listed)):
                 raise VLMFastError(
@@ -330,10 +379,6 @@ def read_media(
             number, total = len(prompt.times), len(video)
             prompt.frames += [(number, index, total) for index in range(total)]
             prompt.times.append(video.times)
-        else:
-            raise VLMFastError(
-                f"content type {shown(kind)} is not known; allowed are text, image and video"
-            )
     return plain
 
 
@@ -352,13 +397,6 @@ def frame_parts(adapter: Adapter, times: FrameTimes) -> list[dict]:
         plain.append({"type": "image"})
         plain += [{"type": "text", "text": after}] if after else []
     return plain
-
-
-def _source(part: dict, *keys: str) -> Any:
-    for key in keys:
-        if part.get(key) is not None:
-            return part[key] if key != "base64" else f"data:;base64,{part[key]}"
-    raise VLMFastError(f"a content entry of type {part['type']} needs one of {', '.join(keys)}")
 
 
 # --- sequences -----------------------------------------------------------------------------------

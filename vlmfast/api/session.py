@@ -25,6 +25,7 @@ from torch import Tensor
 
 from vlmfast.core import snapshot
 from vlmfast.core.display import plural
+from vlmfast.core.params import check_keys
 from vlmfast.core.protocols import MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
@@ -54,7 +55,7 @@ from .request import (
     check_streamer,
     chooser,
     identify,
-    messages_of,
+    media_of,
     opened,
     read_media,
     recipe_of,
@@ -233,10 +234,9 @@ class Session:
                     "the video again for each; use ask"
                 )
         question = "?"  # a placeholder
-        messages = messages_of(question, images, video, num_frames, fps, timestamps)
+        entries = media_of(images, video, num_frames, fps, timestamps)
         adapter, prompt = group.adapter, Rendered("")
-        select = chooser(recipe, "")
-        media = read_media(adapter, messages[0]["content"][:-1], prompt, select)
+        media = read_media(adapter, entries, prompt, chooser(recipe, ""))
         images_read, frames, sizes = prompt.images, prompt.frames, prompt.sizes
         loaded = time.perf_counter()
         engine = engine_of(adapter)
@@ -388,6 +388,7 @@ class Session:
                 or (role == "user" and not turn["content"].strip())
             ):
                 raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
+            check_keys(f"messages[{number}]", turn, ("role", "content"))
         if len(messages) % 2:
             raise VLMFastError("messages must end with an answer; ask puts the next question")
         self._messages = [{"role": m["role"], "content": m["content"]} for m in messages]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.help import examples
+from vlmfast.core.hub import check_model
 from vlmfast.errors import (
     MediaError,
     ModelError,
@@ -157,18 +158,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ask(args: argparse.Namespace) -> None:
-    vlm, media = _vlm(args), _media(args)
+    media = _media(args)
     if args.max_kv_tokens is not None:
         if "video" not in media:
             raise MediaError(f"{args.file} is an image; --max-kv-tokens is for videos")
         media |= {"max_kv_tokens": args.max_kv_tokens, "progress": sys.stderr.isatty()}
-    answer = vlm.ask(args.question, **media, recipe=args.recipe, **_generation(args))
+    answer = _vlm(args).ask(args.question, **media, recipe=args.recipe, **_generation(args))
     if args.json:
-        print_json({**_heading(args), **answer_json(args.recipe, answer)})
+        print_json({**_heading(args), **answer_json(answer.recipe, answer)})
         return
     print(answer.text)
     print()
-    print_table([stats_row(args.recipe, answer.stats)])
+    print_table([stats_row(answer.recipe, answer.stats)])
 
 
 def _heading(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,7 +178,8 @@ def _heading(args: argparse.Namespace) -> dict[str, Any]:
 
 def _compare(args: argparse.Namespace) -> int:
     _check_overlay(args.overlay)
-    vlm, media = _vlm(args), _media(args)
+    media = _media(args)
+    vlm = _vlm(args)
     if args.warmup:
         vlm.compare(args.question, **media, recipes=args.recipes, max_new_tokens=2)
     rows = vlm.compare(args.question, **media, recipes=args.recipes, **_generation(args))
@@ -462,15 +464,19 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
 
 
 def _vlm(args: argparse.Namespace) -> VLM:
+    if args.model != "tiny":
+        check_model(args.model)
     import torch
 
     from vlmfast.api.vlm import VLM
     from vlmfast.core.recipe import Recipe
 
-    # Before loading a checkpoint, which may take minutes.
-    for recipe in getattr(args, "recipes", None) or [getattr(args, "recipe", None) or "none"]:
-        if recipe != "auto":  # depends on the checkpoint
-            Recipe.parse(recipe)
+    # Before loading a checkpoint, which may take minutes. "auto" depends on the checkpoint.
+    several = getattr(args, "recipes", None)
+    texts = several or [getattr(args, "recipe", None) or "none"]
+    texts = [text if text == "auto" else Recipe.parse(text).text for text in texts]
+    if several:
+        args.recipes = texts
     try:
         device = None if args.device is None else torch.device(args.device)
     except RuntimeError:
@@ -557,7 +563,12 @@ def _quiet() -> Iterator[None]:
         print(f"vlmfast: warning: {message}", file=sys.stderr)
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with warnings.catch_warnings():
+    # Of `torch` itself, PyTorch sets the level when it is imported.
+    loud = logging.getLogger("torch.utils")
+    before = loud.level
+    loud.setLevel(logging.ERROR)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        stack.callback(loud.setLevel, before)
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", ".* is deprecated, use ", FutureWarning)
         warnings.filterwarnings("default", "kernels: ", RuntimeWarning)

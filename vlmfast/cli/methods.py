@@ -43,8 +43,8 @@ def run(args: argparse.Namespace, load: Callable[[], VLM]) -> None:
     from vlmfast.api.vlm import methods
     from vlmfast.core.registry import stage_class
 
-    for name in args.names if args.model is None else ():
-        stage_class(name)  # raises for an unknown name and lists all
+    if args.model is None:
+        args.names = [stage_class(name).name for name in args.names]
     found = [_placed(method) for method in methods()]
     found = [method for method in found if _is_chosen(method, args)]
     if args.model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -53,7 +54,15 @@ class Command(argparse.ArgumentParser):
         return self
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        return super(Command, self.filled()).parse_known_args(*args, **kwargs)
+        found, rest = super(Command, self.filled()).parse_known_args(*args, **kwargs)
+        for word in rest:
+            if word.startswith("--"):
+                name = word.partition("=")[0]
+                known = [o for o in self._option_string_actions if o.startswith("--")]
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                self.error(f"unrecognized argument {name}{hint}")
+        return found, rest
 
 
 def add_logging(parser: argparse.ArgumentParser, *, hidden: bool = False) -> None:

@@ -10,11 +10,30 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vlmfast.errors import RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _PATIENCE = 5  # seconds
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
+
+# By the beginnings of the names of their models.
+_OWNERS = {
+    "aya": "CohereLabs",
+    "command": "CohereLabs",
+    "fastvlm": "apple",
+    "gemma": "google",
+    "glm": "zai-org",
+    "idefics": "HuggingFaceM4",
+    "internvl": "OpenGVLab",
+    "lfm": "LiquidAI",
+    "llava": "llava-hf",
+    "ministral": "mistralai",
+    "mistral": "mistralai",
+    "ovis": "AIDC-AI",
+    "paligemma": "google",
+    "qwen": "Qwen",
+    "smolvlm": "HuggingFaceTB",
+}
 
 
 def is_hub_id(weights: str) -> bool:
@@ -74,6 +93,53 @@ def download(name: str, weights: str, files: tuple[str, ...]) -> Path:
     except Exception as error:  # the client passes on errors of several libraries
         raise RecipeError(f"{about} cannot be downloaded: {_reason(error)}") from error
     return Path(found)
+
+
+def check_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> None:
+    """Raise for a checkpoint that cannot be found, before anything is loaded.
+
+    Of an id that is not in the cache, one request asks whether the Hub answers: its client would
+    try again for half a minute. An id without an owner is looked up in the cache alone.
+
+    Parameters
+    ----------
+    name : str
+        A folder or a hub id.
+    revision, cache_dir, local_files_only : optional
+        As in Hugging Face's ``from_pretrained``.
+
+    Raises
+    ------
+    ModelError
+    """
+    if os.path.exists(name):
+        return
+    if not re.fullmatch(f"({_PART}/)?{_PART}", name):
+        raise ModelError(f"{name} is no folder, and no hub id, which has the form owner/name")
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
+    except HFValidationError as error:
+        raise ModelError(f"{name} is no hub id: {_reason(error)}") from error
+    if isinstance(cached, str):
+        return
+    about = f"{name} is neither a folder nor in the cache"
+    if "/" not in name:
+        owner = next((own for key, own in _OWNERS.items() if name.lower().startswith(key)), "owner")
+        raise ModelError(f"{about}; a hub id begins with its owner, as in {owner}/{name}")
+    if constants.HF_HUB_OFFLINE or local_files_only:
+        setting = "local_files_only" if local_files_only else "HF_HUB_OFFLINE=1"
+        raise ModelError(f"{about}, and {setting} is set")
+    if not reachable():
+        raise ModelError(f"{about}, and {constants.ENDPOINT} cannot be reached")
 
 
 def reachable() -> bool:

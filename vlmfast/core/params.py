@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field
 from types import NoneType
 from typing import Any, get_args
 
-from ..errors import RecipeError
+from ..errors import RecipeError, VLMFastError
 from .former import warn_renamed
 from .saliency import SOURCES
 
@@ -23,6 +23,7 @@ def param(
     le: float | None = None,
     choices: tuple[str, ...] | None = None,
     recipe_name: str | None = None,
+    excludes: tuple[str, ...] = (),
     former: tuple[str, ...] = (),
     former_choices: dict[str, str] | None = None,
     word: str | None = None,
@@ -40,6 +41,8 @@ def param(
         Allowed values.
     recipe_name : str, optional
         Name in recipes, where the field's own is taken by a method of the protocol.
+    excludes : tuple of str
+        Fields of the same purpose, which cannot be given together with this one.
     former : tuple of str
         Deprecated names, accepted in Python and in recipes with a warning.
     former_choices : dict of str to str, optional
@@ -53,6 +56,7 @@ def param(
         "doc": doc,
         "choices": choices,
         "recipe_name": recipe_name or word,
+        "excludes": excludes,
         "former": former,
         "former_choices": former_choices or {},
     }
@@ -75,14 +79,15 @@ def positions_param(default: str) -> Any:
     )
 
 
-def budget_param() -> Any:
-    """The common cost axis that every reducer offers."""
+def budget_param(*excludes: str) -> Any:
+    """The common cost axis that every reducer offers; it replaces ``keep`` or other fields."""
     return param(
         None,
         "visual tokens kept, averaged over the LLM's layers, as a fraction of the input; "
         "replaces the method's own parameters",
         gt=0.0,
         le=1.0,
+        excludes=excludes or ("keep",),
     )
 
 
@@ -172,6 +177,28 @@ def nearest(word: str, words: list[str]) -> str:
     """`` (did you mean 'x'?)`` or nothing."""
     match = difflib.get_close_matches(word[:_LONGEST].lower(), words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def check_keys(
+    what: str,
+    given: Iterable[Any],
+    known: Collection[str],
+    error: type[VLMFastError] = VLMFastError,
+) -> None:
+    """Raise for the first key that is not known, with the nearest one and all of them.
+
+    Parameters
+    ----------
+    what : str
+        That has the keys, for the error.
+    """
+    for key in given:
+        if key not in known:
+            name = str(key)
+            raise error(
+                f"{what} has the unknown key {quoted(name)}{nearest(name, list(known))}; known "
+                f"are {listed(known)}"
+            )
 
 
 def quoted(text: str) -> str:

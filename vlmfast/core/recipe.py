@@ -14,9 +14,9 @@ from vlmfast.errors import RecipeError
 
 from .files import read_text, replace_text
 from .hints import corrections
-from .params import quoted
+from .params import check_keys, quoted
 from .protocols import PROTOCOLS
-from .registry import stage_class, stage_names, unknown_method
+from .registry import method_name, stage_class, stage_names, unknown_method
 from .stage import Stage, Stages
 
 # Pooling leaves no place of an image out, and the selection drops what is left of the background.
@@ -55,35 +55,35 @@ class Recipe(Stages):
         for stage in self:
             if not isinstance(stage, Stage):
                 raise RecipeError(f"a recipe holds stages, not {type(stage).__name__}: {stage!r}")
-        names = [stage.name for stage in self]
+        text, names = self.text, [stage.name for stage in self]
         for name in names:
             if names.count(name) > 1:
-                raise RecipeError(f"{name} appears twice in the recipe {self}")
+                raise RecipeError(f"{name} appears twice in the recipe {text}")
         if sum(stage.protocol == "media" for stage in self) > 1:
-            raise RecipeError(f"recipe {self} has two stages that choose the frames; only one may")
+            raise RecipeError(f"recipe {text} has two stages that choose the frames; only one may")
         for flag, what in (
             ("chooses_crops", "choose the crops"),
             ("reuses_frames", "reuse frames"),
         ):
             if sum(getattr(p, flag, False) for s in self for p in s.expand()) > 1:
-                raise RecipeError(f"recipe {self} has two stages that {what}; only one may")
+                raise RecipeError(f"recipe {text} has two stages that {what}; only one may")
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
         for first, second in pairwise(parts):
             if first.quantizes:
                 raise RecipeError(
-                    f"recipe {self}: {first.name} quantizes the cache, so {second.name} cannot "
+                    f"recipe {text}: {first.name} quantizes the cache, so {second.name} cannot "
                     "follow it"
                 )
         evicting = [p.name for s in self for p in s.expand() if p.protocol == "decode"]
         if len(evicting) > 1:
             raise RecipeError(
-                f"recipe {self} has {' and '.join(evicting)}, which both modify the cache between "
+                f"recipe {text} has {' and '.join(evicting)}, which both modify the cache between "
                 "decode steps; only one may"
             )
         inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
         if len(inside) > 1:
             raise RecipeError(
-                f"recipe {self} has {' and '.join(inside)}, which both modify the rows between the "
+                f"recipe {text} has {' and '.join(inside)}, which both modify the rows between the "
                 "blocks of the vision tower; only one may"
             )
         for part in (part for stage in self for part in stage.expand()):
@@ -95,9 +95,8 @@ class Recipe(Stages):
         ranks = [PROTOCOLS.index(stage.expand()[0].protocol) for stage in self]
         if ranks != sorted(ranks):
             order = sorted(self, key=lambda s: PROTOCOLS.index(s.expand()[0].protocol))
-            raise RecipeError(
-                f"recipe {self} is not in pipeline order; write {'+'.join(map(str, order))}"
-            )
+            ordered = "+".join(stage.typed() for stage in order)
+            raise RecipeError(f"recipe {text} is not in pipeline order; write {ordered}")
 
     @property
     def text(self) -> str:
@@ -106,7 +105,7 @@ class Recipe(Stages):
         ``str(recipe)`` is the canonical text: without default values, and with presets expanded.
         It has no influence on equality.
         """
-        return self._text or str(self)
+        return self._text or "+".join(stage.typed() for stage in self) or "none"
 
     def _given_as(self, text: str) -> Recipe:
         self._text = text
@@ -123,7 +122,8 @@ class Recipe(Stages):
         Raises
         ------
         RecipeError
-            For an unknown method or parameter, a value out of range or stages in the wrong order.
+            For an unknown method or parameter, parameters that replace each other, a value out of
+            range or stages in the wrong order.
         """
         given = " ".join(text.split())
         text = PRESETS[given] if given in PRESETS else text.strip()
@@ -141,7 +141,10 @@ class Recipe(Stages):
                     f"preset {preset!r} must be the whole recipe, not joined with "
                     f"methods{_meant(found)}"
                 )
-        return cls(tuple(_stage(item) for item in items))._given_as(given)
+        recipe = cls(tuple(_stage(item) for item in items))
+        names = [item.partition(":")[0].strip() for item in items]
+        spelled = given in PRESETS or names == [stage.name for stage in recipe]
+        return recipe._given_as(given if spelled else recipe.text)
 
     @classmethod
     def of(cls, recipe: str | Stage | tuple[Stage, ...] | None) -> Recipe:
@@ -179,6 +182,7 @@ class Recipe(Stages):
             raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
             raise RecipeError(f"recipe file {path} has no text entry 'recipe'")
+        check_keys(f"recipe file {path}", data, ("recipe",), RecipeError)
         return cls.parse(data["recipe"])
 
     def save(self, path: str | Path) -> None:
@@ -196,7 +200,7 @@ class Recipe(Stages):
 
 def _stage(item: str) -> Stage:
     """The stage of one entry of a recipe; errors suggest what was probably meant."""
-    name = item.partition(":")[0].strip()
+    name = method_name(item.partition(":")[0].strip())
     try:
         if name in PRESETS:
             raise RecipeError(f"preset {name!r} has no parameters")
@@ -228,7 +232,8 @@ def _read(item: str) -> Stage:
                 f"cannot read {quoted(part)} in {quoted(item)}: write {name}:key=value,key=value"
             )
         values[where] = value
-    return cls.from_texts(values)
+    typed = " ".join(item.split()).replace(name, cls.name, 1)
+    return cls.from_texts(values).typed_as(typed)
 
 
 def _valid(text: str) -> str:

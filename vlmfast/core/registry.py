@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..errors import RecipeError
 from .outside import STAGES, Found, found_outside
-from .params import listed, nearest, quoted
+from .params import listed, quoted
 from .stage import Stage
 
 _HOMES = (
@@ -62,19 +63,21 @@ def stage_names() -> dict[str, str]:
 
 @cache
 def stage_class(name: str) -> type[Stage]:
-    """The stage class of a method name.
+    """The stage class of a method name; case and hyphens do not matter, as in ``LOOK-M``.
 
     Raises
     ------
     RecipeError
-        When no method has that name, with the nearest and all of them; or when the package that
-        provides it is skipped, with the reason.
+        When no method has that name, with the nearest ones; or when the package that provides it
+        is skipped, with the reason.
     """
     if name not in _own():
         found = _outside()
-        if name not in found.values:
+        if name in found.values:
+            return found.values[name]
+        if (known := method_name(name)) == name:
             raise unknown_method(name)
-        return found.values[name]
+        return stage_class(known)
     module = importlib.import_module(_own()[name])
     cls = _stage_in(module, name)
     if cls is None:
@@ -89,10 +92,24 @@ def _stage_in(module: ModuleType, name: str) -> type[Stage] | None:
     return None
 
 
+def method_name(name: str) -> str:
+    """The name of the method that a paper spells ``name``; itself where there is none."""
+    names = stage_names()
+    same = [known for known in names if _folded(known) == _folded(name)]
+    return same[0] if len(same) == 1 and name not in (*names, *_outside().skipped) else name
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def unknown_method(name: str, meant: str = "") -> RecipeError:
-    """The error for a name that no method has; ``meant`` is suggested, or else the nearest name."""
+    """The error for a name that no method has; ``meant`` is suggested, and the nearest names."""
     if name in (skipped := _outside().skipped):
         return RecipeError(skipped[name])
-    names = stage_names()
-    hint = f" (did you mean {meant!r}?)" if meant else nearest(name, list(names))
-    return RecipeError(f"unknown method {quoted(name)}{hint}; known: {listed(sorted(names))}")
+    hint = f" (did you mean {meant!r}?)" if meant else ""
+    near = difflib.get_close_matches(name[:80].lower(), list(stage_names()), n=3, cutoff=0)
+    return RecipeError(
+        f"unknown method {quoted(name)}{hint}; nearest are {listed(near)}; `vlmfast methods` "
+        "lists all"
+    )

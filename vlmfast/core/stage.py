@@ -51,6 +51,33 @@ def _types(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+def _check_parameter(cls: Any, key: str, names: list[str]) -> None:
+    """Raise unless a stage has a parameter, with the nearest name and all."""
+    if key not in names:
+        similar = nearest(key, names) if re.fullmatch(r"[\w-]+", key) else ""
+        raise RecipeError(
+            f"{cls.name} has no parameter {quoted(key)}{similar}; parameters: {listed(names)}"
+        )
+
+
+def _check_exclusive(cls: Any, given: dict[str, Any]) -> None:
+    """Raise if one of the given parameters of a stage leaves another without effect."""
+    own = {f.name: f for f in fields(cls)}
+    # None, and a default of 0 or an empty tuple, switch a parameter off.
+    on = {
+        name: show(value)
+        for name, value in given.items()
+        if name in own and value is not None and (value or value != own[name].default)
+    }
+    for name in on:
+        for other in own[name].metadata.get("excludes", ()):
+            if other in on:
+                pair = (f"{recipe_name(own[n])}={on[n]}" for n in (other, name))
+                raise RecipeError(
+                    f"{cls.name}: {' and '.join(pair)} replace each other; give one of them"
+                )
+
+
 def _former_parameters(cls: type) -> dict[str, str]:
     """Deprecated to present names of the fields of a stage."""
     return {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
@@ -74,7 +101,18 @@ class _StageType(type):
             if isinstance(value := values.get(f.name), str) and value in replaced:
                 warn_renamed(f"{cls.__name__}({f.name}={value!r})", repr(replaced[value]))
                 values[f.name] = replaced[value]
-        return super().__call__(*args, **values)
+        if any(f.metadata.get("excludes") for f in _fields(cls)):
+            named = (f.name for f in _fields(cls) if not f.kw_only)
+            given = dict(zip(named, args, strict=False)) | values
+            if given.keys() >= {f.name for f in _fields(cls)}:  # a copy by `dataclasses.replace`
+                given = {f.name: v for f in _fields(cls) if (v := given[f.name]) != f.default}
+            _check_exclusive(cls, given)
+        try:
+            return super().__call__(*args, **values)
+        except TypeError:
+            for name in values:
+                _check_parameter(cls, name, [f.name for f in _fields(cls)])
+            raise
 
     def __getattr__(cls, name: str) -> Any:
         new = _FORMER.get(name)
@@ -118,6 +156,7 @@ class Stage(metaclass=_StageType):
     proportional_attention = False
     query_dependent: ClassVar[bool] = False
     other_model: ClassVar[bool] = False
+    _typed: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept classes that define deprecated attributes and methods."""
@@ -201,12 +240,8 @@ class Stage(metaclass=_StageType):
                         f"parameters: {listed(names)}"
                     )
                 key = next(w for w, name in names.items() if name == cls.lead)
-            if key not in names and key not in former:
-                similar = nearest(key, list(names)) if re.fullmatch(r"[\w-]+", key) else ""
-                raise RecipeError(
-                    f"{cls.name} has no parameter {quoted(key)}{similar}; "
-                    f"parameters: {listed(names)}"
-                )
+            if key not in former:
+                _check_parameter(cls, key, list(names))
             name = names.get(key) or former[key]
             if key not in names:
                 warn_renamed(f"{cls.name}:{key}=", f"{name}=", FutureWarning)
@@ -238,6 +273,15 @@ class Stage(metaclass=_StageType):
             return f"{self.name}:{changed[self.lead]}"
         names = {f.name: recipe_name(f) for f in fields(self)}
         return f"{self.name}:" + ",".join(f"{names[key]}={v}" for key, v in changed.items())
+
+    def typed(self) -> str:
+        """The text that it was read from; otherwise its canonical text."""
+        return self._typed or str(self)
+
+    def typed_as(self, text: str) -> Self:
+        """This stage, after noting the text that it was read from."""
+        object.__setattr__(self, "_typed", text)
+        return self
 
     def __add__(self, other: Stage | Stages) -> Stages:
         return Stages((self,)) + other
@@ -289,6 +333,15 @@ S = TypeVar("S", bound=Stage)
 def with_values(stage: S, **values: Any) -> S:
     """A copy of a stage with other values of fields, which its class must have."""
     return replace(stage, **values)
+
+
+def at_budget(stage: S, budget: float) -> S:
+    """A copy of a reducer with another budget, without the parameters that exclude one."""
+    own = {f.name: f for f in fields(stage)}
+    others = {*own["budget"].metadata.get("excludes", ())}
+    others |= {name for name, f in own.items() if "budget" in f.metadata.get("excludes", ())}
+    defaults = {name: own[name].default for name in others if name in own}
+    return replace(stage, **{**defaults, "budget": budget})
 
 
 class Stages(tuple[Stage, ...]):

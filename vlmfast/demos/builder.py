@@ -16,7 +16,7 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage, with_values
+from vlmfast.core.stage import Stage, at_budget, with_values
 from vlmfast.errors import RecipeError
 
 NONE = "none"
@@ -204,11 +204,9 @@ def dial_of(stage: Stage) -> Dial | None:
 def _set(stage: Stage, dial: Dial, value: float) -> Stage:
     names = {recipe_name(f): f for f in fields(stage)}
     f = names[dial.name]
-    values: dict[str, Any] = {f.name: int(value) if type(f.default) is int else float(value)}
-    if f.name == "budget" and stage.lead is not None and stage.lead != "budget":
-        # The budget overrides the method's bare value; reset it, so that the text omits it.
-        values[stage.lead] = next(f.default for f in fields(stage) if f.name == stage.lead)
-    return replace(stage, **values)
+    if f.name == "budget":
+        return at_budget(stage, float(value))
+    return replace(stage, **{f.name: int(value) if type(f.default) is int else float(value)})
 
 
 def _new(method: str, keep: bool) -> Stage:

@@ -47,7 +47,7 @@ class DraftLayerSkip(DrafterStage):
 
     skip: float = param(0.45, "fraction of the layers that drafting skips", ge=0, lt=1)
     layers: tuple[int, ...] = param(
-        (), "layers used for drafting, instead of those at even distances"
+        (), "layers used for drafting, instead of those at even distances", excludes=("skip",)
     )
     depth: int = param(4, "most drafted tokens", ge=1)
     confidence: float = param(0.6, "a token below this probability ends the draft", ge=0, le=1)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_text
+from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
 SCHEMA = 1
@@ -30,6 +31,11 @@ SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json",
 _SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "options", "generation")
 _OWN = ("recipe", "control", "session", "stage_weights")
 _NEEDED = (*_SHARED[:-1], "recipe", "control", "model", "method", "budget")
+_OF_RUN = (
+    *("data", "saliency", "date", "command", "device", "dtype", "model_revision"),
+    *("batch_size", "versions", "shard", "resumed"),
+)
+_KNOWN = (*_NEEDED, *_SHARED[-1:], *_OWN, *_OF_RUN)
 _SYNC_S = 1.0
 
 
@@ -293,6 +299,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
     missing = [key for key in _NEEDED if not isinstance(meta, dict) or key not in meta]
     if missing:
         raise VLMFastError(f"{path / META} is not a vlmfast result: it has no {missing[0]!r}")
+    check_keys(str(path / META), meta, dict.fromkeys(_KNOWN))
     return meta
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vlmeval.vlm.base import BaseModel
 
+from vlmfast.core.params import check_keys
 from vlmfast.errors import MediaError, VLMFastError
 
 
@@ -90,8 +91,11 @@ def content_of(part: dict[str, Any], num_frames: int) -> dict[str, Any]:
     ------
     MediaError
         For kinds other than text, image and video.
+    VLMFastError
+        For unknown keys.
     """
     kind, value = part["type"], part["value"]
+    check_keys(f"a message's {kind}", part, ("type", "value", "role"))
     if kind == "video":
         return {"type": "video", "video": value, "num_frames": num_frames}
     if kind in ("text", "image"):

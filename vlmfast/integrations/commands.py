@@ -11,6 +11,7 @@ from vlmfast.api.vlm import VLM
 from vlmfast.core.help import RECIPES, examples
 from vlmfast.core.progress import Progress
 from vlmfast.core.recipe import Recipe
+from vlmfast.media import kind_of
 
 TARGETS = ("vllm",)
 
@@ -44,6 +45,8 @@ def run_encode(args: Namespace, load: Callable[[], VLM]) -> None:
 
     from .features import encode_files
 
+    for file in args.files:
+        kind_of(file)  # raises for one that is missing
     if args.recipe != "auto":  # depends on the checkpoint
         check_encodable(Recipe.parse(args.recipe))
     vlm = load()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vlmfast.core.hub import check_model
 from vlmfast.errors import ModelError, check_memory
 
 from . import alternatives, families, skipped
@@ -29,6 +30,8 @@ def load(
     ------
     ModelError
     """
+    where = ("revision", "cache_dir", "local_files_only")
+    check_model(str(name), **{key: kwargs[key] for key in where if key in kwargs})
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
     mapped = kwargs.get("device_map") is not None

@@ -103,13 +103,16 @@ def _turn(message: SystemMessage | UserMessage | AssistantMessage, place: int) -
     role = "system" if message.role == "developer" else message.role
     content = message.content
     where = f"messages[{place}].content"
+    refusal = message.refusal if isinstance(message, AssistantMessage) else None
+    if refusal is None and (content is None or isinstance(content, str)):
+        return Turn(role, content or "")
     if content is None or isinstance(content, str):
-        parts: list[str | Media] = [] if content is None else [content]
+        parts: list[str | Media] = [content] if content else []
     else:
         parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
-    if isinstance(message, AssistantMessage) and message.refusal is not None:
-        parts.append(message.refusal)
-    return Turn(role, parts or [""])
+    if refusal is not None:
+        parts.append(refusal)
+    return Turn(role, parts or "")
 
 
 def _part(part: Any, where: str) -> str | Media:

@@ -108,6 +108,8 @@ def config_of(args: Namespace) -> ServerConfig:
         name, equals, recipe = text.partition("=")
         if not equals or not name or not recipe:
             raise VLMFastError(f"--alias {text!r} must be NAME=RECIPE")
+        if name in aliases:
+            raise VLMFastError(f"--alias {text!r}: {name!r} is given twice")
         aliases[name] = recipe
     for recipe in (args.recipe, *aliases.values()):
         if recipe != "auto":  # depends on the checkpoint, which is loaded later

@@ -38,10 +38,10 @@ class Media:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message: a role, and texts and media in order."""
+    """One message: a role, and a text, or texts and media in order."""
 
     role: str
-    parts: Sequence[str | Media]
+    parts: str | Sequence[str | Media]
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,11 @@ def messages_of(
     image, video : callable
         Read the media of a request.
     """
-    messages = []
+    messages: list[dict[str, Any]] = []
     for turn in turns:
+        if isinstance(turn.parts, str):
+            messages.append({"role": turn.role, "content": turn.parts})
+            continue
         content: list[dict[str, Any]] = []
         for part in turn.parts:
             if isinstance(part, str):

@@ -182,10 +182,10 @@ def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) 
     RequestError
         For fields that exceed the server's limits.
     """
-    turns = [Turn("system", [request.instructions])] if request.instructions else []
+    turns = [Turn("system", request.instructions)] if request.instructions else []
     given = request.input
     if isinstance(given, str):
-        turns.append(Turn("user", [given]))
+        turns.append(Turn("user", given))
     else:
         said = [(n, item) for n, item in enumerate(given) if not isinstance(item, Reasoning)]
         if not said:
@@ -213,7 +213,7 @@ def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) 
 def _turn(item: Any, where: str) -> Turn:
     role = "system" if item.role == "developer" else item.role
     if isinstance(item.content, str):
-        return Turn(role, [item.content])
+        return Turn(role, item.content)
     parts: list[str | Media] = []
     for place, part in enumerate(item.content):
         if isinstance(part, InputImage):

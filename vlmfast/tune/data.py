@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.files import read_bytes
+from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
 LEAST = 20  # questions
+_KEYS = ("image", "video", "question", "answer", "num_frames", "id")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def read(path: str | Path) -> tuple[list[Question], str]:
     """Read a JSONL file.
 
     Each line has ``image`` (a path or URL, or a list of them) or ``video``, ``question``, and
-    optionally ``answer`` (a text or a list of texts) and ``num_frames``. Other keys are ignored.
-    Paths are relative to the file.
+    optionally ``answer`` (a text or a list of texts), ``num_frames``, and an ``id``, which is not
+    used. Paths are relative to the file.
 
     Returns
     -------
@@ -70,8 +72,8 @@ def read(path: str | Path) -> tuple[list[Question], str]:
     Raises
     ------
     VLMFastError
-        With the line, for what cannot be read and for media that do not exist; also for fewer than
-        20 questions.
+        With the line, for what cannot be read, for unknown keys and for media that do not exist;
+        also for fewer than 20 questions.
     """
     path = Path(path)
     try:
@@ -93,6 +95,7 @@ def _question(line: str, number: int, path: Path) -> Question:
         raise VLMFastError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise VLMFastError(f"{where} must be an object with 'image' or 'video', and 'question'")
+    check_keys(where, (key for key, of in value.items() if of is not None), _KEYS)
     kinds = [kind for kind in ("image", "video") if value.get(kind) is not None]
     if len(kinds) != 1:
         raise VLMFastError(f"{where} must have either 'image' or 'video'")

@@ -9,7 +9,7 @@ from typing import Any
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, at_budget, with_values
 from vlmfast.errors import RecipeError
 
 BUDGETS = (0.5, 0.33, 0.22, 0.11, 0.05)
@@ -57,8 +57,11 @@ def stacks(recipes: Sequence[str]) -> list[str]:
     tails: dict[str, Stage] = {}
     for stage in single:
         if stage.protocol in ("prefill", "cache", "decode"):
-            half = {"budget": 0.5} if _has(stage, "budget") else {"keep": 0.5}
-            tails[stage.name] = replace(stage, **half) if _has(stage, next(iter(half))) else stage
+            if _has(stage, "budget"):
+                stage = at_budget(stage, 0.5)
+            elif _has(stage, "keep"):
+                stage = with_values(stage, keep=0.5)
+            tails[stage.name] = stage
     chosen = list(tails.values())[:STACKED]
     found = (_text((head, tail)) for head in heads for tail in chosen)
     return [text for text in found if text]

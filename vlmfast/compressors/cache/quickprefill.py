@@ -64,7 +64,9 @@ class QuickPrefill(CacheStage):
     keep: float = param(
         0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0, former=("share",)
     )
-    top_k: int | None = param(None, "visual tokens kept of each block, instead of keep", ge=1)
+    top_k: int | None = param(
+        None, "visual tokens kept of each block, instead of keep", ge=1, excludes=("keep",)
+    )
     score: str = param(
         "key-norm-small",
         "which tokens are kept: small keys, large keys, or large values",

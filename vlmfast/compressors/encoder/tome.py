@@ -128,10 +128,12 @@ class ToMe(Stage):
     keep: float = param(
         1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0, former=("rate",)
     )
-    r: int = param(0, "tokens merged in each block; if not 0, it replaces keep", ge=0)
+    r: int = param(
+        0, "tokens merged in each block; if not 0, it replaces keep", ge=0, excludes=("keep",)
+    )
     positions: str = positions_param("compact")
     proportional_attention: bool = proportional_attention_param(True)
-    budget: float | None = budget_param()
+    budget: float | None = budget_param("keep", "r")
 
     def expand(self) -> tuple[Stage, ...]:
         return (Merge(self), Tokens(self))
@@ -143,7 +145,7 @@ class ToMe(Stage):
 
     def steps(self, n: int, blocks: int) -> list[int]:
         """Patches that each block merges, of ``n``."""
-        if self.budget is None and self.r:
+        if self.r:
             return schedule(n, 1, blocks, self.r)
         share = self.keep if self.budget is None else self.budget
         return schedule(n, max(1, round(share * n)), blocks)

@@ -77,6 +77,7 @@ class PyramidDrop(PrefillStage):
         "fractions of the original count, one per drop, instead of powers of lambda",
         gt=0.0,
         le=1.0,
+        excludes=("keep",),
     )
     layers_: tuple[float, ...] = param(
         (0.25, 0.5, 0.75),
@@ -91,7 +92,7 @@ class PyramidDrop(PrefillStage):
     )
     per_item: bool = param(False, "keep the same fraction of each image, each ranked separately")
     positions: str = positions_param("compact")
-    budget: float | None = budget_param()
+    budget: float | None = budget_param("keep", "ratios")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,12 +109,12 @@ class PyramidDrop(PrefillStage):
         if min(n * depth if n < 1 else n for n in self.layers_) >= first - 0.5:
             return self
         moved = moved_layers(self.layers_, depth, first)
+        layers = tuple(float(count) for count in moved)
+        if self.budget is not None:
+            return replace(self, layers_=layers)
         ratios = self.ratios or tuple(self.keep ** (s + 1) for s in range(len(self.layers_)))
-        return replace(
-            self,
-            layers_=tuple(float(count) for count in moved),
-            ratios=None if self.budget is not None else tuple(ratios[s] for s in moved.values()),
-        )
+        ratios = tuple(ratios[s] for s in moved.values())
+        return replace(self, layers_=layers, ratios=ratios, keep=PyramidDrop.keep)
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return drop_layers(self.name, self.layers_, depth)

@@ -105,6 +105,7 @@ class SparseVLM(Stage):
         "fraction of the visual tokens left after every drop",
         gt=0.0,
         le=1.0,
+        excludes=("published",),
         former=("rate",),
     )
     # Not trained: without published weights.
@@ -119,7 +120,7 @@ class SparseVLM(Stage):
     recycle: bool = param(True, "keep the means of groups of dropped tokens")
     positions: str = positions_param("compact")
     proportional_attention: bool = proportional_attention_param(False)
-    budget: float | None = budget_param()
+    budget: float | None = budget_param("keep", "published")
 
     def __post_init__(self) -> None:
         super().__post_init__()

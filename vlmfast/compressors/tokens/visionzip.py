@@ -67,8 +67,10 @@ class VisionZip(GuardedRanking):
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
     wants_cls = True
 
-    dominant: int = param(0, "D: tokens kept per view; D + C > 0 replaces keep", ge=0)
-    contextual: int = param(0, "C: merged tokens per view", ge=0)
+    dominant: int = param(
+        0, "D: tokens kept per view; D + C > 0 replaces keep", ge=0, excludes=("keep", "budget")
+    )
+    contextual: int = param(0, "C: merged tokens per view", ge=0, excludes=("keep", "budget"))
     proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
 
@@ -77,7 +79,7 @@ class VisionZip(GuardedRanking):
 
     def counts(self, total: int, sizes: list[int]) -> list[tuple[int, int]]:
         """``(D, C)`` of views with ``sizes`` patches: as given, or ``total`` tokens in sum."""
-        if self.budget is None and self.dominant + self.contextual > 0:
+        if self.dominant + self.contextual > 0:
             return [(d := min(self.dominant, n), min(self.contextual, n - d)) for n in sizes]
         totals = apportion(total, [1.0] * len(sizes), sizes)
         return [(t - round(t * 10 / 64), round(t * 10 / 64)) for t in totals]
@@ -85,7 +87,7 @@ class VisionZip(GuardedRanking):
     def count_left(self, before: TokenCount) -> TokenCount:
         """Up to one token of each view is its CLS token, which is no patch."""
         first, last = before.image.geometry.views
-        if self.budget is None and self.dominant + self.contextual > 0:
+        if self.dominant + self.contextual > 0:
             if not before.full:
                 raise inexact(self.name, "how many patches of each view the stages before it keep")
             sizes = existing(before.image).flatten(1).sum(1).tolist()

@@ -68,6 +68,7 @@ class DraftEagle(DrafterStage):
         "fraction of an image's rows under every branch, not its own",
         gt=0.0,
         le=1.0,
+        excludes=("queries",),
         former=("share",),
     )
     queries: int = param(2, "rows of the resampler for each image", ge=1)

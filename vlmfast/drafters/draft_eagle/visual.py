@@ -103,7 +103,8 @@ class Visual:
     def rule(self) -> Elastic:
         """The stage with the same rule; its default fractions are those of SpecVLM."""
         mode = self.choice if self.choice in MODES else "select"
-        return Elastic(self.share, mode=mode, queries=self.queries, seed=self.seed)
+        own = {"queries": self.queries} if self.share is None else {"keep": self.share}
+        return Elastic(mode=mode, seed=self.seed, **own)
 
 
 def shortened(

@@ -52,7 +52,7 @@ class PVC(Stage):
     )
     positions: str = positions_param("keep")
     proportional_attention: bool = proportional_attention_param()
-    budget: float | None = budget_param()
+    budget: float | None = budget_param("side", "image_repeat", "video_repeat", "views")
     weights: str = weights_param()
 
     def __post_init__(self) -> None:

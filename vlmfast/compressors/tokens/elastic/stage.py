@@ -19,6 +19,8 @@ from .module import BRANCHES, MODES, ElasticCompressor, fractions, summarise
 
 _CHOICES = ("gate", *BRANCHES)
 
+_SAME = ("keep", "budget")  # the same fraction under every branch
+
 
 @dataclass(frozen=True)
 class Elastic(Reducer):
@@ -37,10 +39,12 @@ class Elastic(Reducer):
     )
     mode: str = param("select", "one branch, a weighted sum, or all concatenated", choices=MODES)
     branch: str = param("gate", "chosen by the gate, or always this one", choices=_CHOICES)
-    prune: float = param(0.05, "fraction that random pruning keeps", gt=0.0, le=1.0)
-    pool: float = param(0.05, "fraction that pooling keeps", gt=0.0, le=1.0)
-    conv: float = param(1 / 3, "fraction that the convolution keeps", gt=0.0, le=1.0)
-    queries: int = param(2, "tokens of the resampler for each image", ge=1)
+    prune: float = param(0.05, "fraction that random pruning keeps", gt=0.0, le=1.0, excludes=_SAME)
+    pool: float = param(0.05, "fraction that pooling keeps", gt=0.0, le=1.0, excludes=_SAME)
+    conv: float = param(
+        1 / 3, "fraction that the convolution keeps", gt=0.0, le=1.0, excludes=_SAME
+    )
+    queries: int = param(2, "tokens of the resampler for each image", ge=1, excludes=_SAME)
     text: bool = param(False, "the gate may also drop the image")
     seed: int = param(0, "seed of random pruning", ge=0)
     positions: str = positions_param("keep")
