@@ -296,8 +296,8 @@ class VLM:
 
         A content entry ``{"type": "image", ...}`` gives its image under ``image``, ``path``,
         ``url`` or ``base64``. ``{"type": "video", ...}`` gives its video under ``video``, ``path``
-        or ``url``, optionally with ``num_frames``, ``fps`` or ``timestamps``. Other keys are refused,
-        except those whose value is ``None``.
+        or ``url``, optionally with ``num_frames``, ``fps`` or ``timestamps``. Other keys are
+        refused, except those whose value is ``None``.
 
         The chat template sees texts and lists of entries as Hugging Face's ``apply_chat_template``
         shows them. A turn may consist of an image alone; methods that read the question then read
