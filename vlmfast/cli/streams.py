@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from vlmfast.errors import VLMFastError
@@ -39,7 +40,7 @@ class Output:
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _told() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:  # the reader has seen enough
