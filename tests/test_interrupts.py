@@ -74,7 +74,7 @@ def cold(vlm: VLM, call: Call) -> Any:
 
 
 def check(vlm: VLM, before: tuple, wanted: dict[Call, Any], *calls: Call) -> None:
-    """Everything is as it was, and the next answers are right, also those of another thread."""
+    """Everything is restored, and the next answers are right, also those of another thread."""
     assert state(vlm) == before
     for call in (*calls, stream):
         assert call(vlm) == wanted[call]

@@ -122,11 +122,11 @@ class _Claim:
     """A use of a session: by a question, until its sequence has ended, or by a method."""
 
     sequence: Sequence | None = None
-    done: bool = False
+    freed: bool = False
 
     @property
     def ended(self) -> bool:
-        return self.done or (self.sequence is not None and self.sequence.finished)
+        return self.freed or (self.sequence is not None and self.sequence.finished)
 
 
 class Sessions:
@@ -206,7 +206,7 @@ class Session:
         self._entries: list[Entry] = []  # of the conversation, in the prefix cache
         self._scope: Scope | None = None  # of the current question, with what it continues
         self._prefix: Prefix | None = None
-        self._closed, self._claimed_by = False, _Claim(done=True)
+        self._closed, self._claimed_by = False, _Claim(freed=True)
         self._checked: Scope | None = None  # of the last question; its vision tower was this one:
         self._tower = None if images is None else tower_state(group.adapter, images.seen.trained)
         group.open.add(self)
@@ -431,7 +431,7 @@ class Session:
                     self._claimed_by = claim
 
     def _free(self, claim: _Claim) -> None:
-        claim.done = True
+        claim.freed = True
         self._engine.notify()
 
     @contextmanager
@@ -511,9 +511,9 @@ class Session:
             if sequence.phase is not Phase.WAITING:
                 shared = continues and (self._images is None or sequence.stats.prompt_reused > 0)
                 self.reuses = "kv" if shared else "features"
-            kept = sequence.group is not None and self._prefix is not None
-            if continues and self.history and complete and kept:
-                self._store(self._prefix.extended(sequence), self._prefixes.keep)
+            prefix = None if sequence.group is None else self._prefix
+            if continues and self.history and complete and prefix is not None:
+                self._store(prefix.extended(sequence), self._prefixes.keep)
             if complete and self.history:
                 self._consumed = answered(
                     self._adapter,

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,14 +197,15 @@ class Speculation:
             stats.speculation, depth = self.off, 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        drafting, logits = self._tree(root, Budget(nodes, depth, self.warp, self._noise())), None
+        drafting = self._tree(root, Budget(nodes, depth, self.warp, self._noise()))
+        go_on: Callable[[], int] = partial(next, drafting)
         while True:
             with self._drafting():  # not the forward passes that it waits for
                 try:
-                    token = drafting.send(logits)
+                    token = go_on()
                 except StopIteration as end:
                     return end.value
-            logits = yield token
+            go_on = partial(drafting.send, (yield token))
 
     def _tree(self, root: int, budget: Budget) -> Proposal:
         if self.drafters is None:
