@@ -167,7 +167,7 @@ def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse(
-        "visionzip:0.1,dominant=54,contextual=10,positions=keep,proportional_attention=true"
+        "visionzip:0.1,dominant=54,contextual=10,positions=compact,proportional_attention=true"
     )
     assert stage == Recipe.parse(str(stage))
     assert stage[0].proportional_attention
