@@ -133,7 +133,7 @@ def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert True in values  # the unwrapped model's tokens
     assert "up" in values  # the positions of the kept tokens
     printed = " ".join(capsys.readouterr().out.split())
-    assert "keep=0.01" in printed and printed in " ".join(text.split())
+    assert "k=9" in printed and printed in " ".join(text.split())
 
 
 def test_numbers_of_the_examples_are_current(vlm) -> None:

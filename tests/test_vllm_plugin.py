@@ -126,7 +126,6 @@ def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM, recipe: A
         ("flashvid:0.2,proportional_attention=true", "proportional_attention=false"),
         ("prumerge:0.2", "vLLM builds only blocks 0 to 2"),
         ("prumerge", "vLLM builds only blocks 0 to 2"),
-        ("divprune:budget=0.001", "leaves no token"),
         ("hierd:0.2", "hired"),
         ("other.yaml", "must be the text of a recipe"),
         (5, "must be the text of a recipe"),

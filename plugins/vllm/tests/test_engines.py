@@ -298,7 +298,6 @@ def test_other_families(families: dict[str, Path], family: str, recipe: str | No
     ("recipe", "reason"),
     [
         ("mmtok:0.2", "depends on the question"),
-        ("divprune:budget=0.0001", "leaves no token"),
         ("hired:0.2+snapkv:0.5", "acts in the cache step"),
     ],
 )
