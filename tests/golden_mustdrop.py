@@ -240,6 +240,7 @@ def llm_case(data: Reader, meta: Reader) -> None:
         layers=tuple(layer + 1 for layer in layers),
         global_thr=data.number("global_thr"),
         individual_thr=data.number("individual_thr"),
+        positions="compact",
     )
     recipe = Recipe((whole.expand()[2],))
     run = Driven(adapter, Inputs({}), recipe, begin=0.0)

@@ -111,7 +111,8 @@ def batch_case(data: Reader) -> None:
 def end_to_end(data: Reader, meta: Reader) -> None:
     """The engine on the stored weights: selection, cache, hidden states, positions."""
     steps = data["decode_embeds"][0]
-    run, last = decoder_run(data, PyramidDrop(layers_=(2, 4, 6)), 35, 576, steps)
+    published = PyramidDrop(layers_=(2, 4, 6), positions="compact")
+    run, last = decoder_run(data, published, 35, 576, steps)
     terms = network(run.adapter.model, 631)
     close(last, data["prefill_hidden"], terms=terms)
     assert run.cache.lengths() == data["cache_lengths"].tolist()

@@ -53,7 +53,7 @@ METHODS = {
     "flashvid": ["flashvid:0.4"],
     "grid": ["grid:0.3", "grid:0.5,positions=compact"],
     "h2o": ["h2o:0.5", "h2o:0.3"],
-    "hired": ["hired:0.3", "hired:0.4,positions=keep", "hired:budget=0.5"],
+    "hired": ["hired:0.3", "hired:0.4,positions=compact", "hired:budget=0.5"],
     "kivi": ["kivi:2,residual=32", "kivi:4,residual=16,group=16"],
     "lookm": ["lookm:0.9", "lookm:0.8,recent=0.1"],
     "mmtok": ["mmtok:0.3"],

@@ -249,10 +249,10 @@ def test_requests_are_taken_as_rows_become_free(vlm, batch_size):
 
 BAD = {
     "a recipe that does not exist": (request("snapvk"), RecipeError, "did you mean 'snapkv'"),
-    "a share that is too small": (
-        request("snapkv:0.01"),
+    "a layer that does not exist": (
+        request("fastv:k=9"),
         RecipeError,
-        "snapkv: keep=0.01 leaves 0 of 49 slots",
+        "fastv: k=9 must be below the model's 4 layers",
     ),
     "an image that is none": (Request("what ?", "nowhere.png"), MediaError, "nowhere.png"),
     "no question": (Request(" "), VLMFastError, "question is empty"),

@@ -307,7 +307,7 @@ METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
     "quickprefill": ("quickprefill:0.4", Dense, nothing, True),
     "fastkv": ("fastkv:keep=0.7,tsp=0.9,window=3", Dense, nothing, False),
     "mustdrop": (
-        "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3,positions=keep",
+        "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3",
         Dense,
         nothing,
         False,

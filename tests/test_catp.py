@@ -138,7 +138,7 @@ def test_recipe_round_trips() -> None:
     assert CATP(k=10).layer(40) == 10
     assert context.layers(32) == (7, 8)
     assert sorted(context.text_stats(32)) == [5, 6, 7]
-    for text in ("catp", "catp:0.2,k=6,text=1", "catp:budget=0.5,positions=keep"):
+    for text in ("catp", "catp:0.2,k=6,text=1", "catp:budget=0.5,positions=compact"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
 
 

@@ -538,15 +538,15 @@ def test_ask_many_raises_the_first_error_and_cancels_the_rest(vlm: VLM) -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         vlm.ask_many([request(1, tokens=50), bad, request(2)], batch_size=3)
     assert caught.value.__notes__ == ["request 1"]
-    wrong = request(0, "snapkv:0.01")
-    with pytest.raises(RecipeError, match=r"^request 1: snapkv"):
+    wrong = request(0, "fastv:k=9")
+    with pytest.raises(RecipeError, match=r"^request 1: fastv"):
         vlm.ask_many([request(1, tokens=50), wrong, request(2)], batch_size=3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_ask_many_keeps_errors_in_their_places(vlm: VLM, batch_size: int) -> None:
     bad = request(0, tokens=9, logits_processor=acting(1, raises(KeyError("mine"))))
-    requests = [request(1), bad, Request(" "), request(2, "snapkv:0.01"), request(2)]
+    requests = [request(1), bad, Request(" "), request(2, "fastv:k=9"), request(2)]
     found = vlm.ask_many(requests, batch_size=batch_size, errors="keep")
     assert [type(of) for of in found] == [Answer, KeyError, VLMFastError, RecipeError, Answer]
     assert found[0].token_ids == alone(vlm, request(1))

@@ -90,7 +90,6 @@ def test_works_after_another_stage(random_vlm) -> None:
 
 def test_recipe_round_trips() -> None:
     assert DART().keep == 0.222
-    assert DART().positions == "keep"
     assert DART(k=5).layers(32) == (5,)
     assert DART(k=5).attends(32) == (4,)
     for text in ("dart", "dart:0.1,k=5,text_pivots=0", "dart:budget=0.3"):

@@ -108,8 +108,7 @@ def test_keep_1_is_identity(stage: DivPrune) -> None:
 
 def test_recipe_round_trips() -> None:
     assert DivPrune().keep == 0.098
-    assert DivPrune().positions == "compact"
-    stage = Recipe.parse("divprune:0.1,across=frame,positions=keep")
+    stage = Recipe.parse("divprune:0.1,across=frame,positions=compact")
     assert stage == Recipe.parse(str(stage))
 
 

@@ -131,9 +131,9 @@ def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert (tmp_path / "kept.png").stat().st_size > 1000
     assert str(names["answer"].trace.to_dict()["tokens"][0]) in text
     assert True in values  # the unwrapped model's tokens
-    assert "up" in values  # with positions=keep
+    assert "up" in values  # the positions of the kept tokens
     printed = " ".join(capsys.readouterr().out.split())
-    assert "keep=0.01" in printed and printed in " ".join(text.split())
+    assert "k=9" in printed and printed in " ".join(text.split())
 
 
 def test_numbers_of_the_examples_are_current(vlm) -> None:
@@ -153,9 +153,9 @@ def test_numbers_of_the_examples_are_current(vlm) -> None:
     video = {"video": str(ROOT / "examples" / "clip.mp4"), "num_frames": 4}
     about_video = {
         recipe: vlm.ask("Which way does the cyan star move?", recipe=recipe, **video)
-        for recipe in ("none", "pvc", "hired:0.2", "hired:0.2,positions=keep")
+        for recipe in ("none", "pvc", "hired:0.2", "hired:0.2,positions=compact")
     }
-    assert [a.text for a in about_video.values()] == ["up", "up", "left", "up"]
+    assert [a.text for a in about_video.values()] == ["up", "up", "up", "left"]
     assert [a.stats.equivalent_tokens for a in about_video.values()] == [544, 64, 100, 100]
 
 
@@ -170,13 +170,13 @@ def test_figures_of_the_home_page_are_measured(vlm) -> None:
     assert f"<b>{counts[1]:.0f}</b> visual tokens: “{fast.text}”" in text
     report = json.loads((DOCS / "results" / "fresh" / "report.json").read_text(encoding="utf-8"))
     runs = report["tasks"]["shapes"]["recipes"]
-    assert runs["random:positions=keep,budget=0.22"]["draws"] == 3
+    assert runs["random:budget=0.22"]["draws"] == 3
     pairs = [
         [f"{100 * runs[name][f'accuracy_{m}']:.1f} %" for m in ("image", "video")]
         for name in (
             str(vlmfast.Recipe.parse("balanced")),
             "none",
-            "random:positions=keep,budget=0.22",
+            "random:budget=0.22",
         )
     ]
     found = re.search(
@@ -219,7 +219,7 @@ def test_numbers_of_small_details_equal_the_report() -> None:
     table = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M)
     assert [row[0] for row in table] == ["none", "divprune", "hired", "random"]
     for name, *cells in table:
-        run = runs[name if name == "none" else f"{name}:positions=keep,budget=0.11"]
+        run = runs[name if name == "none" else f"{name}:budget=0.11"]
         types = [run["types"][f"image/{of}"]["accuracy"] for of in ("ocr", "count")]
         assert cells == [f"{100 * value:.1f}" for value in (*types, run["accuracy_image"])]
 

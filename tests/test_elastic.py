@@ -480,7 +480,7 @@ def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
         assert (kept == 0) == (branch == "text")
         assert kept < total and len(answer.token_ids) == 4
     for share in (0.1, 0.3):
-        mean = ask(vlm, f"downsample:{share},positions=keep", count)
+        mean = ask(vlm, f"downsample:{share}", count)
         for branch in ("pool", "conv"):
             pooled = ask(vlm, f"elastic:{share},branch={branch}", count)
             assert pooled.token_ids == mean.token_ids
@@ -522,7 +522,7 @@ def test_shipped_weights_beat_pooling(tiny: vlmfast.VLM) -> None:
             for qa in scene.qa[:4]:
                 asked += 1
                 for name in right:
-                    recipe = f"{name}:budget=0.05,positions=keep"
+                    recipe = f"{name}:budget=0.05"
                     answer = tiny.ask(qa.question, **media, recipe=recipe, max_new_tokens=8)
                     right[name] += answer.text.strip() == qa.answer
     assert asked == 19, right

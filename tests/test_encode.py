@@ -72,22 +72,22 @@ def test_features_are_those_that_an_answer_reads(vlm: VLM, images: list[Path], w
         assert entry["kept"] == tensors["image_embeds"].shape[1] == len(order)
         assert entry["tokens"] == full.stats.visual_tokens_in > entry["kept"]
         assert entry["kept"] == exact_count(RECIPE, vlm.image_layout(tuple(entry["size"])))
-        # HiRED's default renumbers the rows of the prompt.
-        assert torch.equal(tensors["position_ids"][0], torch.arange(entry["kept"]))
+        assert torch.equal(tensors["position_ids"][0], tensors["kept"])
+        assert not torch.equal(tensors["kept"], torch.arange(entry["kept"]))
 
 
-def test_rotary_ids_of_a_recipe_that_keeps_them(
+def test_rotary_ids_of_a_recipe_that_renumbers(
     vlm: VLM, images: list[Path], tmp_path: Path
 ) -> None:
-    found = encode_files(vlm, images[:1], f"{RECIPE},positions=keep", tmp_path)
+    found = encode_files(vlm, images[:1], f"{RECIPE},positions=compact", tmp_path)
     tensors = found.load(0)
-    assert torch.equal(tensors["position_ids"][0], tensors["kept"])
-    assert not torch.equal(tensors["kept"], torch.arange(len(tensors["kept"])))
+    assert torch.equal(tensors["position_ids"][0], torch.arange(len(tensors["kept"])))
 
 
 def test_the_model_answers_from_the_features(vlm: VLM, images: list[Path], whole: Path) -> None:
-    """Features in place of the placeholders give the tokens of the same recipe."""
-    answer = vlm.ask("How many?", images=images[0], recipe=RECIPE, max_new_tokens=8)
+    """Features in place of the placeholders, numbered without gaps, as by other engines."""
+    renumbered = f"{RECIPE},positions=compact"
+    answer = vlm.ask("How many?", images=images[0], recipe=renumbered, max_new_tokens=8)
     full = vlm.ask("How many?", images=images[0], max_new_tokens=8)
     assert full.token_ids != answer.token_ids
 

@@ -70,7 +70,7 @@ class Shorten(EncodeStage):
     """Keeps every third token of each image."""
 
     name: ClassVar[str] = "test-shorten"
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
 
     def select_tokens(self, tokens, geometry, stats, request):
         return torch.arange(0, len(tokens), 3)
@@ -82,7 +82,7 @@ class Rank(PrefillStage):
 
     name: ClassVar[str] = "test-rank"
     at: tuple[int, ...] = (1, 3)
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
 
     def layers(self, depth):
         return self.at

@@ -29,12 +29,8 @@ def report() -> dict:
     recipes = {
         "none": numbers("none", 1.0, 0.95, 0.9),
         "none@question-only": numbers("none", 1.0, 0.3, 0.2, control="question-only"),
-        "hired:positions=keep,budget=0.22": numbers(
-            "hired:positions=keep,budget=0.22", 0.22, 0.93, 0.8
-        ),
-        "hired:positions=keep,budget=0.11": numbers(
-            "hired:positions=keep,budget=0.11", 0.11, 0.9, 0.7
-        ),
+        "hired:budget=0.22": numbers("hired:budget=0.22", 0.22, 0.93, 0.8),
+        "hired:budget=0.11": numbers("hired:budget=0.11", 0.11, 0.9, 0.7),
         "pvc": numbers("pvc", 0.5, 0.94, None),
         "fastv:budget=0.5": numbers("fastv:budget=0.5", 0.5, 0.8, 0.6),
         "hired+pyramiddrop": numbers("hired+pyramiddrop", 0.1, 0.7, 0.5),
@@ -59,8 +55,8 @@ def test_rows_are_those_of_the_axis(report, tmp_path: Path) -> None:
     tokens = {row.recipe: row.group for row in rows(file)}
     assert tokens == {
         "none": FULL,
-        "hired:positions=keep,budget=0.22": "before the language model",
-        "hired:positions=keep,budget=0.11": "before the language model",
+        "hired:budget=0.22": "before the language model",
+        "hired:budget=0.11": "before the language model",
         "pvc": "trained",
         "fastv:budget=0.5": "inside encoder or language model",
         "hired+pyramiddrop": STACKS,
@@ -83,7 +79,7 @@ def test_points_equal_the_report(report) -> None:
     assert list(line.y) == [90.0, 93.0]
     assert list(line.error_y.array) == pytest.approx([3.0, 3.0])
     assert list(line.error_y.arrayminus) == pytest.approx([2.0, 2.0])
-    assert list(line.customdata[0]) == ["hired:positions=keep,budget=0.11", "90.0 % [88.0, 93.0]"]
+    assert list(line.customdata[0]) == ["hired:budget=0.11", "90.0 % [88.0, 93.0]"]
     assert set(shown["full model"].y) == {95.0}
     shown = by_name(figure(rows(report), modality="video"))
     assert list(shown["hired"].y) == [70.0, 80.0]
@@ -141,9 +137,7 @@ def test_lines_of_a_real_report_are_distinct() -> None:
     assert len(looks) == len(drawn)
 
 
-@pytest.mark.parametrize(
-    "current", ["hired:positions=keep,budget=0.22", "hired:budget=0.22,positions=keep"]
-)
+@pytest.mark.parametrize("current", ["hired:budget=0.22", "hired:budget=0.22,positions=keep"])
 def test_measured_recipe_is_marked(report, current: str) -> None:
     shown = by_name(figure(rows(report), current=current, kept=0.4))
     mark = shown[f"current: {current}"]

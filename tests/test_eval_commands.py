@@ -147,9 +147,9 @@ def test_share_needs_a_method_that_takes_it():
 
 
 def test_positions_are_set_in_every_stage_that_has_them():
-    found = planned(["hired+pyramiddrop", "fastv"], [], "keep")
-    assert names(found) == ["hired:positions=keep+pyramiddrop:positions=keep", "fastv"]
-    assert names(planned(["fastv"], [], "compact")) == ["fastv:positions=compact"]
+    found = planned(["hired+pyramiddrop", "kivi"], [], "compact")
+    assert names(found) == ["hired:positions=compact+pyramiddrop:positions=compact", "kivi"]
+    assert names(planned(["fastv:positions=compact"], [], "keep")) == ["fastv"]
 
 
 def test_budgets_below_the_floor_are_skipped(capsys):

@@ -275,7 +275,7 @@ def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     stacks = ["hired:budget=0.5+divprune:budget=0.22", "downsample:budget=0.5+scope:budget=0.4"]
     for name in (*before, *within, *trained, "random", "downsample"):
         write_results(tmp_path, f"{name}:budget=0.5", 0.7, 0.5, limit=1)
-    for recipe in ("hired:budget=0.2", "hired:positions=keep,budget=0.2", *stacks):
+    for recipe in ("hired:budget=0.2", "hired:positions=compact,budget=0.2", *stacks):
         write_results(tmp_path, recipe, 0.7, 0.2, limit=1)
     shown = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
@@ -289,7 +289,7 @@ def test_many_methods_are_drawn_in_separate_panels(tmp_path, monkeypatch):
     ]
     legends = [{text.get_text() for text in a.get_legend().get_texts()} for a in axes[1::2]]
     common = {"full model (95 % band)", "random", "downsample"}
-    expected = [{*before, "hired", "hired:positions=keep"}, {*within}, {*trained}]
+    expected = [{*before, "hired", "hired:positions=compact"}, {*within}, {*trained}]
     assert legends == [own | common for own in (*expected, {"hired+divprune", "downsample+scope"})]
 
 

@@ -463,7 +463,7 @@ def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
     [
         ("none", "none"),
         ("hired:budget=0.33", "hired_budget=0.33"),
-        ("hired:keep=0.3,positions=keep+lookm", "hired_keep=0.3,positions=keep+lookm"),
+        ("hired:keep=0.3,positions=compact+lookm", "hired_keep=0.3,positions=compact+lookm"),
     ],
 )
 def test_folder_names(recipe, name):

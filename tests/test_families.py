@@ -344,7 +344,7 @@ class Rank(PrefillStage):
 
     name: ClassVar[str] = "test-rank"
     at: tuple[int, ...] = (1, 3)
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
 
     def layers(self, depth):
         return self.at
@@ -405,7 +405,7 @@ def test_prefill_stages_equal_the_dense_reference(vlm, case, policy, method):
     recipe = {
         "rank": Rank((first, second), policy),
         "fastv": f"fastv:0.4,k={at},positions={policy}",
-        "random+rank": Recipe.of("random:0.6,positions=keep") + Rank((first, second), policy),
+        "random+rank": Recipe.of("random:0.6") + Rank((first, second), policy),
     }[method]
     run = start(vlm, recipe, **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
@@ -517,7 +517,7 @@ def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
     """Rows of different images and lengths in one batch."""
     recipe = {
         "none": (),
-        "random": "random:0.4,positions=keep",
+        "random": "random:0.4",
         "rank": Rank(layers_of(vlm)),
         "compact": Rank(layers_of(vlm), "compact"),
         "snapkv": "snapkv:keep=0.5,window=4",
@@ -594,7 +594,7 @@ def test_steps_of_a_video_have_temporal_positions(name):
 
 def test_deepstack_features_are_dropped_with_their_tokens():
     vlm = built("qwen3_vl")
-    run = start(vlm, "random:0.4,positions=keep", **CASES["one image"])
+    run = start(vlm, "random:0.4", **CASES["one image"])
     answer_logits(vlm, run, [])
     prompt, full = run.prompt, start(vlm, **CASES["one image"])
     answer_logits(vlm, full, [])

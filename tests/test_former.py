@@ -286,7 +286,7 @@ def test_a_recipe_file_of_the_first_version_loads(tmp_path: Path) -> None:
         recipe = Recipe.load(FILES / "recipe.yaml")
     assert str(recipe) == (
         "tome:keep=0.5,proportional_attention=false+divprune:0.3+"
-        "pyramiddrop:keep=0.4,layers=0.3/0.6,positions=keep+h2o:keep=0.3,recent=0.4+draft-recycle"
+        "pyramiddrop:keep=0.4,layers=0.3/0.6+h2o:keep=0.3,recent=0.4+draft-recycle"
     )
     recipe.save(tmp_path / "recipe.yaml")
     with warnings.catch_warnings():

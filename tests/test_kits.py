@@ -185,7 +185,7 @@ class DropsAtBudget1(EncodeStage):
 
     name: ClassVar[str] = "drops-at-budget-1"
     paper: ClassVar[str] = "ours"
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     budget: float | None = budget_param()
 
     def select_tokens(self, tokens, geometry, stats, request):

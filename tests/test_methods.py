@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+import tiny_families
 import vlmfast
 from tiny_models import make_image
 from vlmfast.compressors import clip as open_clip_models
 from vlmfast.compressors.tokens.random import Random
-from vlmfast.core.recipe import Recipe
+from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import RecipeError
 
@@ -272,6 +275,96 @@ def test_stacked_cache_methods_use_less_memory_than_each_alone(
     for part in stages:
         alone = tiny.ask("what ?", **MEDIA[case], recipe=part, max_new_tokens=1)
         assert whole.stats.kv_bytes < alone.stats.kv_bytes, (case, str(part))
+
+
+SHORT_MEDIA = {
+    "text alone": {},
+    "one pixel": MEDIA["one pixel"],
+    "8 x 8": {"images": make_image(8, 8)},
+    "one frame": {"video": [make_image(64, 64)]},
+}
+
+
+def test_short_prompts_keep_more_than_the_budget(tiny) -> None:
+    """The window, the text, a visual token; a control is a prompt that has room for the budget."""
+    for recipe, least in {
+        "snapkv": 32,
+        "cake": 32,
+        "snapkv:0.01,window=20": 20,
+        "streamingllm:0.01": 4,
+        "hired:0.2+lookm": 8,
+        "fastkv:0.01,tsp=0.01": 8,
+        "divprune:budget=0.22+snapkv:0.5": 32,
+        "divprune:budget=0.001": 1,
+        "fast": 1,
+    }.items():
+        for case in ("one pixel", "8 x 8", "one frame"):
+            stats = tiny.ask("what ?", **SHORT_MEDIA[case], recipe=recipe, max_new_tokens=2).stats
+            assert all(n >= least for n in stats.kv_tokens_per_layer), (recipe, case)
+            assert stats.visual_tokens_per_layer[0] > 0, (recipe, case)
+    stats = [
+        tiny.ask("what ?", image, recipe="snapkv:0.15", max_new_tokens=1).stats
+        for image in (make_image(8, 8), make_image(128, 128))
+    ]
+    kept = [s.kv_tokens_per_layer[0] / s.prompt_tokens for s in stats]
+    assert kept[1] == pytest.approx(0.15, abs=0.01) and kept[0] > 0.2
+
+
+def test_rope_aware_merging_in_bfloat16(tiny) -> None:
+    assert tiny.model.dtype == torch.bfloat16
+    recipe = "lookm:keep=0.5,rope_aware=true"
+    assert tiny.ask("what ?", make_image(), recipe=recipe, max_new_tokens=2).token_ids
+
+
+def recipes_of_the_guides() -> list[str]:
+    """Recipes that the documentation shows, in code and in text."""
+    root = Path(__file__).parents[1]
+    pages = [root / "README.md", *(p for p in root.glob("docs/*.md") if p.name != "api.md")]
+    found: dict[str, None] = {}
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for word in re.findall(r"`([^`\n]+)`|recipe=\"([^\"]+)\"|--recipe ([^\s`]+)", text):
+            found[next(filter(None, word))] = None
+    return [text for text in found if _is_recipe(text)]
+
+
+def _is_recipe(text: str) -> bool:
+    try:
+        return bool(Recipe.parse(text))
+    except RecipeError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["tiny", "qwen2_5_vl", "idefics3", "gemma3", "fast_vlm"])
+def test_no_recipe_refuses_a_short_input(family: str, request) -> None:
+    """Of those that the family and its weights allow, which a larger image tells."""
+    if family == "tiny":
+        vlm = request.getfixturevalue("tiny")
+    else:
+        vlm = vlmfast.VLM(*getattr(tiny_families, f"build_{family}")())
+    names = [
+        *sorted(stage_names()),
+        *PRESETS,
+        *(recipes_of_the_guides() if family == "tiny" else ()),
+    ]
+    refused, answered = [], 0
+    for recipe in map(Recipe.parse, dict.fromkeys(names)):
+        larger = {"video": [make_image(96, 96, seed=i) for i in range(3)]}
+        try:
+            vlm.ask("what ?", **larger, recipe=recipe, max_new_tokens=1)
+            vlm.ask("what ?", make_image(128, 128), recipe=recipe, max_new_tokens=1)
+        except RecipeError as error:
+            refused.append((str(recipe), str(error)))
+            continue
+        for case, media in SHORT_MEDIA.items():
+            answer = vlm.ask("what ?", **media, recipe=recipe, max_new_tokens=2)
+            assert answer.token_ids, (case, str(recipe))
+        answered += 1
+    assert answered > 2 * len(refused), refused
+    if family == "tiny":
+        other = {recipe for recipe, error in refused if "weights" not in error}
+        assert other == {"fastv:k=6", "fastv:k=9"}, refused  # the guides show their errors
 
 
 def test_seed_changes_the_selection(tiny) -> None:

@@ -100,7 +100,7 @@ def test_prompt_equals_greedy_reference() -> None:
 
 
 def test_recipe_parameters() -> None:
-    for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=keep"):
+    for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=compact"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert MMTok.query_dependent
     with pytest.raises(RecipeError, match=r"mmtok: tau_v=0 is out of range, allowed is > 0"):

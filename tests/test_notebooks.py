@@ -73,7 +73,7 @@ def test_quickstart(kernel) -> None:
     shown = executed(read("quickstart"), kernel)
     text = text_of(shown)
     assert re.findall(r"yellow triangle with ([\d.]+)", text) == ["336.0", "77.0"]
-    assert "downsample:positions=keep,budget=0.5+scope:positions=keep,budget=0.44" in text
+    assert "downsample:budget=0.5+scope:budget=0.44" in text
     assert "\nup\n" in text
     assert "image/png" in kinds_of(shown)
 
@@ -95,7 +95,7 @@ def test_compare(kernel) -> None:
     text = text_of(shown)
     assert re.search(r"^none +336 tokens +100%   yellow triangle$", text, re.M)
     assert len(re.findall(r"^(?:hired|divprune|random):\S+ +37 tokens", text, re.M)) == 3
-    assert re.search(r"^\| `divprune:positions=keep,budget=0.11` \| [\d.]+ \[", text, re.M)
+    assert re.search(r"^\| `divprune:budget=0.11` \| [\d.]+ \[", text, re.M)
     assert "application/vnd.plotly.v1+json" in kinds_of(shown)
 
 

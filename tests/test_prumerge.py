@@ -173,7 +173,6 @@ def test_recipe_parameters() -> None:
     ):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert PruMerge().keep is None
-    assert PruMerge().positions == "compact"
 
 
 def test_conflicting_key_requests_are_not_joined() -> None:

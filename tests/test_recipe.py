@@ -89,6 +89,13 @@ def test_stages_declare_name_protocol_and_paper(name: str) -> None:
     assert str(Recipe.parse(name)) == name
 
 
+def test_tokens_keep_their_positions_by_default() -> None:
+    renumbered = {n for n in NAMES if getattr(stage_class(n)(), "positions", "keep") != "keep"}
+    assert not renumbered
+    assert str(Recipe.parse("hired:budget=0.11,positions=keep")) == "hired:budget=0.11"
+    assert Recipe.parse("hired:positions=compact") != Recipe.parse("hired")
+
+
 @pytest.mark.cases(9)
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())

@@ -34,7 +34,7 @@ from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 GUARDED = ["hired", "visionzip", "prumerge", "prumerge-plus", "scope", "flashvid"]
 RANKING = GUARDED[:4]
-HIRED = "hired:positions=keep,budget=0.11"
+HIRED = "hired:budget=0.11"
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def test_recipe_parameters() -> None:
     requests = stage.expand()[0].vision_stats(24)
     assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
     assert Merge(ToMe(1.0)).blocks(24) == ()
-    for text in ("tome", "tome:0.2,positions=keep", "tome:r=8,proportional_attention=false"):
+    for text in ("tome", "tome:0.2,positions=compact", "tome:r=8,proportional_attention=false"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert Recipe.parse("tome")[0].proportional_attention
 

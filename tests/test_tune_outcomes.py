@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import outcomes
 
-FEW = ("hired:positions=keep,budget=0.11", "snapkv:0.5,window=8")
+FEW = ("hired:budget=0.11", "snapkv:0.5,window=8")
 
 
 @pytest.fixture(scope="module")

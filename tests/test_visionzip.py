@@ -166,7 +166,7 @@ def test_recipe_parameters() -> None:
     assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
     assert VisionZip.wants_cls
     stage = Recipe.parse(
-        "visionzip:dominant=54,contextual=10,positions=keep,proportional_attention=true"
+        "visionzip:dominant=54,contextual=10,positions=compact,proportional_attention=true"
     )
     assert stage == Recipe.parse(str(stage))
     assert stage[0].proportional_attention

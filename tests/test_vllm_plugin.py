@@ -82,6 +82,19 @@ def test_register_names_models_and_can_be_repeated(
         assert f"class {name}(" in file.read_text()
 
 
+def test_positions_follow_each_other(
+    plugin: ModuleType, vlm: VLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vlmfast_vllm.recipes import Plan
+
+    with caplog.at_level("INFO"):
+        plan = Plan.of(config_of(vlm, "hired:budget=0.5+divprune:0.5"))
+    assert {stage.positions for stage in plan.stages} == {"compact"}
+    shown = "hired:positions=compact,budget=0.5+divprune:keep=0.5,positions=compact"
+    assert caplog.messages == [f"vlmfast_recipe: {shown}"]
+    assert Plan.of(config_of(vlm, shown)).recipe == plan.recipe
+
+
 def test_plan_counts_as_the_library_does(plugin: ModuleType, vlm: VLM) -> None:
     from vlmfast_vllm.recipes import Plan
 
@@ -103,16 +116,16 @@ def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM, recipe: A
     ("recipe", "reason"),
     [
         ("mmtok:0.2", "depends on the question"),
-        ("elastic:branch=pool", "positions|trained"),
+        ("elastic:branch=pool", "trained"),
         ("tome:0.5", "tome acts in the in-encoder step"),
         ("hired:0.2+snapkv:0.5", "snapkv acts in the cache step"),
         ("hired:0.2", "the content of the crops"),
-        ("hired:budget=0.2,positions=keep", "positions=compact"),
+        ("hired:budget=0.2,positions=keep", "vLLM numbers tokens without gaps"),
+        ("hired:budget=0.5+divprune:0.5, positions = keep", "vLLM numbers tokens without gaps"),
         ("hired:budget=0.2,guard=2", "guard=2 needs more forward passes"),
         ("flashvid:0.2,proportional_attention=true", "proportional_attention=false"),
         ("prumerge:0.2", "vLLM builds only blocks 0 to 2"),
         ("prumerge", "vLLM builds only blocks 0 to 2"),
-        ("divprune:budget=0.001", "leaves no token"),
         ("hierd:0.2", "hired"),
         ("other.yaml", "must be the text of a recipe"),
         (5, "must be the text of a recipe"),

@@ -248,11 +248,6 @@ BAD_CALLS = {
         RecipeError,
         "stay below 4",
     ),
-    "a budget that leaves nothing": (
-        lambda v: v.ask("what ?", make_image(), recipe="random:budget=0.001"),
-        RecipeError,
-        "budget=0.001 leaves no token",
-    ),
     "a method twice": (
         lambda v: v.ask("what ?", make_image(), recipe="random+random:0.1"),
         RecipeError,

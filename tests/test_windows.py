@@ -422,7 +422,7 @@ def counting_rows(dense: Dense, alive: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("text", "keep"), [(DENSE, 0.4), (IMAGE * 6 + random_words(4), 0.1)])
 def test_dropped_tokens_leave_gaps_in_the_window(vlm, text, keep):
     """Also where all rows that are left would fit into the window."""
-    run = start(vlm, text, f"random:keep={keep},positions=keep")
+    run = start(vlm, text, f"random:keep={keep}")
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
     assert (int(alive[0].sum()) > WINDOW) == (text == DENSE)
@@ -583,9 +583,9 @@ CACHE = {
     "kivi": "kivi:bits=4,group=4,residual=16",
     "zipcache": "zipcache",
     "snapkv and kivi": "snapkv:keep=0.7,window=4+kivi:bits=4,group=4,residual=8",
-    "random and zipcache": "random:0.7,positions=keep+zipcache",
+    "random and zipcache": "random:0.7+zipcache",
     # Pages of tokens after dropped ones.
-    "random and kivi": "random:0.7,positions=keep+kivi:bits=4,group=4,residual=64",
+    "random and kivi": "random:0.7+kivi:bits=4,group=4,residual=64",
     "rank and snapkv": (Rank(), "snapkv:keep=0.5,window=4"),
 }
 EVICTING = ("h2o", "cake", "streamingllm")  # in each step
@@ -651,7 +651,7 @@ def test_h2o_evicts_slots_outside_the_window_first(vlm):
 
 
 @pytest.mark.parametrize("rows", ["all", "important"])
-@pytest.mark.parametrize("before", ["", "random:0.5,positions=keep+"])
+@pytest.mark.parametrize("before", ["", "random:0.5+"])
 def test_zipvl(vlm, rows, before):
     run = start(vlm, DENSE, f"{before}zipvl:tau=0.9,kv=none,rows={rows},recent=8,random=8")
     got = answer_logits(vlm, run, TOKENS)
@@ -691,7 +691,7 @@ def test_zipvl_ranks_within_the_window(vlm, step):
     "recipe",
     [
         "none",
-        "random:0.4,positions=keep",
+        "random:0.4",
         "snapkv:keep=0.8,window=1",
         "rank",
         "kivi:bits=8,group=4,residual=16",
@@ -751,7 +751,8 @@ def test_drafts_do_not_change_answers(vlm):
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    recipes = "random:0.5,positions=keep+snapkv:keep=0.5,window=4", (), "random:0.2+zipcache"
+    short = "random:0.2,positions=compact+zipcache"
+    recipes = "random:0.5+snapkv:keep=0.5,window=4", (), short
     answers = [
         (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
     ]
@@ -853,8 +854,8 @@ def test_session_returns_to_evicted_tokens(vlm):
     [
         "lookm:keep=0.9,merge=none",
         "kivi:bits=8,group=4,residual=16",
-        "random:0.4,positions=keep",
-        "random:0.4,positions=keep+lookm:keep=0.9,merge=none",
+        "random:0.4",
+        "random:0.4+lookm:keep=0.9,merge=none",
     ],
 )
 def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
@@ -964,7 +965,7 @@ def test_entropy_of_weights_below_its_offset() -> None:
     "recipe",
     [
         "none",
-        "random:0.4,positions=keep",
+        "random:0.4",
         "snapkv:keep=0.5,window=4",
         "kivi:bits=8,group=4,residual=8",
         "h2o:0.6",
@@ -1021,7 +1022,7 @@ def test_cuda_kernels(vlm, recipe, monkeypatch):
     "recipe",
     [
         "none",
-        "random:0.4,positions=keep",
+        "random:0.4",
         *(CACHE[method] for method in ("snapkv", "h2o", "zipcache")),
     ],
 )

@@ -20,20 +20,20 @@ from typing import Any
 from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
-from vlmfast.eval.axes import shrinks_cache
+from vlmfast.eval.axes import shrinks_cache, with_field
 from vlmfast.eval.robustness_report import guard_table, length_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 BUDGETS = (0.33, 0.22, 0.11, 0.05)
 _SOURCES = {
-    "attention of CLS": "hired:positions=keep,budget={}",
-    "attention received": "hired:positions=keep,budget={},saliency=received",
-    "feature norm": "hired:positions=keep,budget={},saliency=norm",
+    "attention of CLS": "hired:budget={}",
+    "attention received": "hired:budget={},saliency=received",
+    "feature norm": "hired:budget={},saliency=norm",
 }
 _COMPARED = {
-    "`divprune`": "divprune:positions=keep,budget={}",
-    "`random`": "random:positions=keep,budget={}",
+    "`divprune`": "divprune:budget={}",
+    "`random`": "random:budget={}",
 }
 _PRESETS = {"faithful": 0.33, "balanced": 0.22, "fast": 0.11}  # budgets of `random` and `hired`
 # Column -> the folders of its methods.
@@ -80,8 +80,8 @@ def positions() -> str:
     for method in _POLICIES:
         cells = []
         for budget in budgets:
-            cells.append(_pair(_of(kept, method, "keep", budget)))
-            cells.append(_pair(_of(compact, method, "compact", budget)))
+            cells.append(_pair(kept[f"{method}:budget={budget}"]))
+            cells.append(_pair(compact[f"{method}:positions=compact,budget={budget}"]))
         rows.append([f"`{method}`", *cells])
     return table(rows)
 
@@ -99,12 +99,6 @@ def fresh() -> str:
     return table(rows)
 
 
-def _of(found: dict[str, Any], method: str, policy: str, budget: float) -> dict[str, Any]:
-    """The run of a method; its recipe omits parameters at their default."""
-    names = (f"{method}:budget={budget}", f"{method}:positions={policy},budget={budget}")
-    return next(found[name] for name in reversed(names) if name in found)
-
-
 def _pair(run: dict[str, Any]) -> str:
     return f"{100 * run['accuracy_image']:.1f} / {100 * run['accuracy_video']:.1f}"
 
@@ -115,16 +109,16 @@ def presets() -> str:
     rows = [["recipe", "kept", "images", "videos", "images, compact", "videos, compact"]]
     rows.append(["`none`", "100 %", *_both(found["none"]), "", ""])
     for name in _PRESETS:
-        recipe = str(Recipe.parse(name))
-        run = found[recipe]
-        compact = _pair(found[recipe.replace("positions=keep,", "")]).split(" / ")
+        recipe = Recipe.parse(name)
+        run = found[str(recipe)]
+        compact = _pair(found[str(with_field(recipe, "positions", "compact"))]).split(" / ")
         rows.append([f"`{name}`", f"{100 * run['kept']:.0f} %", *_both(run), *compact])
     for method in ("hired", "random"):
         for budget in _PRESETS.values():
-            run = _of(found, method, "keep", budget)
+            name = f"{method}:budget={budget}"
+            run = found[name]
             draws = f", mean of {run['draws']} draws" if run.get("draws") else ""
-            name = f"`{method}:budget={budget}`{draws}"
-            rows.append([name, f"{100 * run['kept']:.0f} %", *_both(run), "", ""])
+            rows.append([f"`{name}`{draws}", f"{100 * run['kept']:.0f} %", *_both(run), "", ""])
     return table(rows)
 
 
@@ -259,7 +253,7 @@ def views() -> str:
         run = found[name]
         kept = [f"{100 * run[f'kept_{kind}']:.0f} %" for kind in ("image", "video")]
         image, video = _both(run)
-        rows.append([f"`{name.replace('positions=keep,', '')}`", kept[0], image, kept[1], video])
+        rows.append([f"`{name}`", kept[0], image, kept[1], video])
     return table(rows)
 
 
@@ -285,7 +279,9 @@ def equal_time(*recipes: str) -> str:
     plot = _script("tools", "ttft_png")
     every = ["none", *(p.recipe for own in plot.curves().values() for p in own)]
     found = plot.points(list(recipes) or every)
-    rows = [["recipe", "kept", "TTFT", "images", "minus `none`"]]
+    exact = all(Recipe.parse(p.timed) == Recipe.parse(p.recipe) for p in found)
+    ttft = "TTFT" if exact else "TTFT, `positions=compact`"
+    rows = [["recipe", "kept", ttft, "images", "minus `none`"]]
     for p in sorted(found, key=lambda point: point.faster):
         rows.append(
             [
@@ -550,8 +546,12 @@ def pocket_types() -> str:
     kinds = ("what", "where", "list", "empty", "count")
     rows = [["recipe", "kept", *(f"`{kind}`" for kind in kinds), "too high", "too low"]]
     for name, run in numbers("pocket", "pocket").items():
-        kept = name.endswith("keep,budget=0.11") and _recipe_kind(name) == "reducers"
-        if kept or name in ("none", str(Recipe.parse("fast"))):
+        (*_, stage) = Recipe.parse(name) or (None,)
+        kept = getattr(stage, "budget", None) == 0.11 and stage.positions == "keep"
+        if (kept and _recipe_kind(name) == "reducers") or name in (
+            "none",
+            str(Recipe.parse("fast")),
+        ):
             own = counted[name]
             cells = [f"{100 * run['types'][f'image/{kind}']['accuracy']:.0f} %" for kind in kinds]
             cells += [f"{100 * own[kind] / own['answers']:.0f} %" for kind in ("high", "low")]
@@ -566,7 +566,7 @@ def pocket_presets() -> str:
     rows = [["preset", "kept", "`pocket`", *(f"`{method}`" for method in methods)]]
     for name, budget in _PRESETS.items():
         run = found[str(Recipe.parse(name))]
-        singles = [_of(found, method, "keep", budget) for method in methods]
+        singles = [found[f"{method}:budget={budget}"] for method in methods]
         cells = [f"{100 * one['accuracy_image']:.1f}" for one in singles]
         rows.append([f"`{name}`", f"{100 * run['kept']:.0f} %", _within(run, "image"), *cells])
     return table(rows)

@@ -1,7 +1,8 @@
 """Draw accuracy against the measured time to the first token: ``python tools/ttft_png.py``.
 
 Accuracies are those of ``tiny`` on images, of docs/results/views-stacks. Ratios of the time to the
-first token are those of benchmarks/results/ask-views-cpu-float32.json, under the same recipes.
+first token are those of benchmarks/results/ask-views-cpu-float32.json, under the same recipes; the
+rotary ids of the kept tokens may be others, which costs no time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vlmfast.core.recipe import Recipe
+from vlmfast.eval.axes import with_field
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCURACY = ROOT / "docs" / "results" / "views-stacks" / "report.json"
@@ -44,6 +48,8 @@ class Point:
         Of images, with the 95 % interval, in percent.
     faster : float
         Time to the first token of Hugging Face over that of the recipe.
+    timed : str
+        The recipe that was timed.
     """
 
     recipe: str
@@ -52,21 +58,25 @@ class Point:
     low: float
     high: float
     faster: float
+    timed: str
 
 
 def points(recipes: list[str]) -> list[Point]:
     """The measured recipes among ``recipes``, in this order."""
     runs = json.loads(ACCURACY.read_text(encoding="utf-8"))["tasks"]["shapes"]["recipes"]
-    accuracy = {_plain(run["recipe"]): run for run in runs.values() if run["control"] is None}
+    accuracy = {run["recipe"]: run for run in runs.values() if run["control"] is None}
     ((_, times),) = json.loads(TIMES.read_text(encoding="utf-8"))["models"].items()
-    ttft = {_plain(name): row["ratio"]["ttft"] for name, row in times.items() if "ratio" in row}
+    timed = {_plain(name): name for name in times if name != "huggingface"}
     found = []
     for recipe in recipes:
-        if (name := _plain(recipe)) in accuracy and name in ttft:
-            run: dict[str, Any] = accuracy[name]
+        canonical = str(Recipe.parse(recipe))
+        if canonical in accuracy and canonical in timed:
+            run: dict[str, Any] = accuracy[canonical]
             low, high = run["accuracy_image_ci"]
             values = (100 * value for value in (run["accuracy_image"], low, high))
-            found.append(Point(recipe, run["kept_image"], *values, ttft[name]))
+            name = timed[canonical]
+            faster = times[name]["ratio"]["ttft"]
+            found.append(Point(recipe, run["kept_image"], *values, faster, name))
     return found
 
 
@@ -76,14 +86,8 @@ def curves() -> dict[str, list[Point]]:
 
 
 def _plain(recipe: str) -> str:
-    """A recipe without the names of leading parameters and without the kept positions."""
-    stages = []
-    for stage in recipe.split("+"):
-        name, _, rest = stage.partition(":")
-        words = [word.partition("=")[2] or word for word in rest.split(",") if word]
-        words = [word for word in words if word != "keep"]
-        stages.append(":".join([name, *words]))
-    return "+".join(stages).replace("crops:0.5", "crops")
+    """A timed recipe without its position policy."""
+    return str(with_field(Recipe.parse(recipe), "positions", "keep"))
 
 
 def draw(out: Path = OUT) -> None:

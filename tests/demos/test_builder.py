@@ -47,7 +47,7 @@ def test_text_sets_the_controls() -> None:
     assert dials["prefill"] == ("budget", None)
     assert dials["cache"] == ("bits", 4)
     assert shown.beyond == "scope:0.9"
-    assert not shown.keep
+    assert shown.keep
     assert shown.preset == builder.CUSTOM
 
 
@@ -63,12 +63,12 @@ def test_control_changes_only_its_method() -> None:
     assert builder.turn(WITH_MORE, "cache", 8) == WITH_MORE.replace("kivi:4", "kivi:8")
     assert builder.choose(WITH_MORE, "cache", "none") == WITH_MORE.replace("+kivi:4", "")
     assert builder.choose(WITH_MORE, "encode", "none") == WITH_MORE.partition("+")[2]
-    text = builder.choose(WITH_MORE, "in-encoder", "tome", keep=False)
+    text = builder.choose(WITH_MORE, "in-encoder", "tome")
     assert text == "tome:budget=0.22+" + WITH_MORE
 
 
 def test_second_reducer_follows_the_first() -> None:
-    text = builder.choose("hired:0.5+kivi:4", "encode-2", "divprune", keep=False)
+    text = builder.choose("hired:0.5+kivi:4", "encode-2", "divprune")
     assert text == "hired:0.5+divprune:budget=0.22+kivi:4"
     assert builder.read(text).slots["encode-2"].method == "divprune"
     assert builder.choose(text, "encode-2", "none") == "hired:0.5+kivi:4"
@@ -93,10 +93,10 @@ def test_budget_replaces_the_methods_own_parameter() -> None:
 
 
 def test_positions_are_set_for_all_stages() -> None:
-    text = builder.set_positions("hired:0.5+kivi:4", keep=True)
-    assert text == "hired:keep=0.5,positions=keep+kivi:4"
-    assert builder.read(text).keep
-    assert builder.set_positions(text, keep=False) == "hired:0.5+kivi:4"
+    text = builder.set_positions("hired:0.5+kivi:4", keep=False)
+    assert text == "hired:keep=0.5,positions=compact+kivi:4"
+    assert not builder.read(text).keep
+    assert builder.set_positions(text, keep=True) == "hired:0.5+kivi:4"
 
 
 @pytest.mark.parametrize("place", list(builder.PLACES))

@@ -128,7 +128,7 @@ RECIPES = (
     "visionzip:0.2",
     "flashvid:0.2",
     "prumerge-plus:0.2",
-    "hired:0.5+pyramiddrop:positions=keep",
+    "hired:0.5+pyramiddrop",
     "kivi",
 )
 
@@ -162,7 +162,7 @@ def test_kept_patches_are_not_covered(tiny, image: Media) -> None:
 
 
 def test_later_drops_are_less_dark(tiny, image: Media) -> None:
-    (view, *_) = views.views(turn_of(tiny, image, "pyramiddrop:positions=keep").shown)
+    (view, *_) = views.views(turn_of(tiny, image, "pyramiddrop").shown)
     values = np.unique(view.dropped)
     assert values.min() == 0
     assert len(values) > 2
@@ -178,7 +178,7 @@ def test_merged_groups_are_outlined(tiny, image: Media) -> None:
 
 
 def test_depths_follow_the_trace(tiny, image: Media) -> None:
-    recipe = f"{tiny.recipe('balanced')}+pyramiddrop:positions=keep"
+    recipe = f"{tiny.recipe('balanced')}+pyramiddrop"
     answer = turn_of(tiny, image, recipe).shown
     per_layer = answer.stats.visual_tokens_per_layer
     titles = re.findall(r"<h3>(.*?)</h3>", views.depths_html(answer))

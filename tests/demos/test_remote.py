@@ -105,7 +105,7 @@ RECIPES = (
     "grid:0.05",
     "downsample",
     "visionzip:0.2",
-    "hired:0.5+pyramiddrop:positions=keep+draft-ngram",
+    "hired:0.5+pyramiddrop+draft-ngram",
 )
 
 

@@ -191,7 +191,7 @@ def test_frame_selection_by_the_recipe(tiny, tmp_path: Path, stage: MediaStage) 
 
 
 def test_counters_equal_the_answers_statistics(desk: Desk, image: Media) -> None:
-    recipe = f"{BALANCED}+pyramiddrop:positions=keep+draft-ngram"
+    recipe = f"{BALANCED}+pyramiddrop+draft-ngram"
     talk = ask(desk, image, "Describe the image.", recipe=recipe, tokens=64)
     turn = talk.turns[-1]
     rows = {what: (full, shown) for what, full, shown in panels.counters(turn)}

@@ -35,7 +35,7 @@ __getattr__, __dir__, __all__ = public_names(
             "check_layers drop_layers equivalent moved_layers solve solve_counts"
         ),
         "vlmfast.compressors.cells": "Cells grouped occupied resolution",
-        "vlmfast.compressors.evictor": "Evictor least_share per_kv_head pooled",
+        "vlmfast.compressors.evictor": "Evictor per_kv_head pooled",
         "vlmfast.compressors.groups": "together",
         "vlmfast.compressors.guard": "Guarded GuardedRanking",
         "vlmfast.compressors.layered": "Layered Scored",

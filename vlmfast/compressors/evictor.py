@@ -7,7 +7,6 @@ different lengths, where an earlier stage left them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -22,7 +21,6 @@ from vlmfast.core.kv import KV
 from vlmfast.core.params import param
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.statistics import ColumnStats
-from vlmfast.errors import RecipeError
 from vlmfast.kernels.select import top_k
 
 
@@ -48,26 +46,14 @@ def per_kv_head(received: Tensor, agg: str) -> Tensor:
     return means[agg](1)
 
 
-def least_share(least: int, n: int) -> float:
-    """The lowest share with ``int(share * n) >= least``, in as few digits as possible."""
-    for digits in range(2, 17):
-        unit = 10**digits
-        steps = math.ceil(least / n * unit)
-        if int(steps / unit * n) < least:  # 0.58 * 50 is below 29
-            steps += 1
-        share = min(steps / unit, 1.0)
-        if int(share * n) == least:
-            break
-    return share
-
-
 @dataclass(frozen=True)
 class Evictor(CacheStage):
     """Base of methods that score the slots of each layer and keep the best of each KV head.
 
     A method overrides `score`, and if needed `capacity` and `first`. Its fields or attributes
     ``window`` and ``sinks`` are the number of last and first slots that are always kept. A window
-    below 1 is a fraction of the kept slots.
+    below 1 is a fraction of the kept slots. Where they are no fewer than what ``keep`` leaves of a
+    short prompt, they are kept with one more slot.
     """
 
     lead: ClassVar[str | None] = "keep"
@@ -135,16 +121,7 @@ class Evictor(CacheStage):
         return kv.select(index, per_head(counts)[:, 0])
 
     def _count(self, context: PrefillContext, layer: int, n: int) -> int:
-        """Slots kept of ``n``; an error if they do not exceed the window and the sinks."""
-        count = min(self.capacity(context, layer, n), n)
-        window = self.last(count)
-        if count == n or count > self.sinks + window:
-            return count
-        must = [f"its window of {window}"] if window else []
-        must += [f"its {self.sinks} first ones"] if self.sinks else []
-        least = next((c for c in range(1, n) if c > self.sinks + self.last(c)), n)
-        raise RecipeError(
-            f"{self.name}: keep={self.keep:g} leaves {count} of {n} slots in layer {layer}"
-            + (f", no more than {' and '.join(must)}" if must else "")
-            + f"; it must be at least {least_share(least, n):g}"
-        )
+        """Slots kept of ``n``: more than the window and the sinks, or all of them."""
+        count = self.capacity(context, layer, n)
+        fewest = (c for c in range(max(count, 1), n) if c > self.sinks + self.last(c))
+        return next(fewest, n)

@@ -25,7 +25,7 @@ class Reducer(EncodeStage):
 
     keep: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     _: KW_ONLY  # so that the method's own fields come next as positional arguments
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     budget: float | None = budget_param()
 
     @property

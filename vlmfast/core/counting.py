@@ -9,7 +9,6 @@ import torch
 from vlmfast.errors import RecipeError
 
 from .layout import Kind, TokenLayout
-from .stage import Stage
 from .statistics import ItemGeometry
 
 
@@ -88,28 +87,6 @@ def inexact(name: str, what: str) -> RecipeError:
         f"{name}: the number of tokens that it keeps depends on {what}, not on the size of the "
         "image alone; 'divprune:budget=0.2' has an exact count"
     )
-
-
-def check_budget(stage: Stage, n: int, floor: float = 0.0) -> None:
-    """Check that a budget leaves a token.
-
-    Parameters
-    ----------
-    n : int
-        Visual tokens before any stage.
-    floor : float
-        The lowest attainable fraction of the stage.
-
-    Raises
-    ------
-    RecipeError
-    """
-    budget = getattr(stage, "budget", None)
-    if budget is not None and round(budget * n) < 1 and floor == 0:
-        raise RecipeError(
-            f"{stage.name}: budget={budget:g} leaves no token of the prompt's {n} visual tokens; "
-            f"it must be at least {1 / n:.2g}"
-        )
 
 
 def newlines(layout: TokenLayout) -> int:

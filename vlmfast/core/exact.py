@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .counting import ImageLayout, TokenCount, check_budget, inexact
+from .counting import ImageLayout, TokenCount, inexact
 from .protocols import ViewStage
 from .recipe import Recipe
 
@@ -36,8 +36,7 @@ def exact_count(recipe: Any, image: ImageLayout) -> int:
     Raises
     ------
     RecipeError
-        If the number depends on the content of the image, on the question or on trained weights,
-        or if the budget leaves no token.
+        If the number depends on the content of the image, on the question or on trained weights.
     """
     recipe, found = Recipe.of(recipe), TokenCount.of(image)
     for part in (part for stage in recipe for part in stage.expand()):
@@ -45,8 +44,6 @@ def exact_count(recipe: Any, image: ImageLayout) -> int:
             raise inexact(part.name, "what merges inside the vision tower")
         if isinstance(part, ViewStage) and part.chooses_crops:
             raise inexact(part.name, "the crops that it chooses")
-    for stage in recipe:
-        check_budget(stage, len(image))
     for part in recipe.acting("encode"):
         if part.trained:
             raise inexact(part.name, "trained weights")

@@ -70,10 +70,10 @@ def recipe_name(f: Field) -> str:
     return f.metadata.get("recipe_name") or f.name
 
 
-def positions_param(default: str) -> Any:
-    """The position policy that every reducer offers; its paper's own is the default."""
+def positions_param() -> Any:
+    """The position policy that every reducer offers, with one default for all of them."""
     return param(
-        default,
+        "keep",
         "rotary ids of the kept tokens: keep the original ones, or compact (renumbered)",
         choices=("keep", "compact"),
     )

@@ -26,7 +26,7 @@ _SHARES = {"faithful": (0.6, 0.55), "balanced": (0.5, 0.44), "fast": (0.33, 0.33
 PRESETS = {
     "none": "",
     **{
-        name: f"downsample:positions=keep,budget={pooled}+scope:positions=keep,budget={selected}"
+        name: f"downsample:budget={pooled}+scope:budget={selected}"
         for name, (pooled, selected) in _SHARES.items()
     },
 }

@@ -16,8 +16,9 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import PRESETS, Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage, at_budget, with_values
+from vlmfast.core.stage import Stage, at_budget
 from vlmfast.errors import RecipeError
+from vlmfast.eval.axes import with_field
 
 NONE = "none"
 CUSTOM = "custom"
@@ -176,12 +177,7 @@ def turn(text: str, place: str, value: float) -> str:
 
 def set_positions(text: str, keep: bool) -> str:
     """Preserve the rotary ids of all kept tokens, or renumber them."""
-    policy = "keep" if keep else "compact"
-    stages = (
-        with_values(s, positions=policy) if hasattr(s, "positions") else s
-        for s in Recipe.parse(text)
-    )
-    return str(Recipe(tuple(stages)))
+    return str(with_field(Recipe.parse(text), "positions", "keep" if keep else "compact"))
 
 
 def dial_of(stage: Stage) -> Dial | None:
@@ -215,8 +211,8 @@ def _new(method: str, keep: bool) -> Stage:
     values: dict[str, Any] = {}
     if "budget" in names:
         values["budget"] = max(_BUDGET, cls().floor(32))
-    if "positions" in names and keep:
-        values["positions"] = "keep"
+    if "positions" in names and not keep:
+        values["positions"] = "compact"
     return cls(**values)
 
 

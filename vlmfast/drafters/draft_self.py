@@ -41,8 +41,7 @@ Different from these, and why:
 - All nodes of a verified tree vote at a refresh, rejected ones included: they are few, and they
   attend to the prompt as the tokens next to them do.
 
-Evictors keep a window of the last slots. Where ``keep`` leaves no more than that, a view has the
-fewest slots that the method allows. A prompt without visual tokens has no view, and nothing is
+A prompt without visual tokens has no view, and nothing is
 drafted. Methods that quantize the cache or modify it during the answer move slots, so that the
 recipe cannot contain them.
 """
@@ -56,7 +55,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vlmfast.compressors.evictor import Evictor, least_share
+from vlmfast.compressors.evictor import Evictor
 from vlmfast.compressors.part import Part
 from vlmfast.compressors.select import best
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
@@ -330,8 +329,7 @@ class KeptSlots(Part, CacheStage):
         else:
             # The slots are only selected; none is rotated.
             own = replace(context, notes=notes.setdefault("state", {}), rotate=None)
-            selects = allowed(self.of.selects, own, layer, kv)
-            kept = selects.compress(own, layer, numbered(kv), stats)
+            kept = self.of.selects.compress(own, layer, numbered(kv), stats)
         notes.setdefault("layers", {})[layer] = indices(kept)
         return kv
 
@@ -347,19 +345,6 @@ class KeptSlots(Part, CacheStage):
             for layer, (view, kv) in enumerate(zip(kept, cache, strict=True))
         }
         return cache
-
-
-def allowed(stage: CacheStage, context: PrefillContext, layer: int, kv: KV) -> CacheStage:
-    """``stage``, with the least ``keep`` that it allows here where its own is too small."""
-    if not isinstance(stage, Evictor):
-        return stage
-    keep = stage.keep
-    for n in set(kv.lengths.tolist()):
-        count = min(stage.capacity(context, layer, n), n)
-        if count < n and count <= stage.sinks + stage.last(count):
-            least = next((c for c in range(1, n) if c > stage.sinks + stage.last(c)), n)
-            keep = max(keep, least_share(least, n))
-    return replace(stage, keep=keep)
 
 
 def numbered(kv: KV) -> KV:
@@ -439,8 +424,7 @@ class Chain(ViewDrafter):
         context = self._context(visual)
         method = self.stage.selects
         assert isinstance(method, CacheStage)  # others do not ask for attention
-        selects = allowed(method, context, layer, kv)
-        kept = selects.compress(context, layer, kv, stats)
+        kept = method.compress(context, layer, kv, stats)
         self.kept.append(indices(kept))
         if len(self.kept) == len(self.view):
             final = method.finish(self._context(visual), self.kept)

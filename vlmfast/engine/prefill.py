@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
-from vlmfast.core.counting import check_budget
 from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens, next_id
 from vlmfast.core.protocols import (
     EncodeStage,
@@ -279,8 +278,6 @@ def prepare(
         images=trace.images,
     )
     tower = len(adapter.vision_blocks())
-    for stage in recipe:
-        check_budget(stage, stats.visual_tokens_in, stage.floor(adapter.depth))
     for stage in stages:
         # Only what this stage requested: another one may have requested other layers.
         wanted = stage.vision_stats(tower)

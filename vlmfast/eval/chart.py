@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log10
@@ -199,13 +199,6 @@ def group_of(recipe: Recipe) -> str:
     return WITHIN if within else BEFORE
 
 
-def short_names(methods: Iterable[str]) -> dict[str, str]:
-    """Labels of methods; they include positions only if a method was run with both."""
-    short = {method: method.replace(":positions=keep", "") for method in dict.fromkeys(methods)}
-    twice = [name for name in short.values() if list(short.values()).count(name) > 1]
-    return {method: method if name in twice else name for method, name in short.items()}
-
-
 # --- the figure ----------------------------------------------------------------------------------
 
 
@@ -348,13 +341,12 @@ def _traces(
                 line={"color": _INK, "width": 2}
             )
         )
-    names = short_names(row.method for row in rows)
     number = 0  # of lines in colour, which differ across groups
     for group in GROUPS:
         grouped = [row for row in rows if row.group == group]
         lines: dict[str, list[Measured]] = {}
         for row in grouped:
-            lines.setdefault(STACKS if group == STACKS else names[row.method], []).append(row)
+            lines.setdefault(STACKS if group == STACKS else row.method, []).append(row)
         for place, (name, points) in enumerate(lines.items()):
             trace = _line(points, view, name, place if group == BASELINE else number, group)
             trace.legendgrouptitle = None if group == STACKS else {"text": f"<b>{group}</b>"}

@@ -85,7 +85,7 @@ def add_eval(parser: ArgumentParser) -> None:
     add(
         "--positions",
         choices=("keep", "compact"),
-        help="rotary ids of the kept tokens, of every recipe (default: each method's own)",
+        help="rotary ids of the kept tokens, of every recipe (default: as each recipe says)",
     )
     add(
         "--controls",

@@ -35,7 +35,7 @@ class _Model(lmms):
         ``tiny``, a local folder, or a hub id.
     recipe : str
         With ``;`` instead of ``,``, because lmms-eval splits arguments at commas:
-        ``hired:0.2;positions=keep``.
+        ``hired:0.2;positions=compact``.
     device, dtype, revision : str, optional
     num_frames : int
         Frames of each video.

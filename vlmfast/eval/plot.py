@@ -11,7 +11,7 @@ from vlmfast.core.files import replacing
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
-from .chart import BEFORE, COLORS, STACKS, TRAINED, WITHIN, group_of, short_names
+from .chart import BEFORE, COLORS, STACKS, TRAINED, WITHIN, group_of
 from .summary import BASELINES, Row, baseline, reduces, rereads, shrinks
 
 _MARKERS = "osD^vPX*<>"
@@ -101,8 +101,8 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
         ) from error
 
     drawn = [row for row in rows if reduces(row) or shrinks(row)]
-    names = short_names([row.run.meta["method"] for row in drawn])
-    groups = _groups(drawn) if axis == "kept" and len(names) > _MANY else {"": drawn}
+    many = len({row.run.meta["method"] for row in drawn}) > _MANY
+    groups = _groups(drawn) if axis == "kept" and many else {"": drawn}
     # Panels without results, of a modality or of sessions, are left out.
     panels = [[p for p in line if any(map(p.point, rows))] for line in _PANELS[axis]]
     grid = [
@@ -126,7 +126,7 @@ def plot(rows: list[Row], file: Path, axis: str = "kept") -> None:
                 for row in own
                 if row.run.meta["method"] == method and (accuracy := panel.point(row))
             ]
-            _line(place, method, names[method], number, len(methods), points)
+            _line(place, method, number, len(methods), points)
         place.set_xscale("log")
         place.set_xlim(min(shares, default=10) / 1.25, max(shares, default=80) * 1.25)
         ticks = _ticks(shares) if axis == "kept" and len(groups) == 1 else _ROUND[axis]
@@ -183,7 +183,6 @@ def _references(place: Any, rows: list[Row], panel: Panel) -> None:
 def _line(
     axis: Any,
     method: str,
-    name: str,
     number: int,
     methods: int,
     points: list[tuple[float, float, float, float]],
@@ -201,7 +200,7 @@ def _line(
             [m - l for m, l in zip(mean, low, strict=True)],
             [h - m for m, h in zip(mean, high, strict=True)],
         ],
-        label=name,
+        label=method,
         color=grey or COLORS[number % len(COLORS)],
         marker=_MARKERS[number % len(_MARKERS)],
         markerfacecolor="white" if "+" in method else None,  # hollow for several stages

@@ -202,7 +202,7 @@ class _Checks:
             name = f"drops: {recipe}, {case}"
             with self.report.during(name):
                 given = {"max_new_tokens": 1, "top_logprobs": 0}
-                answer = self.ask(case, f"{recipe},positions=keep", **given)
+                answer = self.ask(case, recipe, **given)
             layout, depth = answer.trace.layout, answer.trace.depth
             assert layout is not None and depth is not None
             dropped = int((depth < self.adapter.depth).sum())

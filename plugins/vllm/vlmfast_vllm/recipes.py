@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ from vlmfast.core.counting import ImageLayout
 from vlmfast.core.exact import exact_count
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError
+from vlmfast.eval.axes import with_field
 from vlmfast.models import adapter_class
 
 KEY = "vlmfast_recipe"  # in --hf-overrides
+_LOG = logging.getLogger("vllm.vlmfast")  # below the one that vLLM prints
 _RATIO = "anyres_max_9"  # vLLM reads no other from the configuration of LLaVA-OneVision
 
 
@@ -24,6 +28,7 @@ class Plan:
     config : transformers.PreTrainedConfig
         Of the model.
     recipe : Recipe
+        Its tokens are renumbered (``positions=compact``), because vLLM counts positions itself.
 
     Raises
     ------
@@ -32,6 +37,7 @@ class Plan:
     """
 
     def __init__(self, config: Any, recipe: Recipe) -> None:
+        recipe = _renumbered(recipe)
         self.config, self.recipe = config, recipe
         processor = SimpleNamespace(image_processor=None, video_processor=None)
         self.adapter = adapter_class(config.model_type).without_weights(config, processor)
@@ -51,7 +57,11 @@ class Plan:
         if not isinstance(text, str) or Recipe.reads_file(text):
             raise RecipeError(f"{KEY}={text!r} must be the text of a recipe")
         recipe = Recipe.parse(text)
-        return Plan(config, recipe) if recipe else None
+        if not recipe:
+            return None
+        plan = Plan(config, recipe)
+        _LOG.info("%s: %s", KEY, plan.recipe)
+        return plan
 
     def _count(self, size: tuple[int, int]) -> int:
         """Tokens kept of an image of ``size`` (height, width)."""
@@ -60,6 +70,22 @@ class Plan:
     def image(self, size: tuple[int, int]) -> ImageLayout:
         """The tokens of an image before any are dropped."""
         return self.layout(size)
+
+
+def _renumbered(recipe: Recipe) -> Recipe:
+    """The recipe as vLLM runs it, whose positions follow each other without gaps.
+
+    Raises
+    ------
+    RecipeError
+        If its text asks for the original positions.
+    """
+    if re.search(r"\bpositions\s*=\s*keep\b", recipe.text):
+        raise RecipeError(
+            f"{KEY}={recipe.text!r}: vLLM numbers tokens without gaps, so positions=keep cannot be "
+            "honoured; leave it out"
+        )
+    return with_field(recipe, "positions", "compact")
 
 
 def sources(config: Any) -> tuple[str, ...]:
@@ -104,11 +130,6 @@ def _check(config: Any, recipe: Recipe) -> None:
                 raise RecipeError(
                     f"{part.name}: vLLM's attention knows no weights of merged tokens; use "
                     f"'{part.name}:proportional_attention=false'"
-                )
-            if part.positions != "compact":
-                raise RecipeError(
-                    f"{part.name}: vLLM numbers tokens without gaps; use "
-                    f"'{part.name}:positions=compact'"
                 )
             if part.vision_stats(built_blocks(config)):
                 raise RecipeError(f"{part.name} reads single vision blocks, which is not supported")

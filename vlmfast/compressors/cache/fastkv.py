@@ -41,11 +41,9 @@ from vlmfast.core.params import param
 from vlmfast.core.protocols import PrefillStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest
-from vlmfast.errors import RecipeError
 from vlmfast.kernels.select import top_k
 
 from ..budget import check_layers, drop_layers
-from ..evictor import least_share
 from ..part import Part
 from .snapkv import ROWS, SnapKV, votes
 
@@ -120,14 +118,9 @@ class Propagation(Part, PrefillStage):
         window = self.of.last(count)
         before = torch.arange(n, device=visual.device) < n - window
         must = int((~visual | ~before).sum())
-        if count == n or must == n:
+        count = max(count, must)
+        if count == n:
             return None
-        if count < must:
-            raise RecipeError(
-                f"fastkv: tsp={self.of.tsp:g} keeps {count} of {n} rows in layer {layer}, fewer "
-                f"than the {must} that are text or the window of {window}; it must be at least "
-                f"{least_share(must, n):g}"
-            )
         received = context.stats[layer - 1].sum(1)[None]  # one selection for all heads
         score = votes(received, before, self.of.agg, self.of.kernel, self.of.pool)[0]
         context.notes.setdefault(self.name, {})["rows"] = (n, count)

@@ -12,12 +12,12 @@ Keys and values of an evicted slot merge into the kept slot whose key is most si
 `kernels.merge`. Without ``text_prior`` the first ``sinks`` slots come before all others instead.
 
 The paper adds ``max(a)`` to the scores of text, which is the order above. So text is never evicted,
-and a fraction that cannot hold it is an error; a prompt without images is unchanged.
+nor are sinks: where they exceed ``hh``, all of them are kept, and no image slot before the last
+``rec``. A prompt without images is unchanged.
 
 Different from the authors' code, and why:
 
-- Exactly ``hh + rec`` slots are kept, as in the paper. Their code keeps all text beyond ``hh`` too;
-  ``overrun`` does so, and then more than the fraction may be kept.
+- Exactly ``hh + rec`` slots are kept unless the text needs more. Their code adds text to ``hh``.
 - They add -65516 to the scores of an image. This overflows float16, and in bfloat16 all of these
   scores become equal: the order of ties then decides which image slots are kept. Here text comes
   first by comparison, and scores are unchanged.
@@ -41,7 +41,6 @@ included here.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -114,7 +113,6 @@ class LookM(CacheStage):
         choices=("token", "slot", "all"),
     )
     text_prior: bool = param(True, "keep text before any image slot")
-    overrun: bool = param(False, "keep all text even beyond keep, as in the authors' code")
     sinks: int | None = param(
         None, "first slots always kept; by default 0 with text_prior and 4 without", ge=0
     )
@@ -141,10 +139,8 @@ class LookM(CacheStage):
         hh, rec = torch.tensor([sizes(n, self.keep, self.recent) for n in lengths]).T.to(slots)
         among = slots < (kv.lengths - rec)[:, None]
         first = self.first(kv)
-        if self.overrun:
-            hh = torch.maximum(hh, (first & among).sum(1))
-        elif bool(((first & among).sum(1) > hh).any()):
-            raise RecipeError(self._too_small(lengths, first.cpu()))
+        hh = torch.maximum(hh, (first & among).sum(1))
+        hh = torch.where(hh + rec > 0, hh, 1)  # at least one slot
         return heavy_hitters(score, first, among, hh) | (valid & ~among)
 
     def first(self, kv: KV) -> Tensor:
@@ -160,7 +156,7 @@ class LookM(CacheStage):
         kept = kv.select(index, lengths)
         if self.merge == "none":
             return kept
-        keys, rotate = kv.keys, context.rotate
+        keys, values, rotate = kv.keys, kv.values, context.rotate
         if self.rope_aware:
             assert rotate is not None
             if len(context.layout.position) > 1:
@@ -168,10 +164,10 @@ class LookM(CacheStage):
                     f"{self.name}: rope_aware=true needs one rotary id per token; this model gives "
                     f"each {len(context.layout.position)}"
                 )
-            keys = rotate(kv.keys.float(), -kv.position)
+            keys, values = rotate(keys.float(), -kv.position), values.float()
         keys, values, weight = merge_into(
             keys,
-            kv.values,
+            values,
             index,
             self.merge,
             rule="all" if self.merge == "pivot" else self.filter,
@@ -181,24 +177,6 @@ class LookM(CacheStage):
         )
         if self.rope_aware:
             assert rotate is not None
-            keys = rotate(keys, kept.position).to(kv.keys.dtype)
+            keys, values = rotate(keys, kept.position).to(kv.keys.dtype), values.to(kv.values.dtype)
         bias = weight.log() if self.proportional_attention else kept.bias
         return replace(kept, keys=keys, values=values, bias=bias)
-
-    def _too_small(self, lengths: list[int], first: Tensor) -> str:
-        def short(share: float) -> tuple[int, int, int, int]:
-            """Missing slots, ``n``, ``hh`` and ``rec`` of the head that lacks most."""
-            rows = []
-            for n, must in zip(lengths, first, strict=True):
-                hh, rec = sizes(n, share, self.recent)
-                rows.append((int(must[: n - rec].sum()) - hh, n, hh, rec))
-            return max(rows)
-
-        lacking, n, hh, rec = short(self.keep)
-        # In steps of 1 / 10,000, so that it is short to type.
-        least = bisect_left(range(10_000), True, key=lambda i: short(i / 10_000)[0] <= 0) / 10_000
-        what = "text tokens" if self.text_prior else "sinks"
-        return (
-            f"{self.name}: keep={self.keep:g} leaves {hh} of {n} slots before the last {rec}, "
-            f"fewer than the {hh + lacking} {what} there; it must be at least {least:g}"
-        )

@@ -66,6 +66,6 @@ class PyramidKV(SnapKV):
     def capacity(self, context: PrefillContext, layer: int, n: int) -> int:
         capacity = super().capacity(context, layer, n)
         window = self.last(capacity)
-        if capacity <= window:  # an error, raised for every layer
+        if capacity <= window:  # each layer keeps the window and little more
             return capacity
         return pyramid(n, capacity, window, context.depth, self.beta)[layer]

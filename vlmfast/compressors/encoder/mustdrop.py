@@ -33,6 +33,7 @@ least the budget's fraction of the tower's patches is left.
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Every view merges all of its similar windows. The authors merge as many in each view as in the one
   with the fewest, so that a call has rows of one length; ``merge="call"`` does so too. Here views
   are padded instead, and the tokens kept of an image do not depend on the other images.
@@ -262,7 +263,7 @@ class MustDrop(Stage):
     )
     saliency: str = saliency_param()
     cache: bool = param(True, "from the first filter on, cache only what the last filter keeps")
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     proportional_attention: bool = proportional_attention_param(False)
     budget: float | None = budget_param()
 

@@ -23,6 +23,7 @@ tower gets whole cells; a cell's key is the concatenation of its patches' keys.
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Rows are merged after a block, not between its attention and its MLP: this is possible in a tower
   of transformers without replacing its layers. The keys are those of the same block.
 - After the tower a merged row is copied to each of its positions, so that a family's own packing
@@ -131,7 +132,7 @@ class ToMe(Stage):
     r: int = param(
         0, "tokens merged in each block; if not 0, it replaces keep", ge=0, excludes=("keep",)
     )
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     proportional_attention: bool = proportional_attention_param(True)
     budget: float | None = budget_param("keep", "r")
 

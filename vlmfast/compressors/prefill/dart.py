@@ -72,7 +72,7 @@ class DART(PrefillStage):
     k: int = param(2, "layers that see every token", ge=1)
     visual_pivots: int = param(4, "number of visual pivots, those with the largest keys", ge=1)
     text_pivots: int = param(4, "number of text pivots after the image, likewise", ge=0)
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     budget: float | None = budget_param()
 
     def layers(self, depth: int) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class FastV(PrefillStage):
         0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
     )
     k: int = param(2, "layers that see every token", ge=1)
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     budget: float | None = budget_param()
 
     def layers(self, depth: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ over heads). ``budget`` solves ``lambda`` so that the average of ``n_s`` over th
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - ``rule="next"`` is the authors' code: tokens are ranked by queries and keys of the layer after the
   drop, computed from its input. ``rule="last"`` is the paper: the attention of the layer before the
   drop, which is already computed.
@@ -91,7 +92,7 @@ class PyramidDrop(PrefillStage):
         choices=("next", "last"),
     )
     per_item: bool = param(False, "keep the same fraction of each image, each ranked separately")
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     budget: float | None = budget_param("keep", "ratios")
 
     def __post_init__(self) -> None:

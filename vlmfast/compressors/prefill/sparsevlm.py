@@ -18,6 +18,7 @@ and ``budget`` solves ``n lambda^s`` after drop s. Both include the recycled tok
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - A recycled token takes the position of the centre of its group; theirs follow the kept ones. With
   ``proportional_attention``, its weight is that of the group.
 - Densities are compared exactly, and ties go to the lower index; theirs adds random noise.
@@ -118,7 +119,7 @@ class SparseVLM(Stage):
         gt=0.0,
     )
     recycle: bool = param(True, "keep the means of groups of dropped tokens")
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     proportional_attention: bool = proportional_attention_param(False)
     budget: float | None = budget_param("keep", "published")
 

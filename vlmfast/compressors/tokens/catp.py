@@ -67,7 +67,7 @@ class CATP(Stage):
     k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
     text: float = param(0.7, "weight of an image's text, before the language model", ge=0.0)
     sample: float = param(0.6, "weight of the last image's text, in the language model", ge=0.0)
-    positions: str = positions_param("compact")
+    positions: str = positions_param()
     budget: float | None = budget_param()
 
     def expand(self) -> tuple[Stage, ...]:

@@ -13,6 +13,7 @@ show.
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - The relevance model is any OpenCLIP model, run on the image in addition to the model's own tower;
   theirs is CLIP's text tower on top of a vision tower that must be CLIP. Its map is sampled at the
   centre of each token, whatever views a family makes. A model other than a plain ViT scores windows

@@ -12,6 +12,7 @@ Newlines compete like other tokens. They are all equal, so hardly more than one 
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Every image of a prompt is pruned separately; theirs prunes the first one alone, at a constant
   position in the prompt. Frames of one video are pruned together, as in the paper's videos, so that
   static content is kept once (``across="frame"``: each frame separately).

@@ -18,6 +18,7 @@ nearest; distances by sqrt(width)) in proportion to their number, and become the
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - A video keeps exactly its budget; theirs rounds every frame and cluster up. If linking would leave
   fewer trees than the budget allows, only the most similar links are made.
 - Each frame gets clusters in proportion to its number of trees.

@@ -20,6 +20,7 @@ keeps its ``trunc(N r)`` best patches.
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - ``paper`` is the default rule: the stripes of ``code`` match the crops only when these are stacked
   vertically.
 - Each image is ranked by its own attention; the authors' LLaVA-1.5 code applies the selection of

@@ -13,6 +13,7 @@ by greedy steps. The text is everything after the first visual token, or all of 
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Visual tokens are compared with each other after the projector, where encode stages run; theirs
   compares them before it, and with the text after it.
 - The text is that of the embedded prompt, not keywords of the question selected by an English word

@@ -20,6 +20,7 @@ view that keeps all of its tokens is unchanged. Newlines are dropped.
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Every view counts its own outliers; theirs takes one ratio for a whole batch, so that the tokens
   kept of an image depend on the other images. A view without outliers keeps its best patch.
 - Features are those after the projector, where encode stages run, not before it.

@@ -11,6 +11,7 @@ heads), with the gain of coverage::
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Features are those after the projector, where encode stages run.
 - Frames of one video are pruned together, several images separately. Newlines are dropped.
 - ``alpha`` is 1, plain saliency; a cosine below 0 covers nothing.

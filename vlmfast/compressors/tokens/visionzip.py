@@ -11,6 +11,7 @@ other patches in raster order, and their keys in the same layer, mean over heads
 
 Different from the authors' code, and why:
 
+- Kept tokens keep their rotary ids; with ``positions=compact`` they are renumbered, as theirs are.
 - Features are those after the projector, where encode stages run, not before it.
 - Letterbox patches that are not in the prompt are ignored.
 - Tokens keep the order of the prompt; theirs end with the contextual ones. CLS takes the position

@@ -104,7 +104,7 @@ class Crops(ViewStage):
         "the vision tower has",
         choices=("auto", "cls", "received"),
     )
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
 
     @property
     def chooses_crops(self) -> bool:

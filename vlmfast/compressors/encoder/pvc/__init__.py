@@ -53,8 +53,8 @@ Different from the paper, or not specified there, and why:
 - ``budget`` takes the nearest of the settings that the weights were trained for: sides 2 and 4,
   views repeated 1, 2 or 4 times, with a video's crops or without. So counts are fixed; an image's
   nearest setting below 100 % is half. ``budget=1`` leaves the tokens unchanged.
-- ``positions=keep`` is the default, which the weights are trained under; the paper renumbers the
-  kept tokens.
+- The weights are trained under ``positions=keep``; the paper renumbers the kept tokens, as
+  ``positions=compact`` does.
 - Four repeats of an image cost four times the compute in the tower's last blocks.
 """
 

@@ -50,7 +50,7 @@ class PVC(Stage):
         "views of a video's frames: the base view alone, or all crops too",
         choices=("base", "all"),
     )
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     proportional_attention: bool = proportional_attention_param()
     budget: float | None = budget_param("side", "image_repeat", "video_repeat", "views")
     weights: str = weights_param()

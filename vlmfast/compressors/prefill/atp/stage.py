@@ -50,7 +50,7 @@ class ATP(PrefillStage):
     temperature: float = param(
         10.0, "temperature of the soft masks; used in training only", gt=0.0, le=1000.0
     )
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     budget: float | None = budget_param()
     weights: str = weights_param()
 

@@ -320,7 +320,10 @@ class ElasticCompressor(nn.Module):
         counts: dict[str, int],
         key: tuple[int, ...] = (0,),
     ) -> VisualTokens:
-        """The rows of several branches concatenated, each with its own count."""
+        """The rows of several branches concatenated, each with its own count.
+
+        An image with fewer patches than they have rows is unchanged.
+        """
         parts = []
         for name, n in counts.items():
             if name == "resample":
@@ -330,7 +333,7 @@ class ElasticCompressor(nn.Module):
                 parts.append(made(patches, grouped(patches.layout, geometry, n)))
         free = len(patches) - sum(len(part.index) for part in parts)
         if free < 0:
-            raise RecipeError("elastic: mode=concat would leave more tokens than the image has")
+            return patches
         if "prune" in counts:  # first, so that its rows keep their own positions
             parts.insert(0, self._prune(patches, min(counts["prune"], free), key))
         return place(patches, parts)

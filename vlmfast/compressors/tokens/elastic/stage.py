@@ -47,7 +47,7 @@ class Elastic(Reducer):
     queries: int = param(2, "tokens of the resampler for each image", ge=1, excludes=_SAME)
     text: bool = param(False, "the gate may also drop the image")
     seed: int = param(0, "seed of random pruning", ge=0)
-    positions: str = positions_param("keep")
+    positions: str = positions_param()
     proportional_attention: bool = proportional_attention_param(False)
     weights: str = weights_param()
 

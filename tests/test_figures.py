@@ -1,0 +1,169 @@
+"""Every recipe that a page prints beside a figure is the one of the run that gave the figure."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from vlmfast import Recipe, RecipeError
+from vlmfast.core.recipe import PRESETS
+from vlmfast.core.registry import stage_names
+from vlmfast.eval.axes import method_of, with_field
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = sorted([*ROOT.glob("docs/results/**/*.json"), *ROOT.glob("benchmarks/results/*.json")])
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+REPORTS = sorted(ROOT.glob("docs/results/**/report.md"))
+if not all(page.is_file() for page in PAGES) or not RESULTS:
+    pytest.skip("the pages are not part of this distribution", allow_module_level=True)
+
+NAMES = {*stage_names(), *PRESETS}
+# Tables whose figures are no stored numbers of the recipe in their row, by page and first head.
+DERIVED = {
+    ("docs/gpu.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
+    ("docs/kernels.md", "computation"): "arithmetic",
+    ("docs/kv-cache.md", "recipe"): "measured by hand, on no page of results",
+    ("docs/pocket.md", "preset"): "columns of other recipes",
+    ("docs/presses.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
+    ("docs/presses.md", "prefill"): "sums",
+    ("docs/scaling.md", "recipe"): "plans",
+    ("docs/serving.md", "answers per second over `transformers serve`"): "ratios to another row",
+    ("docs/speculation.md", "drafter"): "other units",
+    ("docs/speculation.md", "recipe"): "other units",
+    ("docs/trained.md", "method"): "sizes and commands",
+}
+UNSTORED = ("tokens per second", "McNemar's p")  # columns of reports that their JSON leaves out
+_RECIPE = re.compile(r"`([^`]+)`(?: \(\w+\))?(?:,? \(?mean of \d+ draws\)?)?")
+_FIGURE = re.compile(r"(?<![+\-–\d.,=:\w])\d[\d,]*\.\d+(?![\d.]*[`\w])")
+_UNITS = (1, 1e2, 1e3, 1e-3, 1e-6, 1e-9)
+
+
+class Cell(NamedTuple):
+    """A figure of a table."""
+
+    page: str
+    head: str
+    recipe: str
+    column: str
+    figure: str
+
+
+@functools.cache
+def canonical(text: str) -> str | None:
+    if not {re.split("[:@]", part)[0].strip() for part in text.split("+")} <= NAMES:
+        return None  # without a search for what was meant
+    try:
+        return str(Recipe.parse(text.partition("@")[0]))
+    except RecipeError:
+        return None
+
+
+def tables(page: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Head and rows of each table."""
+    head: list[str] = []
+    rows: list[list[str]] = []
+    for line in [*page.read_text(encoding="utf-8").splitlines(), ""]:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if not head:
+                head = cells
+            elif not re.fullmatch(r"\|[\s:|-]+\|", line):
+                rows.append(cells)
+        elif head:
+            yield head, rows
+            head, rows = [], []
+
+
+def figures(page: Path) -> Iterator[Cell]:
+    """The figures in rows that begin with a recipe, without those of `DERIVED`."""
+    name = page.relative_to(ROOT).as_posix()
+    for head, rows in tables(page):
+        if (name, head[0]) in DERIVED:
+            continue
+        for first, *cells in rows:
+            found = _RECIPE.fullmatch(first)
+            recipe = found and canonical(found[1])
+            for column, cell in zip(head[1:], cells, strict=False) if recipe else ():
+                text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", cell)  # links
+                if column in UNSTORED:
+                    continue
+                for figure in _FIGURE.findall(text):
+                    yield Cell(name, head[0], recipe, column, figure.replace(",", ""))
+
+
+@functools.cache
+def measured() -> dict[str, set[float]]:
+    """The numbers of the runs of each recipe; of a method without a budget, those of all its runs.
+
+    In a column about ``positions=compact``, the recipe of the row means the one that does so.
+    """
+    numbers: dict[str, set[float]] = defaultdict(set)
+    for file in RESULTS:
+        _collect(json.loads(file.read_text(encoding="utf-8")), frozenset(), numbers)
+    found = defaultdict(set, {recipe: set(own) for recipe, own in numbers.items()})
+    for recipe, own in numbers.items():
+        parsed = Recipe.parse(recipe)
+        names = {method_of(parsed)[0]} - {recipe}
+        kept, compact = (with_field(parsed, "positions", policy) for policy in ("keep", "compact"))
+        if parsed != kept or kept == compact:
+            names |= {f"compact {kept}", f"compact {method_of(kept)[0]}"}
+        for name in names:
+            found[name] |= own
+    return found
+
+
+def _collect(value: Any, under: frozenset[str], numbers: dict[str, set[float]]) -> None:
+    if isinstance(value, dict):
+        texts = [text for key in ("recipe", "method") if isinstance(text := value.get(key), str)]
+        if isinstance(what := value.get("what"), str):
+            texts += re.findall(r"`([^`]+)`", what)
+        under |= {found for text in texts if (found := canonical(text))}
+        for key, inner in value.items():
+            keys = [canonical(part) for part in re.split(r" \| ", key)]
+            _collect(inner, under | set(filter(None, keys)), numbers)
+    elif isinstance(value, list):
+        for inner in value:
+            _collect(inner, under, numbers)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        for recipe in under:
+            numbers[recipe].add(float(value))
+
+
+@functools.cache
+def printed(name: str, digits: int) -> frozenset[str]:
+    """The numbers of `measured` as fractions, as percentages and in other units."""
+    found = measured().get(name, ())
+    return frozenset(f"{number * unit:.{digits}f}" for number in found for unit in _UNITS)
+
+
+def unexplained(cells: Iterable[Cell]) -> list[Cell]:
+    """Figures that no run of their recipe has."""
+    return [
+        c
+        for c in cells
+        if c.figure
+        not in printed(
+            f"compact {c.recipe}" if "compact" in c.column else c.recipe,
+            len(c.figure.partition(".")[2]),
+        )
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *REPORTS], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_figures_are_those_of_their_recipe(page: Path) -> None:
+    assert unexplained(figures(page)) == []
+
+
+def test_figures_of_another_recipe_are_found() -> None:
+    """The control, by figures of README: those of ``budget=0.11`` under both position policies."""
+    row = [cell for cell in figures(PAGES[0]) if cell.recipe == "hired:budget=0.11"]
+    assert row and not unexplained(row)
+    renumbered = [c._replace(recipe="hired:positions=compact,budget=0.11") for c in row]
+    assert len(unexplained(renumbered)) > len(row) / 2  # some numbers are equal by chance
