@@ -45,6 +45,8 @@ _UNREAD = frozenset(
     (
         *vars(nn.Module()),
         "forward",  # see `_calls`
+        "generate",  # of `attach`, like the next one
+        "__getstate__",
         "generation_config",
         "gradient_checkpointing",  # which the engine suspends
         "_gradient_checkpointing_func",
