@@ -10,6 +10,7 @@ there, apart from rounding: matrix products of another size may differ in the la
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from .stats import Stats
 from .vision import Images, Wanted, encode
 
 KIND = "images"
+_PROCESSORS = ("image_processor", "video_processor")
 _BLOCKS, _LEVELS = 64, 64  # of `with_digests`; normalised pixels are between about -2 and 3
 
 
@@ -303,7 +305,14 @@ def settings_of_files(adapter: Adapter, *, language: bool) -> str:
         Whether the language model is part of it.
     """
     model = settings_sha256(adapter.model, skip=() if language else _language(adapter))
-    processor = repr(settings_of(adapter))
+    found = [getattr(adapter.processor, kind, None) for kind in _PROCESSORS]
+    # Other attributes depend on how the processor was read; names of filters are numbers, too.
+    processor = [
+        (name, value.value if isinstance(value, enum.Enum) else value)
+        for of in found
+        for name, value in sorted(vars(of).items() if of is not None else ())
+        if name[0] != "_" and not name.endswith(("_type", "_class"))
+    ]
     return hashlib.sha256(f"{model} {processor}".encode()).hexdigest()
 
 
@@ -349,9 +358,8 @@ def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> H
 
 def settings_of(adapter: Adapter) -> Hashable:
     """The settings of the processor, which pixels do not show: how it crops, for example."""
-    kinds = ("image_processor", "video_processor")
-    found = [getattr(adapter.processor, kind, None) for kind in kinds]
-    return tuple(repr(None if of is None else vars(of)) for of in found)
+    found = [getattr(adapter.processor, kind, None) for kind in _PROCESSORS]
+    return tuple(repr(None if of is None else sorted(vars(of).items())) for of in found)
 
 
 def _content(

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as globally
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from vlmfast.core.calls import is_of
 from vlmfast.core.placement import stored
@@ -59,7 +59,9 @@ _UNREAD = frozenset(
     )
 )
 # Those that are others where an equal model was loaded in another way.
-_PLACED = frozenset(("name_or_path", "transformers_version", "architectures", "dtype"))
+_PLACED = frozenset(
+    ("name_or_path", "transformers_version", "architectures", "dtype", "model_type")
+)
 _HIDDEN = ("_hf_", "_old_", "_is_hf_", "_keep_", "_keys_", "_weight_", "hf_", "quantization_")
 
 
@@ -251,6 +253,9 @@ class Structure:
             self._hooked.append(state)
         self.training = self.training or bool(state.get("training"))
         own = [(name, self._value(of)) for name, of in list(state.items()) if self._reads(name, of)]
+        if self._portable:  # models have others where they were read from files
+            whole = isinstance(module, PreTrainedModel)
+            own = sorted((of for of in own if of[0] == "config" or not whole), key=repr)
         parts = [None if child is None else self._number(child) for child in children.values()]
         return [self._code(type(module)), state.get("training"), own, parts]
 
@@ -300,15 +305,17 @@ class Structure:
         self._numbers[id(value)] = len(self._numbers)
         if isinstance(value, PreTrainedConfig):
             self._see(vars(value), vars(value).values())
-            # The engine switches attention, for example, and modules have the configs of parts.
+            # The engine switches attention, for example, and modules have the configs of parts. A
+            # config that was read from a file has another order.
             return [
                 (name, self._value(of))
-                for name, of in vars(value).items()
+                for name, of in sorted(vars(value).items())
                 if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
             ]
         if isinstance(value, dict):
             self._see(value, value.values())
-            return [(self._value(name), self._value(of)) for name, of in value.items()]
+            items = [(self._value(name), self._value(of)) for name, of in value.items()]
+            return sorted(items, key=repr) if self._portable else items
         self._see(value)
         parts = [self._value(part) for part in value]
         return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
