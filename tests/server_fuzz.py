@@ -375,17 +375,21 @@ def idle(port: int, count: int, period: float = 0.2) -> Iterator[None]:
     def hold() -> None:
         while not ended.wait(period):
             for number, one in enumerate(held):
-                with contextlib.suppress(BlockingIOError):
-                    with contextlib.suppress(ConnectionError, TimeoutError):
-                        if one.recv(100):
-                            continue
-                    one.close()
-                    held[number] = socket.socket()
-                    with contextlib.suppress(OSError):
-                        held[number].settimeout(period)
-                        held[number].connect(("127.0.0.1", port))
-                        held[number].sendall(b"GET /health HTTP/1.1\r\nHost: "[: number % 30])
-                        held[number].setblocking(False)
+                try:
+                    alive = bool(one.recv(100))
+                except BlockingIOError:
+                    alive = True
+                except OSError:
+                    alive = False
+                if alive:
+                    continue
+                one.close()
+                held[number] = socket.socket()
+                with contextlib.suppress(OSError):
+                    held[number].settimeout(period)
+                    held[number].connect(("127.0.0.1", port))
+                    held[number].sendall(b"GET /health HTTP/1.1\r\nHost: "[: number % 30])
+                    held[number].setblocking(False)
 
     thread = threading.Thread(target=hold)
     thread.start()

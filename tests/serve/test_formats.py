@@ -72,6 +72,17 @@ def test_large_patterns_are_answered_or_refused(served: Any) -> None:
     assert found.status_code in (200, 400)
 
 
+def test_events_are_lines_to_every_client(served: Any) -> None:
+    """Some split a text at more characters than the standard of events names."""
+    text = "a\u0085b\u2028c\u2029d"
+    options = {"response_format": as_format({"const": text}), "max_tokens": 60, "stream": True}
+    streamed = served.chat(**options).text
+    assert all(line.startswith("data: ") for line in streamed.splitlines() if line)
+    lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: {")]
+    found = "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
+    assert json.loads(found) == text
+
+
 def test_streamed_json_validates(served: Any) -> None:
     schema = NESTED
     options = {"response_format": as_format(schema), "temperature": 1.2, "seed": 3}

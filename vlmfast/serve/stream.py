@@ -53,7 +53,8 @@ async def _left(receive: Receive) -> None:
 
 
 def json_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """JSON in ASCII: some clients take U+0085, U+2028 and U+2029 for the end of an event's line."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 class EventStream(Response):
