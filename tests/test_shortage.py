@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from batched import CountingPool
 from shortage import Allocations
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, Request
@@ -156,16 +157,18 @@ def test_all_that_is_idle_is_freed_before_the_second_attempt(monkeypatch) -> Non
 def test_requests_wait_until_idle_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped counts as free: two rows fit only without what earlier requests left."""
     vlm = VLM(*build_llava(layers=2))
-    requests = [request(n, tokens=12) for n in range(4)]
+    pool = vlm.adapter.pool = CountingPool()
+    requests, rows = [request(n, tokens=12) for n in range(4)], []
+    for n in range(16, 4, -1):
+        alone(vlm, request(n, tokens=12))
     wanted = [alone(vlm, r) for r in requests]
-    pool, rows = vlm.adapter.pool, []
-    used = pool.idle + vlm.prefix_cache.stats().bytes
-    assert used > vlm.adapter.cache_bytes(256)
+    used = pool.out + pool.idle
+    assert used > 2 * vlm.adapter.cache_bytes(256)
     prompt = vlm.inputs(QUESTION, make_image())["input_ids"].shape[1]
     total = used + vlm.adapter.cache_bytes(prompt + 12) - 1
 
     def free(device: torch.device) -> int:
-        return total - pool.idle - vlm.prefix_cache.stats().bytes
+        return total - pool.out - pool.idle
 
     monkeypatch.setattr("vlmfast.engine.engine.free_bytes", free)
     take = BufferPool.take
