@@ -357,12 +357,18 @@ def test_unsupported_modes_of_the_weights_are_named() -> None:
         reduced(Elastic(queries=10), module(), PLAIN)
     with pytest.raises(RecipeError, match=r"elastic: keep=0.5 .*branch=resample .* 9"):
         reduced(Elastic(0.5, branch="resample"), module(), PLAIN)
-    with pytest.raises(RecipeError, match="elastic: mode=concat would leave more"):
-        reduced(Elastic(mode="concat", conv=1.0), module(), PLAIN)
     with pytest.raises(RecipeError, match=r"elastic: text=true .*--text"):
         reduced(Elastic(text=True), module(text=False), PLAIN)
     with pytest.raises(RecipeError, match="width of 12"):
         Elastic.build({"width": 12, "hidden": 16, "queries": 2, "text": False})
+
+
+def test_branches_with_more_rows_than_the_image_leave_it_unchanged() -> None:
+    before, after, _ = reduced(Elastic(mode="concat", conv=1.0), module(), PLAIN)
+    patches = before.select(before.layout.patches)
+    assert same(after, patches)
+    _, after, _ = reduced(Elastic(0.3, mode="concat"), module(), PLAIN)  # control
+    assert 0 < len(after) < len(patches)
 
 
 def test_recipes_round_trip() -> None:

@@ -129,7 +129,7 @@ def test_list_and_dry_run_need_nothing(tmp_path, monkeypatch, capsys) -> None:
         assert all("," not in row["command"].split("recipe=")[1].split()[0] for row in plan)
     assert main(["reproduce", "pyramiddrop", "--dry"]) == 0
     out = capsys.readouterr().out
-    assert "recipe=pyramiddrop:layers=8/16/24;keep=0.5" in out
+    assert "recipe=pyramiddrop:layers=8/16/24;keep=0.5;positions=compact" in out
     assert "# none on gqa: published 62" in out
     assert not list(tmp_path.iterdir())
 
@@ -202,7 +202,7 @@ def test_metrics_are_added_and_scaled(fake: Fake) -> None:
     fake.score("none", "mme", 2374, **scores)
     for recipe, value in (("192", 1787.0), ("128", 1745.0), ("64", 1612.0)):
         lost = {**scores, "mme_perception_score": value - 362}
-        fake.score(f"mustdrop:published={recipe}", "mme", 2374, **lost)
+        fake.score(f"mustdrop:published={recipe};positions=compact", "mme", 2374, **lost)
     assert main(["reproduce", "mustdrop", "--tasks", "mme_sum", "--out", "out"]) == 0
     report = json.loads(Path("out/mustdrop/report.json").read_text())
     assert [row["method"]["measured"] for row in report["rows"]] == [1787, 1745, 1612]

@@ -41,9 +41,8 @@ Different from these, and why:
 - All nodes of a verified tree vote at a refresh, rejected ones included: they are few, and they
   attend to the prompt as the tokens next to them do.
 
-A prompt without visual tokens has no view, and nothing is
-drafted. Methods that quantize the cache or modify it during the answer move slots, so that the
-recipe cannot contain them.
+A prompt without visual tokens has no view, and nothing is drafted. Methods that quantize the cache
+or modify it during the answer move slots, so that the recipe cannot contain them.
 """
 
 from __future__ import annotations
