@@ -623,7 +623,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """The end of a sequence that nothing works on any more. It may be called again."""
         _call_on_end(sequence)
-        self.prefiller.release(sequence)
+        if not sequence.keeps_cache:
+            self.prefiller.release(sequence)
         sequence.let_go()
         with self._lock:
             sequence.phase = Phase.FINISHED
