@@ -19,10 +19,11 @@ from vlmfast.core.tree import Tree
 from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
 
-from .cache import JointCache, KVCache, RowSlots
+from .cache import KVCache, RowSlots
 from .fingerprint import fingerprint
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
+from .joint import JointCache
 from .mode import Mode
 from .output import Output
 
