@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from functools import partial
@@ -29,11 +29,6 @@ from .output import Output
 
 _SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
-
-
-def lasting(function: Callable) -> Callable:
-    """Run without gradients, and outside of inference mode, whose tensors become read-only."""
-    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class DecodeRow(Protocol):
@@ -400,7 +395,7 @@ class Batch(Generic[R]):
         self.size = size
         self.groups: list[RowGroup] = []
         self.rows: list[R] = []
-        # The order in which groups hold the rows, and its inverse; `False` until it is asked for.
+        # See `_orders`; `False` until it is asked for.
         self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
 
     @property
@@ -439,10 +434,7 @@ class Batch(Generic[R]):
     def reserve(self, tokens: int) -> list[tuple[R, Exception]]:
         """Make sure that ``tokens`` more fit in every row; rows that outgrow others move.
 
-        Returns
-        -------
-        list of (DecodeRow, Exception)
-            The rows for which there is no memory; they have left the batch.
+        Returns the rows for which there is no memory, with the error. They have left the batch.
         """
         left: list[tuple[R, Exception]] = []
         for group in list(self.groups):
@@ -476,9 +468,8 @@ class Batch(Generic[R]):
         self._found_orders = False
         for own in self.groups:
             if own.fits(group):
-                with caught_shortage() as short:
+                with caught_shortage():
                     own.join(group)
-                if not short:
                     return
                 break  # it stays in the buffers that it has
         self.groups.append(group)

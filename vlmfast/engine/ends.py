@@ -13,7 +13,7 @@ from .sequence import Sequence
 
 
 @dataclass(eq=False)
-class Turn:
+class Running:
     """One thread's turn to run steps.
 
     Attributes

@@ -34,13 +34,12 @@ from vlmfast.models.base import Adapter
 
 from .attention import switch
 from .batches import Batches
-from .decode import lasting
-from .ends import Turn, call_listener, call_on_end, interrupted, numbered, stopped
+from .ends import Running, call_listener, call_on_end, interrupted, numbered, stopped
 from .handle import Handle
 from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
-from .mode import Mode
+from .mode import Mode, lasting
 from .prefiller import Prefiller
 from .prefix_cache import prefix_cache_of
 from .rounds import Rounds, fail
@@ -128,7 +127,7 @@ class Engine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Guarded by the lock:
-        self._turn: Turn | None = None  # of the thread that runs steps
+        self._turn: Running | None = None  # of the thread that runs steps
         self._serving = False  # whether the background thread runs
         self._arrivals: list[Sequence] = []
         self._unfinished: set[Sequence] = set()
@@ -280,7 +279,7 @@ class Engine:
         return contextvars.copy_context().run(self._run, until, end)
 
     def _run(self, until: Callable[[], bool], end: float) -> bool:
-        turn = Turn(threading.get_ident())
+        turn = Running(threading.get_ident())
         try:
             try:
                 while self._take_turn(turn, until, end):
@@ -301,7 +300,7 @@ class Engine:
         finally:  # again, where an interrupt has ended it
             self._end_turn(turn)
 
-    def _take_turn(self, turn: Turn, until: Callable[[], bool], end: float) -> bool:
+    def _take_turn(self, turn: Running, until: Callable[[], bool], end: float) -> bool:
         """Wait for the turn to run steps. Returns ``False`` where nothing is left to be run."""
         with self._lock:
             while not until() and (self._turn is not None or not self._unfinished):
@@ -315,7 +314,7 @@ class Engine:
             turn.ended, self._turn = False, turn
             return True
 
-    def _end_turn(self, turn: Turn) -> None:
+    def _end_turn(self, turn: Running) -> None:
         """Let other threads run steps; where it was cut short, end what it has worked on.
 
         It may be called again.
