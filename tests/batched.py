@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.buffers import BufferPool
-from vlmfast.engine.cache import JointCache, KVCache
+from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import Batch, RowGroup
+from vlmfast.engine.joint import JointCache
 
 
 class Together(Batch):

@@ -14,8 +14,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from vlmfast.core.protocols import MediaStage
-from vlmfast.engine.decode import lasting
 from vlmfast.engine.engine import engine_of
+from vlmfast.engine.mode import lasting
 from vlmfast.engine.opening import generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence

@@ -525,6 +525,7 @@ class Session:
                 asked = {"role": "user", "content": question}
                 self._messages += [asked, {"role": "assistant", "content": answer}]
         finally:
+            self._engine.prefiller.release(sequence)
             self._prefix = self._scope = None
             self._free(claim)
 

@@ -42,7 +42,7 @@ from vlmfast.kernels.decode_slots import decode_slots, gathered
 from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
-from .cache import JointCache
+from .joint import JointCache
 from .kv_layer import KVLayer
 from .restore import Changes
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
@@ -12,28 +10,24 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.buffers import caught_shortage
-from vlmfast.core.contexts import Context, DecodeContext
+from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.tree import Tree
 from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
 
-from .cache import JointCache, KVCache, RowSlots
+from .cache import KVCache, RowSlots
 from .calls import step_modules
 from .fingerprint import fingerprint, structures_of
 from .forward import forward, shifted
 from .graphs import Graphs, StepGraphs
+from .joint import JointCache
 from .mode import Mode
 from .output import Output
 
 _SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
-
-
-def lasting(function: Callable) -> Callable:
-    """Run without gradients, and outside of inference mode, whose tensors become read-only."""
-    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class DecodeRow(Protocol):
@@ -277,7 +271,7 @@ class RowGroup:
             tree[number] = True
             context.tree = tree.to(position.device)
         try:
-            with self.shifted(context, position):
+            with shifted(self.adapter, cache, context, position):
                 hidden = self.adapter.embed(tokens)
                 for index in layers:
                     hidden = decoder.layers[index](
@@ -371,12 +365,6 @@ class RowGroup:
         assert self.graphs is not None
         return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
 
-    @contextmanager
-    def shifted(self, context: Context, position: Tensor) -> Iterator[None]:
-        """Inside the block, layers renumbered in prefill rotate by their own positions."""
-        with shifted(self.adapter, self.cache, context, position):
-            yield
-
 
 R = TypeVar("R", bound=DecodeRow)
 
@@ -403,7 +391,7 @@ class Batch(Generic[R]):
         self.size = size
         self.groups: list[RowGroup] = []
         self.rows: list[R] = []
-        # The order in which groups hold the rows, and its inverse; `False` until it is asked for.
+        # See `_orders`; `False` until it is asked for.
         self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
 
     @property
@@ -442,10 +430,7 @@ class Batch(Generic[R]):
     def reserve(self, tokens: int) -> list[tuple[R, Exception]]:
         """Make sure that ``tokens`` more fit in every row; rows that outgrow others move.
 
-        Returns
-        -------
-        list of (DecodeRow, Exception)
-            The rows for which there is no memory; they have left the batch.
+        Returns the rows for which there is no memory, with the error. They have left the batch.
         """
         left: list[tuple[R, Exception]] = []
         for group in list(self.groups):
@@ -479,9 +464,8 @@ class Batch(Generic[R]):
         self._found_orders = False
         for own in self.groups:
             if own.fits(group):
-                with caught_shortage() as short:
+                with caught_shortage():
                     own.join(group)
-                if not short:
                     return
                 break  # it stays in the buffers that it has
         self.groups.append(group)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -27,24 +27,21 @@ from torch import Tensor
 from vlmfast.core.buffers import capacity_class
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import (
-    DeadlineExceeded,
     ModelError,
-    RequestCancelled,
     VLMFastError,
 )
 from vlmfast.models.base import Adapter
 
 from .attention import switch
 from .batches import Batches
-from .decode import lasting
+from .ends import Running, call_listener, call_on_end, interrupted, numbered, stopped
 from .handle import Handle
 from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
-from .mode import Mode
+from .mode import Mode, lasting
 from .prefiller import Prefiller
 from .prefix_cache import prefix_cache_of
-from .restore import Changes
 from .rounds import Rounds, fail
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
@@ -59,26 +56,6 @@ _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
-
-
-@dataclass(eq=False)
-class _Turn:
-    """One thread's turn to run steps.
-
-    Attributes
-    ----------
-    changes : Changes
-        To the model and to the thread.
-    ended : bool
-        Whether it has not begun, or ended between two steps.
-    error : Exception, optional
-        Why it ended elsewhere; an interrupt without one.
-    """
-
-    thread: int
-    changes: Changes = field(default_factory=Changes)
-    ended: bool = True
-    error: Exception | None = None
 
 
 logger = logging.getLogger(__name__)
@@ -150,7 +127,7 @@ class Engine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Guarded by the lock:
-        self._turn: _Turn | None = None  # of the thread that runs steps
+        self._turn: Running | None = None  # of the thread that runs steps
         self._serving = False  # whether the background thread runs
         self._arrivals: list[Sequence] = []
         self._unfinished: set[Sequence] = set()
@@ -259,7 +236,7 @@ class Engine:
                         except ModelError as error:
                             fail(sequence, error)
                             if not keep_errors:
-                                raise _numbered(sequence) from error
+                                raise numbered(sequence) from error
                             yield sequence
                 if not running:
                     return
@@ -272,7 +249,7 @@ class Engine:
                 for handle in ended:
                     sequence = handle.sequence
                     if sequence.error is not None and not keep_errors:
-                        raise _numbered(sequence)
+                        raise numbered(sequence)
                     yield sequence
         finally:
             for handle in running:
@@ -303,7 +280,7 @@ class Engine:
         return contextvars.copy_context().run(self._run, until, end)
 
     def _run(self, until: Callable[[], bool], end: float) -> bool:
-        turn = _Turn(threading.get_ident())
+        turn = Running(threading.get_ident())
         try:
             try:
                 while self._take_turn(turn, until, end):
@@ -324,7 +301,7 @@ class Engine:
         finally:  # again, where an interrupt has ended it
             self._end_turn(turn)
 
-    def _take_turn(self, turn: _Turn, until: Callable[[], bool], end: float) -> bool:
+    def _take_turn(self, turn: Running, until: Callable[[], bool], end: float) -> bool:
         """Wait for the turn to run steps. Returns ``False`` where nothing is left to be run."""
         with self._lock:
             while not until() and (self._turn is not None or not self._unfinished):
@@ -338,7 +315,7 @@ class Engine:
             turn.ended, self._turn = False, turn
             return True
 
-    def _end_turn(self, turn: _Turn) -> None:
+    def _end_turn(self, turn: Running) -> None:
         """Let other threads run steps; where it was cut short, end what it has worked on.
 
         It may be called again.
@@ -415,7 +392,7 @@ class Engine:
             self._arrivals = sorted(self._unfinished.difference(lost), key=attrgetter("arrived"))
             self._scheduler, self._batches, self._prefills = Scheduler(), Batches(), {}
         for sequence in lost:
-            fail(sequence, error or _interrupted())
+            fail(sequence, error or interrupted())
             self._leave(sequence)
 
     def settle(self) -> None:
@@ -447,7 +424,7 @@ class Engine:
             self._broken = broken
             for sequence in lost:
                 fail(sequence, VLMFastError("the request belongs to the process before the fork"))
-                _call_on_end(sequence)
+                call_on_end(sequence)
                 sequence.phase = Phase.FINISHED
         if self._broken:
             raise VLMFastError(
@@ -487,7 +464,7 @@ class Engine:
         """End sequences that were cancelled or have reached their deadline."""
         for sequence in sequences:
             if sequence.must_end:
-                self._end(sequence, _stopped(sequence))
+                self._end(sequence, stopped(sequence))
 
     def _read(self, sequence: Sequence) -> bool:
         """Prefill the next chunk of a prompt. Returns whether there was anything to do."""
@@ -562,7 +539,7 @@ class Engine:
     def _between(self, sequence: Sequence) -> None:
         """Between two blocks of a forward pass over a prompt."""
         if sequence.must_end:
-            raise _stopped(sequence)
+            raise stopped(sequence)
         if not self._scheduler.streams or self.adapter.decoding == "compile":
             return
         if time.monotonic() - self._decoded_at >= self._pause * self._decode_s:
@@ -624,14 +601,15 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """The end of a sequence that nothing works on any more. It may be called again."""
         with self._as_submitted(sequence):
-            _call_on_end(sequence)
-        self.prefiller.release(sequence)
+            call_on_end(sequence)
+        if not sequence.keeps_cache:
+            self.prefiller.release(sequence)
         sequence.let_go()
         with self._lock:
             sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
             self._changed.notify_all()
-        _call_listener(sequence)
+        call_listener(sequence)
 
     def _as_submitted(self, sequence: Sequence) -> AbstractContextManager[None]:
         """The prefix cache as the thread that submitted a sequence wants it, not this one."""
@@ -703,21 +681,6 @@ def engine_of(adapter: Adapter) -> Engine:
     return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
 
 
-def _call_on_end(sequence: Sequence) -> None:
-    on_end, sequence.on_end = sequence.on_end, None  # an interrupt does not repeat it
-    if on_end is not None:
-        try:
-            on_end(sequence)
-        except Exception as problem:
-            fail(sequence, problem)
-
-
-def _call_listener(sequence: Sequence) -> None:
-    if sequence.listener is not None:
-        with suppress(Exception):  # its event loop may be closed; the result is in the handle
-            sequence.listener()
-
-
 def _itself(sequence: Sequence) -> Sequence:
     return sequence
 
@@ -731,27 +694,3 @@ def _all_done_or_failed(handles: Many[Handle], keep_errors: bool) -> bool:
     done = [handle.sequence for handle in handles if handle.done]
     failed = not keep_errors and any(sequence.error is not None for sequence in done)
     return len(done) == len(handles) or failed
-
-
-def _stopped(sequence: Sequence) -> VLMFastError:
-    """Why a sequence that must end ends."""
-    after = f"after {sequence.count} tokens of its answer"
-    if sequence.cancelled:
-        return RequestCancelled(f"the request was cancelled {after}")
-    return DeadlineExceeded(f"the request reached its deadline {after}")
-
-
-def _interrupted() -> VLMFastError:
-    return VLMFastError("the thread that ran the engine was interrupted; ask again")
-
-
-def _numbered(sequence: Sequence) -> Exception:
-    """The error of a sequence, with the number of its request."""
-    error = sequence.error
-    assert error is not None
-    if not isinstance(error, VLMFastError):  # of the caller's own code
-        error.add_note(f"request {sequence.number}")
-        return error
-    numbered = type(error)(f"request {sequence.number}: {error}")
-    numbered.__cause__ = error
-    return numbered

@@ -13,10 +13,11 @@ from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
-from .cache import JointCache, KVCache
+from .cache import KVCache
 from .calls import called, step_modules
 from .fused import fusable, fused_step
 from .hidden_states import capture_layer_inputs
+from .joint import JointCache
 from .output import Output
 
 

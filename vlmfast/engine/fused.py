@@ -24,9 +24,10 @@ from vlmfast.kernels.norm_rope_append import HeadNorm, residual_norm, rotate_app
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
-from .cache import JointCache, JointLayer, KVCache
+from .cache import KVCache
 from .calls import step_modules
 from .fused_kinds import LayerKind, is_own
+from .joint import JointCache, JointLayer
 from .kv_layer import KVLayer
 
 _PLAIN = (nn.Parameter,)  # weights, not those of quantized or sharded layers

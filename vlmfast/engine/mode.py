@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,3 +42,8 @@ class Mode:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None
         ):
             yield
+
+
+def lasting(function: Callable) -> Callable:
+    """Run without gradients, and outside of inference mode, whose tensors become read-only."""
+    return torch.inference_mode(False)(torch.no_grad()(function))

@@ -17,8 +17,9 @@ from .cache import KVCache
 from .calls import called
 from .chunks import chunks, splittable
 from .compress import Compression
-from .decode import RowGroup, lasting
+from .decode import RowGroup
 from .hidden_states import nothing_seen
+from .mode import lasting
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
 from .prefix import Prefix, copied
 from .prefixes import Prefixes
