@@ -18,6 +18,7 @@ from .calls import called
 from .chunks import chunks, splittable
 from .compress import Compression
 from .decode import RowGroup
+from .forward import shifted
 from .hidden_states import nothing_seen
 from .mode import lasting
 from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
@@ -260,7 +261,7 @@ class Prefiller:
                 **adapter.decoder_kwargs(prompt.layout, prompt.extra),
             ).last_hidden_state.to(position.device)
 
-        with group.shifted(context, position), biased, watched as seen:
+        with shifted(adapter, cache, context, position), biased, watched as seen:
             hidden, logits = called(adapter, run, prompt.tensors | given, 1)
         if watch is not None:
             watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)

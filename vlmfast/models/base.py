@@ -908,8 +908,8 @@ class Adapter:
 
 def _metadata(times: FrameTimes) -> dict[str, Any]:
     """The fields of Hugging Face's ``VideoMetadata``; processors compute ``index / fps``."""
-    frames, fps = float(times.frames), times.fps
-    shown: list[float] = list(times.indices)  # a new list: processors may append to it
+    frames: float = times.frames
+    fps, shown = times.fps, list[float](times.indices)  # a new list: processors may append to it
     if any(index / fps != at for index, at in zip(shown, times.timestamps_s, strict=True)):
         # The rate varies: counted in seconds, the times are exact.
         frames, fps, shown = frames / fps, 1.0, list(times.timestamps_s)
