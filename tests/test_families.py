@@ -249,7 +249,8 @@ class Dense:
         if numbered is not None and not bool(numbered.all()):
             of = self.tensors["input_ids"][0]
             position = closed(position, of.where(self.vlm.adapter.visual(of), -1), numbered)
-        answer = int(position.max()) + 1 + torch.arange(n)
+        # After the rows and columns of a video, not after its times.
+        answer = int(position[-2:].max()) + 1 + torch.arange(n)
         return torch.cat([position, answer.expand(len(position), -1)], 1)
 
     def tables(self, hidden, position, layer):

@@ -442,9 +442,8 @@ def test_a_session_numbers_as_ask_does(name: str, between: bool) -> None:
         visual = vlm.adapter.visual(ids).nonzero()[:, 0].tolist()
         gone = tuple(at for i, at in enumerate(visual) if i % 12 not in {5, 9})  # a column is left
         recipe = Between(((2, gone),), policy) if between else Before(gone, policy)
-        shared = (name, policy) != ("qwen2_5_vl", "compact") or media is not video
         with vlm.session(**media, recipe=recipe, history=False) as session:
-            assert session.reuses == ("kv" if shared else "features")
+            assert session.reuses == "kv"
             for question in (QUESTION, "and the rest ?"):
                 expected = vlm.ask(question, **media, recipe=recipe, **LENGTH)
                 assert session.ask(question, **LENGTH).token_ids == expected.token_ids

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,12 @@ def steps(family: str, layers: int) -> list[Counter[str]]:
         for _ in range(2):  # a prompt leaves space for one token in a window
             batch.next(torch.full((1, 1), 7))
     kept = vlm.adapter.kept
-    found = launches(vlm, batch, kept.copy, lambda: kept.update(layer_kind=None))
+    found = launches(
+        vlm,
+        batch,
+        kept.copy,
+        lambda: kept.update(step_modules=replace(kept["step_modules"], kind=None)),
+    )
     return [Counter(names) for names in found]
 
 

@@ -209,6 +209,8 @@ OWN = {
     ("vlmfast.kernels.quantize_kv", "BITS"),
     ("vlmfast.kernels.quantize_kv", "check"),
     ("vlmfast.models.base", "Model"),  # a type for annotations alone
+    ("vlmfast.core.views", "spread"),  # of tiles of different sizes
+    ("vlmfast.models.internvl", "tile_box"),
 }
 
 

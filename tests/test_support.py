@@ -112,4 +112,4 @@ def test_methods_command(capsys):
     assert out.startswith("hired  (tokens")
     assert "divprune" not in out
     assert main(["methods", "hirred"]) == 2
-    assert "did you mean 'hired'?" in capsys.readouterr().err
+    assert "nearest are hired," in capsys.readouterr().err

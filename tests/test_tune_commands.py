@@ -52,7 +52,9 @@ class FakeVLM:
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, self.weight)
         torch.nn.init.zeros_(model.bias)
-        self.adapter = SimpleNamespace(model=model, dtype=torch.float32, sizes=lambda: [2])
+        self.adapter = SimpleNamespace(
+            model=model, processor=None, dtype=torch.float32, sizes=lambda: [2]
+        )
 
     def recipe(self, recipe: Any) -> Recipe:
         return Recipe.of(recipe)

@@ -27,6 +27,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine import forward
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
+from vlmfast.engine.calls import step_modules
 from vlmfast.engine.forward import shifted
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.fused_kinds import kind_of
@@ -439,13 +440,12 @@ def test_not_fusable_on_cpu_by_default(monkeypatch) -> None:
     for choice in ("torch", ""):
         monkeypatch.setenv("VLMFAST_KERNELS", choice)
         assert not fusable(vlm.adapter)
-    assert vlm.adapter.kept["layer_kind"]
+    assert step_modules(vlm.adapter).kind
 
 
 def known(model: Any) -> bool:
     vlm = VLM(model, build_llava(layers=1)[1])
-    fusable(vlm.adapter)
-    return vlm.adapter.kept["layer_kind"]
+    return step_modules(vlm.adapter).kind is not None
 
 
 def test_fusable_detects_supported_layers(monkeypatch) -> None:
