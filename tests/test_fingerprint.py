@@ -276,6 +276,18 @@ def test_hooks_can_be_part_of_it() -> None:
     assert fingerprint(model, hooks=True) == fingerprint(model) not in found
 
 
+def test_forward_of_a_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the caller's own class belongs to it; one put on another class may do anything."""
+    model = net()
+    before = fingerprint(model)
+    monkeypatch.setattr(Lora, "forward", _watch)
+    assert fingerprint(model) not in (None, before)
+    monkeypatch.setattr(nn.GELU, "forward", _watch)
+    assert fingerprint(model) is None != fingerprint(model, hooks=True)
+    monkeypatch.undo()
+    assert fingerprint(model) == before
+
+
 def test_training_mode_can_be_part_of_it() -> None:
     model, found = net(), set()
     for trains in ([], [model.drop], [model.drop, model.lora]):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as globally
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from vlmfast.core.calls import is_of
+from vlmfast.core.calls import is_of, replaced_forward
 from vlmfast.core.placement import stored
 from vlmfast.models.base import Adapter
 
@@ -120,7 +120,7 @@ def fingerprint(
             version = -1 if addresses or tensor.is_inference() else tensor._version
             numbers += (tensor.data_ptr(), version, tensor.get_device(), *tensor.stride())
     digest = hashlib.blake2b(structure.settings, digest_size=16)
-    digest.update(repr((calls, () if values else places)).encode())
+    digest.update(repr((calls, structure.forwards(), () if values else places)).encode())
     digest.update(array("q", numbers))
     for part in () if addresses else _samples(tensors):
         digest.update(part)
@@ -178,6 +178,7 @@ class Structure:
         self._weights: list[Iterable[Tensor | None]] = []
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
         self._calling: list[tuple[dict, dict, dict[str, Any]]] = []  # hooks, and all attributes
+        self._kinds: dict[type[nn.Module], None] = {}
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
         self._parts: list[Iterable[Any]] = []
@@ -201,11 +202,15 @@ class Structure:
 
     def calls(self) -> list[int]:
         """Hooks and functions of the caller's own, see `_calls`; the engine has others."""
-        found: list[int] = []
+        found = [id(kind.forward) for kind in self._kinds if replaced_forward(kind)]
         for before, after, state in self._calling:
             if before or after or "forward" in state:
                 found += _calls(state)
         return found
+
+    def forwards(self) -> list[int]:
+        """The ``forward`` of each class, which may be replaced as well."""
+        return [id(kind.forward) for kind in self._kinds]
 
     def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
         """All tensors, and the places of weights that are on disk."""
@@ -245,6 +250,7 @@ class Structure:
     def _module(self, module: nn.Module) -> list[Any]:
         """The settings of a module without those of its children."""
         state = vars(module)
+        self._kinds[type(module)] = None
         children = state["_modules"]
         self._see(state.values(), children.values())
         self._calling.append((state["_forward_pre_hooks"], state["_forward_hooks"], state))
