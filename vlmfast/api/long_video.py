@@ -31,6 +31,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.engine.engine import engine_of
+from vlmfast.engine.handle import result_of
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.prefiller import Prefiller, too_long
 from vlmfast.engine.sequence import Prefill, Sequence
@@ -134,8 +135,7 @@ def answer_long(
         inputs = Inputs({"input_ids": long.ids()}, question=question)
         sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
         try:
-            with submitted(adapter, sequence) as handle:
-                return handle.result()
+            return result_of(lambda: submitted(adapter, sequence))
         finally:
             long.join()
 
