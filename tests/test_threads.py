@@ -120,6 +120,23 @@ def test_locks_are_freed_with_their_configs() -> None:
     assert not set(attention._LOCKS) - before
 
 
+def test_a_model_that_cannot_be_restored_keeps_no_lock(monkeypatch) -> None:
+    vlm = VLM(*build_llava(layers=2))
+    wanted, own = answers(vlm, 1), vlm.model.set_attn_implementation
+
+    def restored(kinds: dict[str, str]) -> None:
+        if kinds["text_config"] != attention.TEXT:
+            raise ArithmeticError("no restoring")
+        own(kinds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vlm.model, "set_attn_implementation", restored)
+        with pytest.raises(ArithmeticError, match="no restoring"):
+            answers(vlm, 1)
+    assert free(vlm.model)
+    assert answers(vlm, 1) == wanted
+
+
 def answers(vlm: VLM, count: int) -> list[list[int]]:
     return [
         vlm.ask(
