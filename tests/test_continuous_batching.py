@@ -61,7 +61,7 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     engine = vlm.engine
     assert not list(engine._batches) and not engine._unfinished and not engine._arrivals
     assert not engine._scheduler.active and not engine._scheduler.waiting
-    assert engine._scheduler.prefilling is None and not engine._prefills
+    assert not engine._scheduler.begun and not engine._prefills
     assert engine._turn is None
     assert set(threading.enumerate()) <= threads
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
@@ -635,8 +635,7 @@ def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> Non
     take, taken = CountingPool.take, [0]
 
     def failing(self: CountingPool, *args: Any, **more: Any) -> torch.Tensor:
-        prefilling = vlm.engine._scheduler.prefilling
-        taken[0] += prefilling is not None and prefilling.arrived == two.sequence.arrived
+        taken[0] += two.sequence in vlm.engine._scheduler.begun
         if taken[0] == 3:
             raise torch.OutOfMemoryError("no memory")
         return take(self, *args, **more)
@@ -767,7 +766,7 @@ def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[i
     run = Rounds.run
 
     def counted(self: Rounds, batches: Any) -> None:
-        inside[0] += vlm.engine._scheduler.prefilling is not None
+        inside[0] += bool(vlm.engine._scheduler.begun)
         run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", counted)
@@ -854,7 +853,7 @@ def test_prompts_are_not_interrupted_where_no_answer_is_streamed(vlm: VLM, monke
     run = Rounds.run
 
     def noted(self: Rounds, batches: Any) -> None:
-        inside.append(vlm.engine._scheduler.prefilling is not None)
+        inside.append(bool(vlm.engine._scheduler.begun))
         run(self, batches)
 
     monkeypatch.setattr(Rounds, "run", noted)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,14 @@ from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.engine import fingerprint as module
 from vlmfast.engine.fingerprint import fingerprint
+
+
+@dataclass
+class Limits:
+    """A dataclass with an array, as settings of a module may be."""
+
+    top: float = 1.0
+    scales: np.ndarray = field(default_factory=lambda: np.ones(3, np.float16))
 
 
 class Lora(nn.Module):
@@ -48,6 +57,8 @@ class Net(nn.Module):
         self.act, self.drop = nn.GELU(), nn.Dropout(0.1)
         self.shift, self.grid, self.table = 0.5, (2, 2), torch.ones(300)
         self.levels = {"one": [1, 2], "two": [(3, np.float32(4.0))]}
+        self.array, self.words = np.ones(300), np.array(["a", "b"])
+        self.limits, self.sizes = Limits(), SimpleNamespace(rows=2, columns=[3])
         self.rule, self.others = torch.tanh, [nn.Linear(2, 2)]
         self.config = PreTrainedConfig(alpha=1, names=["a"], inner=PreTrainedConfig(beta=1))
         self.register_buffer("empty", torch.zeros(0))
@@ -110,6 +121,13 @@ SETTINGS: dict[str, Callable[[Net], Any]] = {
     "another key": lambda m: m.levels.update(three=m.levels.pop("two")),
     "a tensor that is no buffer": lambda m: setattr(m, "table", m.table * 2),
     "such a tensor through data": lambda m: m.table.data.mul_(2),
+    "an array": lambda m: setattr(m, "array", m.array * 2),
+    "an array in place": lambda m: m.array.__imul__(2),
+    "an array of text": lambda m: setattr(m, "words", np.array(["a", "c"])),
+    "a field of a dataclass": lambda m: setattr(m.limits, "top", 2.0),
+    "an array in a dataclass": lambda m: m.limits.scales.fill(2),
+    "a namespace": lambda m: setattr(m.sizes, "rows", 3),
+    "a list in a namespace": lambda m: m.sizes.columns.append(4),
     "a function": lambda m: setattr(m, "rule", torch.sigmoid),
     "an activation": lambda m: setattr(m, "act", nn.SiLU().eval()),
     "a module in a list": lambda m: m.others[0].weight.data.mul_(2),
@@ -119,6 +137,12 @@ SETTINGS: dict[str, Callable[[Net], Any]] = {
     "a new attribute": lambda m: setattr(m.wide, "gain", 2.0),
 }
 CHANGES |= SETTINGS
+IN_PLACE = (
+    "such a tensor through data",
+    "a module in a list",
+    "an array in place",
+    "an array in a dataclass",
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -142,7 +166,7 @@ def test_settings_count_whatever_else_does_not(change: str) -> None:
         model = net()
         before = fingerprint(model, **given)
         CHANGES[change](model)
-        in_place = change in ("such a tensor through data", "a module in a list")
+        in_place = change in IN_PLACE
         assert (fingerprint(model, **given) == before) == (in_place and "addresses" in given)
 
 
@@ -164,6 +188,15 @@ def test_settings_that_are_back_give_the_old_fingerprint() -> None:
             setattr(model, name, value)
         found = fingerprint(model, kept=kept)
     assert found == before
+
+
+def test_functions_that_are_gone_are_no_others() -> None:
+    """One that was made later may have the address of an earlier one."""
+    model, found = net(), set()
+    for scale in range(20):
+        model.rule = lambda x, scale=scale: x * scale
+        found.add(fingerprint(model))
+    assert len(found) == 20
 
 
 def test_states_of_one_call_do_not_count() -> None:
@@ -276,6 +309,18 @@ def test_hooks_can_be_part_of_it() -> None:
     assert fingerprint(model, hooks=True) == fingerprint(model) not in found
 
 
+def test_forward_of_a_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the caller's own class belongs to it; one put on another class may do anything."""
+    model = net()
+    before = fingerprint(model)
+    monkeypatch.setattr(Lora, "forward", _watch)
+    assert fingerprint(model) not in (None, before)
+    monkeypatch.setattr(nn.GELU, "forward", _watch)
+    assert fingerprint(model) is None != fingerprint(model, hooks=True)
+    monkeypatch.undo()
+    assert fingerprint(model) == before
+
+
 def test_training_mode_can_be_part_of_it() -> None:
     model, found = net(), set()
     for trains in ([], [model.drop], [model.drop, model.lora]):
@@ -315,6 +360,9 @@ def test_hooks_of_the_library_do_not_matter() -> None:
     with torch.no_grad():
         model(torch.randn(1, 3, 16, 16), output_hidden_states=True, output_attentions=True)
     assert fingerprint(model) == before is not None
+    harmless = FunctionType(_watch.__code__, {"__name__": "transformers.hooks"})
+    with nn.modules.module.register_module_forward_hook(harmless):  # on all modules
+        assert fingerprint(model) == before
 
 
 def test_compiled_modules_have_one() -> None:

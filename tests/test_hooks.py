@@ -259,7 +259,6 @@ def test_forward_of_a_class_is_called(monkeypatch, part) -> None:
         return -output if isinstance(output, Tensor) else negated(module, args, output)
 
     monkeypatch.setattr(kind, "forward", forward)
-    vlm.prefix_cache.clear()
     if part == "around":
         with pytest.raises(ModelError, match="model has a forward of its own"):
             asked(vlm)

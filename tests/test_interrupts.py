@@ -138,6 +138,22 @@ def test_an_interrupt_while_a_row_leaves_its_batch(vlm: VLM, call: Call, monkeyp
         check(vlm, before, wanted, call)
 
 
+def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
+    """Also one between its submission and the wait for its answer."""
+    with vlm.session(IMAGE) as opened:
+
+        def asked(vlm: VLM) -> list[int]:
+            return opened.ask(QUESTION, **GIVEN).token_ids
+
+        for call in (stream, session, asked):
+            found = lines_of(lambda call=call: call(vlm))
+            for line in (line for line in found if Path(line[0]).name == "handle.py"):
+                with no_hang(), pytest.raises(KeyboardInterrupt):
+                    interrupted(lambda call=call: call(vlm), line)
+                load = vlm.engine.load()
+                assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0), line
+
+
 def test_requests_that_wait_survive_an_interrupt(vlm: VLM) -> None:
     """Of another thread; they were not begun."""
     wanted, vlm.engine.max_rows = cold(vlm, ask), 1

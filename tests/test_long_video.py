@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import interrupts
 import vlmfast.api.long_video as module
 from closeness import apart, close, network, tower
 from media_fixtures import frame_number, write_video
@@ -580,15 +582,28 @@ def test_decoding_thread_ends_when_the_model_fails(vlm):
     with pytest.raises(KeyError, match="in the middle"):
         vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
     assert threads() == before
-    readers: list[threading.Thread] = []
+    readers: list[tuple[threading.Thread, threading.Event]] = []
     with module._ahead(iter(range(1000)), readers) as ready:
         blocks = (block for block in ready if block is not None)
         assert [next(blocks), next(blocks)] == [0, 1]
     with module._ahead(iter(range(5)), readers) as ready:
         assert [block for block in ready if block is not None] == list(range(5))
-    for reader in readers:
+    for reader, _ in readers:
         reader.join(60)
     assert threads() == before
+
+
+def test_an_interrupt_ends_the_thread_that_reads(vlm, monkeypatch):
+    """Wherever it comes while that thread is started."""
+    monkeypatch.setattr(interrupts, "ENGINE", module.__file__)
+    own, first = inspect.getsourcelines(module._ahead)
+    lines = [line for line in interrupts.lines_of(lambda: read_slowly(vlm)) if first <= line[1]]
+    before = threads()
+    assert 5 < len(lines) < len(own)
+    for line in lines:
+        with interrupts.no_hang(), pytest.raises(KeyboardInterrupt):
+            interrupts.interrupted(lambda: read_slowly(vlm), line)
+        assert threads() == before, line
 
 
 @dataclass

@@ -579,6 +579,16 @@ def test_tenants_share_nothing(llava: VLM, tower: Tower, monkeypatch: pytest.Mon
     assert [ask(tenant) > 0 for tenant in ("c", "d")] == [False, True]
 
 
+def test_questions_of_a_session_belong_to_its_tenant(llava: VLM, tower: Tower) -> None:
+    with llava.session(image_of(0), recipe="tome:budget=0.5", tenant="a") as session:
+        session.ask(QUESTION, restore=True, max_new_tokens=2)
+    assert tower.since() == [1, 1]
+    for tenant, encoded in (("a", []), ("", [1])):
+        request = Request(QUESTION, image_of(0), tenant=tenant, generation={"max_new_tokens": 2})
+        llava.submit(request).result()
+        assert tower.since() == encoded
+
+
 @pytest.mark.parametrize("tenant", [None, 3, b"a"])
 def test_bad_tenant_is_refused(llava: VLM, tenant: Any) -> None:
     with pytest.raises(VLMFastError, match=r"tenant=.* must be a text"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
 from typing import Any
@@ -14,6 +15,7 @@ from shortage import Allocations
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, Request
 from vlmfast.core.buffers import BufferPool
+from vlmfast.engine.prefix import Prefix
 
 QUESTION = "what is here ?"
 KIVI = "kivi:bits=4,group=4,residual=8"
@@ -102,6 +104,50 @@ def test_every_answer_is_right_or_an_error_of_its_own(vlm: VLM, seed: int) -> No
     load = vlm.engine.load()
     assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
     assert check(vlm.ask_many(requests, batch_size=6), wanted) == len(requests)
+
+
+# As PyTorch, the system, and NumPy state it.
+STATED = (
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    MemoryError("Unable to allocate 8 bytes"),
+)
+
+
+@pytest.mark.parametrize("error", STATED, ids=lambda error: type(error).__name__)
+def test_every_memory_error_is_kept(vlm: VLM, error: Exception, monkeypatch) -> None:
+    """Also that of one whose media do not fit."""
+    requests, make, made = [request(n) for n in range(3)], vlm.adapter.inputs, []
+
+    def inputs(*given: Any, **more: Any) -> Any:
+        made.append(1)
+        if len(made) == 2:
+            raise error
+        return make(*given, **more)
+
+    monkeypatch.setattr(vlm.adapter, "inputs", inputs)
+    found = vlm.ask_many(requests, batch_size=2, errors="keep")
+    assert [type(one) for one in found] == [Answer, type(error), Answer]
+    made.clear()
+    with pytest.raises(type(error)) as raised:
+        vlm.ask_many(requests, batch_size=2)
+    assert raised.value is error and "request 1" in error.__notes__
+
+
+@pytest.mark.parametrize("error", STATED, ids=lambda error: type(error).__name__)
+def test_a_prefix_that_cannot_be_copied_is_not_kept(error: Exception, monkeypatch) -> None:
+    """Its request is answered, as it needs no copy."""
+    vlm, tried = VLM(*build_llava(layers=2)), []
+    wanted = alone(vlm, request(0))
+    vlm.prefix_cache.clear()
+
+    def clone(prefix: Prefix) -> Prefix:
+        tried.append(prefix)
+        raise error
+
+    monkeypatch.setattr(Prefix, "clone", clone)
+    assert alone(vlm, request(0)) == wanted
+    assert tried
 
 
 @pytest.mark.slow

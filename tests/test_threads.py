@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, attach
 from vlmfast.engine import attention, graphs, tower
-from vlmfast.engine.attention import lock_of, switched
+from vlmfast.engine.attention import switched
 
 pytestmark = pytest.mark.cold
 
@@ -76,11 +76,11 @@ def test_models_with_shared_config_share_a_lock(pair) -> None:
     assert free(one) and free(two)
     with switched(one):
         assert not free(one) and not free(two)
-        with lock_of(two):  # the same thread may enter
+        with switched(two):  # the same thread may enter
             assert not free(one)
         assert not free(two)
     assert free(one) and free(two)
-    with pytest.raises(KeyError), lock_of(two):
+    with pytest.raises(KeyError), switched(two):
         raise KeyError
     assert free(one)
 
@@ -99,11 +99,11 @@ def test_one_shared_subconfig_shares_the_lock() -> None:
     bridge = build_llava(layers=2)[0]
     bridge.config.text_config = left.config.text_config
     bridge.config.vision_config = right.config.vision_config
-    with lock_of(left):
+    with switched(left):
         assert free(right) and not free(bridge)
-    with lock_of(right):
+    with switched(right):
         assert free(left) and not free(bridge)
-    with lock_of(bridge):
+    with switched(bridge):
         assert not free(left) and not free(right)
     assert free(left) and free(right) and free(bridge)
 
@@ -112,12 +112,29 @@ def test_locks_are_freed_with_their_configs() -> None:
     gc.collect()
     before = set(attention._LOCKS)
     model = build_llava()[0]
-    with lock_of(model):
+    with switched(model):
         pass
     assert len(set(attention._LOCKS) - before) == 2
     del model
     gc.collect()
     assert not set(attention._LOCKS) - before
+
+
+def test_a_model_that_cannot_be_restored_keeps_no_lock(monkeypatch) -> None:
+    vlm = VLM(*build_llava(layers=2))
+    wanted, own = answers(vlm, 1), vlm.model.set_attn_implementation
+
+    def restored(kinds: dict[str, str]) -> None:
+        if kinds["text_config"] != attention.TEXT:
+            raise ArithmeticError("no restoring")
+        own(kinds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vlm.model, "set_attn_implementation", restored)
+        with pytest.raises(ArithmeticError, match="no restoring"):
+            answers(vlm, 1)
+    assert free(vlm.model)
+    assert answers(vlm, 1) == wanted
 
 
 def answers(vlm: VLM, count: int) -> list[list[int]]:

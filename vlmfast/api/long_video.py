@@ -31,6 +31,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.engine.engine import engine_of
+from vlmfast.engine.handle import result_of
 from vlmfast.engine.prefill import Inputs, prepare
 from vlmfast.engine.prefiller import Prefiller, too_long
 from vlmfast.engine.sequence import Prefill, Sequence
@@ -134,8 +135,7 @@ def answer_long(
         inputs = Inputs({"input_ids": long.ids()}, question=question)
         sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
         try:
-            with submitted(adapter, sequence) as handle:
-                return handle.result()
+            return result_of(lambda: submitted(adapter, sequence))
         finally:
             long.join()
 
@@ -209,7 +209,7 @@ class LongVideo:
             )
         most = adapter.max_positions
         self.most = HUGE if most is None else most
-        self._readers: list[threading.Thread] = []
+        self._readers: list[tuple[threading.Thread, threading.Event]] = []
         first = self._processed(0, 1)
         self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
         self.block = 1
@@ -329,8 +329,10 @@ class LongVideo:
 
     def join(self) -> None:
         """Wait until nothing reads the video any more; the engine does not."""
-        for reader in self._readers:
-            reader.join()
+        for reader, stop in self._readers:
+            stop.set()  # where an interrupt came before the block that does so
+            if reader.ident is not None:
+                reader.join()
 
     def _make_room(
         self, prefiller: Prefiller, sequence: Sequence, noted: Positions, tokens: int
@@ -352,12 +354,12 @@ class LongVideo:
 
 @contextmanager
 def _ahead(
-    blocks: Iterator[Block], threads: list[threading.Thread]
+    blocks: Iterator[Block], threads: list[tuple[threading.Thread, threading.Event]]
 ) -> Iterator[Iterator[Block | None]]:
     """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions.
 
-    It gets ``None`` where the next block is not ready. The thread, added to ``threads``, ends after
-    the block of this ``with`` statement.
+    It gets ``None`` where the next block is not ready. The thread ends after the block of this
+    ``with`` statement, or the event is set that is added to ``threads`` with it.
     """
     waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
     stop, end = threading.Event(), object()
@@ -370,10 +372,8 @@ def _ahead(
 
     def work() -> None:
         try:
-            for block in blocks:
+            while not stop.is_set() and (block := next(blocks, end)) is not end:
                 put(block)
-                if stop.is_set():
-                    return
             put(end)
         except BaseException as error:
             put(error)
@@ -390,9 +390,10 @@ def _ahead(
                 raise item
             yield item
 
-    threads.append(threading.Thread(target=work, daemon=True))
-    threads[-1].start()
     try:
+        thread = threading.Thread(target=work, daemon=True)
+        threads.append((thread, stop))
+        thread.start()
         yield read()
     finally:
         stop.set()

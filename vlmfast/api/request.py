@@ -24,7 +24,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import hashed
-from vlmfast.engine.handle import Handle
+from vlmfast.engine.handle import Handle, pieces_of, result_of
 from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.prefiller import too_long
@@ -564,16 +564,15 @@ def answered(
 ) -> Answer:
     """Answer a conversation; ``loaded`` is as in `read_media`."""
     sequence = sequence_of(adapter, messages, recipe, generation, loaded=loaded)
-    with submitted(adapter, sequence) as handle:
-        return handle.result()
+    return result_of(lambda: submitted(adapter, sequence))
 
 
 def streamed(
     adapter: Adapter, messages: list[dict], recipe: Recipe, generation: Generation
 ) -> Generator[str | Answer, None, None]:
     """Yield the pieces of an answer, then the answer; closing the iterator cancels the request."""
-    with submitted(adapter, sequence_of(adapter, messages, recipe, generation)) as handle:
-        yield from handle
+    sequence = sequence_of(adapter, messages, recipe, generation)
+    yield from pieces_of(lambda: submitted(adapter, sequence))
 
 
 def check_number(

@@ -31,7 +31,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import tower_state
-from vlmfast.engine.handle import Handle
+from vlmfast.engine.handle import Handle, pieces_of, result_of
 from vlmfast.engine.opening import fitted, reading
 from vlmfast.engine.prefill import Inputs, Seen, look
 from vlmfast.engine.prefix import Prefix, copied
@@ -284,8 +284,7 @@ class Session:
 
         more = {"prefill": prefill}
         sequence = reading(adapter, inputs, recipe, begin, stats, images_read, **more)
-        with engine.submit(sequence, lambda sequence: opened[0]) as handle:
-            session = handle.result()
+        session = result_of(lambda: engine.submit(sequence, lambda sequence: opened[0]))
         stats.time_total_s = time.perf_counter() - start
         return session
 
@@ -349,8 +348,7 @@ class Session:
             For an empty question, a closed session, or ``restore`` without images.
         """
         passed = self._check(question, restore, generation)
-        with self._submit(question, restore, passed) as handle:
-            return handle.result()
+        return result_of(lambda: self._submit(question, restore, passed))
 
     def stream(
         self, question: str, *, restore: bool = False, **generation: Any
@@ -361,13 +359,7 @@ class Session:
         """
         passed = self._check(question, restore, generation)
         check_streamer(passed)
-        return self._streamed(question, restore, passed)
-
-    def _streamed(
-        self, question: str, restore: bool, generation: Generation
-    ) -> Generator[str | Answer, None, None]:
-        with self._submit(question, restore, generation) as handle:
-            yield from handle
+        return pieces_of(lambda: self._submit(question, restore, passed))
 
     @property
     def messages(self) -> list[dict]:
@@ -547,9 +539,15 @@ class Session:
     def _inputs(self, ids: Tensor, question: str) -> Inputs:
         known = self._images
         if known is None:
-            return Inputs({"input_ids": ids}, question=question)
+            return Inputs({"input_ids": ids}, question=question, tenant=self._tenant)
         tensors = snapshot.moved(known.tensors, ids.device)
-        return Inputs({**tensors, "input_ids": ids}, known.sizes, question, known.frames)
+        return Inputs(
+            {**tensors, "input_ids": ids},
+            known.sizes,
+            question,
+            known.frames,
+            tenant=self._tenant,
+        )
 
     def _read(self, sequence: Sequence, ids: Tensor, **more: Any) -> Tensor:
         """Prefill a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.

@@ -17,7 +17,7 @@ from vlmfast.core.params import recipe_name
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
-from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError
+from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError, is_out_of_memory
 
 from .answer import Answer, Comparison, ComparisonTable, Request, agreement
 from .generation import DEFAULT_NEW_TOKENS
@@ -562,11 +562,15 @@ class VLM:
         for number, request in enumerate(requests):
             try:
                 sequence = sequence_of_request(self.adapter, request, generation, number)
-            except (VLMFastError, torch.OutOfMemoryError, MemoryError) as error:
-                if failed is None:
+            except Exception as error:
+                named = isinstance(error, VLMFastError)
+                if failed is not None and (named or is_out_of_memory(error)):
+                    failed[number] = error
+                    continue
+                if named:
                     raise type(error)(f"request {number}: {error}") from error
-                failed[number] = error
-                continue
+                error.add_note(f"request {number}")
+                raise
             yield sequence
 
     # --- sessions --------------------------------------------------------------------------------

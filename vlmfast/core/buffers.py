@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlmfast.errors import is_out_of_memory
+
 _SMALLEST = 256  # slots of the smallest capacity class
 _SPARE = 1 << 26  # bytes that may be idle in any case
 
@@ -39,10 +41,8 @@ def caught_shortage() -> Iterator[list[Exception]]:
     found: list[Exception] = []
     try:
         yield found
-    except (RuntimeError, MemoryError) as error:
-        # PyTorch's allocator of host memory has no class of error of its own.
-        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not known and "DefaultCPUAllocator" not in str(error):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         found.append(error)
 

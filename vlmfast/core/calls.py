@@ -51,10 +51,18 @@ def registered(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for hooks in found if hooks for hook in hooks.values()]
 
 
+def replaced_forward(kind: type[nn.Module]) -> bool:
+    """Whether a user has replaced the ``forward`` of a class of `PACKAGES`."""
+    return f"{kind.__module__}.".startswith(PACKAGES) and not is_of(kind.forward)
+
+
 def users_forward(module: nn.Module) -> bool:
-    """Whether a user has replaced the ``forward`` of a module, or a wrapper of it has."""
+    """Whether a user has replaced the ``forward`` of a module or its class, or a wrapper has."""
     own = vars(module)
-    return any(name in own and not is_of(own[name]) for name in ("forward", "_old_forward"))
+    names = ("forward", "_old_forward")
+    return any(name in own and not is_of(own[name]) for name in names) or replaced_forward(
+        type(module)
+    )
 
 
 def users_calls(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -792,18 +792,6 @@ def _locks_of(model: PreTrainedModel) -> list[AbstractContextManager]:
                 _LOCKS[key] = ref(config, forget), threading.RLock()
         # One order for all models, so that no two of them wait for each other.
         return [_LOCKS[key][1] for key in sorted(configs)]
-
-
-@contextmanager
-def lock_of(model: PreTrainedModel) -> Iterator[None]:
-    """Lock ``model`` for this thread, and every model that shares its configs.
-
-    The lock is reentrant.
-    """
-    with ExitStack() as stack:
-        for lock in _locks_of(model):
-            stack.enter_context(lock)
-        yield
 
 
 @contextmanager

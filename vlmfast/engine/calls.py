@@ -45,6 +45,8 @@ class StepModules:
         Attributes of the modules.
     forwards : list
         The ``forward`` that was put on each, if any.
+    classes : dict of type to Any
+        Their classes, and the ``forward`` of each.
     around : dict of str to Module
         Those that contain the language model and have code of the user's, by name.
     own_code : bool
@@ -56,6 +58,7 @@ class StepModules:
     hooks: int
     states: list[dict[str, Any]]
     forwards: list[Any]
+    classes: dict[type[nn.Module], Any]
     around: dict[str, nn.Module]
     own_code: bool
     kind: LayerKind | None
@@ -64,6 +67,8 @@ class StepModules:
     def current(self) -> bool:
         """Whether nothing has been put on a module since, or may have been removed."""
         if self.own_code or self.hooks != RemovableHandle.next_id:
+            return False
+        if any(kind.forward is not forward for kind, forward in self.classes.items()):
             return False
         return self.forwards == [state.get("forward") for state in self.states]
 
@@ -83,6 +88,7 @@ def step_modules(adapter: Adapter) -> StepModules:
         hooks,
         list(states.values()),
         [state.get("forward") for state in states.values()],
+        {type(module): type(module).forward for module in states},
         changed,
         bool(changed) or any(map(users_calls, states)),
         kind_of(adapter.decoder),

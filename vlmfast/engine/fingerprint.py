@@ -17,20 +17,23 @@ import enum
 import hashlib
 import marshal
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from operator import is_
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as globally
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from vlmfast.core.calls import is_of
+from vlmfast.core.calls import is_of, replaced_forward
 from vlmfast.core.placement import stored
 from vlmfast.models.base import Adapter
 
@@ -39,6 +42,7 @@ _WHOLE = 128  # bytes below which a tensor is read in full
 _KEPT = 8  # structures of one model
 _PLAIN = (Tensor, nn.Parameter)
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset, PreTrainedConfig)
 _SHOWN = (enum.Enum, torch.dtype, torch.device, np.generic, int, float, str)  # by their ``repr``
 # Attributes of modules and configs that no result depends on, or that hold the state of a call.
 _UNREAD = frozenset(
@@ -81,8 +85,8 @@ def fingerprint(
     only a few elements of a large tensor may be missed.
 
     It also covers the class of every module, its config, and its attributes, as far as they are
-    plain values, functions, tensors, modules, or containers of these: ``eps``, for example, or
-    which adapters are active, merged or scaled.
+    plain values, functions, tensors, arrays, modules, or containers of these, dataclasses included:
+    ``eps``, for example, or which adapters are active, merged or scaled.
 
     Parameters
     ----------
@@ -108,8 +112,8 @@ def fingerprint(
         ``None`` in the cases that ``hooks`` and ``training`` describe.
     """
     structure = _structure(modules, tuple(skip), {} if kept is None else kept)
-    calls = [*globally._global_forward_pre_hooks, *globally._global_forward_hooks]
-    calls += structure.calls()
+    shared = (globally._global_forward_pre_hooks, globally._global_forward_hooks)
+    calls = _own_hooks(*shared) + structure.calls()
     if (structure.training and not training) or (calls and not hooks):
         return None
     tensors, places = structure.weights()
@@ -120,7 +124,7 @@ def fingerprint(
             version = -1 if addresses or tensor.is_inference() else tensor._version
             numbers += (tensor.data_ptr(), version, tensor.get_device(), *tensor.stride())
     digest = hashlib.blake2b(structure.settings, digest_size=16)
-    digest.update(repr((calls, () if values else places)).encode())
+    digest.update(repr((calls, structure.forwards(), () if values else places)).encode())
     digest.update(array("q", numbers))
     for part in () if addresses else _samples(tensors):
         digest.update(part)
@@ -178,6 +182,7 @@ class Structure:
         self._weights: list[Iterable[Tensor | None]] = []
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
         self._calling: list[tuple[dict, dict, dict[str, Any]]] = []  # hooks, and all attributes
+        self._kinds: dict[type[nn.Module], None] = {}
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
         self._parts: list[Iterable[Any]] = []
@@ -201,11 +206,15 @@ class Structure:
 
     def calls(self) -> list[int]:
         """Hooks and functions of the caller's own, see `_calls`; the engine has others."""
-        found: list[int] = []
+        found = [_number_of(kind.forward) for kind in self._kinds if replaced_forward(kind)]
         for before, after, state in self._calling:
             if before or after or "forward" in state:
                 found += _calls(state)
         return found
+
+    def forwards(self) -> list[int]:
+        """The ``forward`` of each class, which may be replaced as well."""
+        return [_number_of(kind.forward) for kind in self._kinds]
 
     def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
         """All tensors, and the places of weights that are on disk."""
@@ -245,6 +254,7 @@ class Structure:
     def _module(self, module: nn.Module) -> list[Any]:
         """The settings of a module without those of its children."""
         state = vars(module)
+        self._kinds[type(module)] = None
         children = state["_modules"]
         self._see(state.values(), children.values())
         self._calling.append((state["_forward_pre_hooks"], state["_forward_hooks"], state))
@@ -271,7 +281,7 @@ class Structure:
         """What identifies a function or class."""
         if self._portable:
             return f"{getattr(call, '__module__', None)}.{getattr(call, '__qualname__', None)}"
-        return id(call), id(getattr(call, "__code__", None))
+        return _number_of(call), _number_of(getattr(call, "__code__", type(call)))
 
     def _number(self, module: nn.Module, *, loose: bool = False) -> int:
         """The number of a module, which is read later."""
@@ -292,11 +302,21 @@ class Structure:
             return self._value(value.__func__)
         elif isinstance(value, partial):
             return [self._value(part) for part in (value.func, value.args, value.keywords)]
-        elif isinstance(value, list | tuple | dict | set | frozenset | PreTrainedConfig):
+        elif isinstance(value, np.ndarray):
+            return self._array(value)
+        elif isinstance(value, _CONTAINERS) or (not self._portable and _is_record(value)):
             return self._container(value)
         elif callable(value):
             return self._code(value)
         return type(value).__qualname__
+
+    def _array(self, value: np.ndarray) -> Any:
+        """The content of an array; it is read in each call where PyTorch can share its memory."""
+        if value.dtype.kind in "biufc" and value.flags.writeable:
+            with suppress(TypeError, ValueError), torch.inference_mode(False):
+                self._tensors.append(torch.from_numpy(value))
+                return type(value).__qualname__
+        return [value.dtype.str, *value.shape, self._value(value.tolist())]
 
     def _container(self, value: Any) -> Any:
         """What a container contains, or the settings of a config; a number where it was read."""
@@ -312,6 +332,12 @@ class Structure:
                 for name, of in sorted(vars(value).items())
                 if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
             ]
+        if _is_record(value):
+            state = vars(value)
+            self._see(state, state.values())
+            names = [f.name for f in fields(value)] if is_dataclass(value) else list(state)
+            items = [(name, self._value(state.get(name))) for name in names]
+            return [self._code(type(value)), items]
         if isinstance(value, dict):
             self._see(value, value.values())
             items = [(self._value(name), self._value(of)) for name, of in value.items()]
@@ -326,10 +352,34 @@ def _calls(state: dict[str, Any]) -> list[int]:
 
     Each registration of a hook has a number that no other one gets.
     """
-    hooks = state["_forward_pre_hooks"], state["_forward_hooks"]
-    found = [number for calls in hooks for number, of in calls.items() if not is_of(of)]
+    found = _own_hooks(state["_forward_pre_hooks"], state["_forward_hooks"])
     forward = state.get("forward")
-    return found if forward is None or is_of(forward) else [*found, id(forward)]
+    return found if forward is None or is_of(forward) else [*found, _number_of(forward)]
+
+
+def _own_hooks(*hooks: dict[int, Any]) -> list[int]:
+    """The numbers of hooks of the caller's own."""
+    return [number for calls in hooks for number, of in calls.items() if not is_of(of)]
+
+
+# Of functions, classes and their code. An ``id`` goes to another object once its own is gone.
+_CALLS: MutableMapping[Any, int] = WeakIdKeyDictionary()
+_COUNT = count()
+
+
+def _number_of(call: Any) -> int:
+    """A number that no other function or class ever gets."""
+    try:
+        return _CALLS.setdefault(call, next(_COUNT))
+    except TypeError:  # built in, without weak references
+        return -id(call)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a value is a namespace, or of a dataclass, whose attributes can be watched."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, SimpleNamespace) or is_dataclass(value)
 
 
 def _inner(tensor: Tensor) -> list[Tensor]:

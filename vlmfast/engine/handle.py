@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -151,6 +151,31 @@ class Handle(Generic[Result]):
             if ended:
                 break
         yield self.result()
+
+
+def result_of(submit: Callable[[], Handle[Result]]) -> Result:
+    """Submit a request and wait for its result; it is cancelled however this ends before.
+
+    ``with submit()`` would leave it in the engine where an interrupt comes before the block.
+    """
+    handle = None
+    try:
+        handle = submit()
+        return handle.result()
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def pieces_of(submit: Callable[[], Handle[Result]]) -> Generator[str | Result, None, None]:
+    """Like `result_of`, but yield the pieces of the text before the result."""
+    handle = None
+    try:
+        handle = submit()
+        yield from handle
+    finally:
+        if handle is not None:
+            handle.close()
 
 
 def _more(sequence: Sequence, read: int) -> bool:

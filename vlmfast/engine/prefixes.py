@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from vlmfast.core.buffers import caught_shortage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError
@@ -220,9 +221,9 @@ class Prefixes:
             return None
         if prefix.bytes > free_bytes(self.adapter.device) / 2:
             return None
-        try:
+        with caught_shortage() as short:
             copy = prefix.clone()
-        except torch.OutOfMemoryError:  # the request itself needs no copy
+        if short:  # the request itself needs no copy
             return None
         return self.keep(scope, copy, at_once=at_once)
 

@@ -41,10 +41,16 @@ class Changes:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Undo all changes that are not undone yet."""
+        """Undo all changes that are not undone yet; then raise the first error of these, if any."""
+        failed: list[Exception] = []
         while self._undo:
-            self._undo[-1]()
+            try:
+                self._undo[-1]()
+            except Exception as error:
+                failed.append(error)
             self._undo.pop()
+        if failed:
+            raise failed[0]
 
     # --- kinds of changes ------------------------------------------------------------------------
 

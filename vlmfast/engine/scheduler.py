@@ -21,8 +21,6 @@ class Scheduler:
     ----------
     begun : list of Sequence
         Whose prompts are being prefilled, in the order in which they were begun.
-    prefilling : Sequence, optional
-        The one of these whose turn it was last.
     active : list of Sequence
         In the order in which their prompts were prefilled.
     """
@@ -30,7 +28,6 @@ class Scheduler:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Sequence]] = []
         self.begun: list[Sequence] = []
-        self.prefilling: Sequence | None = None
         self.active: list[Sequence] = []
         self._decoded = True  # whether a decode step has followed the last chunk
 
@@ -69,14 +66,15 @@ class Scheduler:
             self._decoded = True
             return
         for sequence in list(self.begun):
-            self.prefilling, self._decoded = sequence, False
+            self._decoded = False
             yield sequence
         while self._waiting and admits(self._waiting[0][2]):
-            self.prefilling, self._decoded = self._waiting[0][2], False
-            self.prefilling.phase = Phase.PREFILL
+            self._decoded = False
+            sequence = self._waiting[0][2]
+            sequence.phase = Phase.PREFILL
             self.begun.append(heapq.heappop(self._waiting)[2])
-            yield self.prefilling
-        self.prefilling, self._decoded = None, True
+            yield sequence
+        self._decoded = True
 
     def activate(self, sequence: Sequence) -> None:
         """Decode a sequence whose prompt has been prefilled."""
@@ -86,8 +84,6 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, whatever its phase is."""
-        if sequence is self.prefilling:
-            self.prefilling = None
         for listed in (self.begun, self.active):
             if sequence in listed:
                 listed.remove(sequence)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from vlmfast.core.drafting import Observer, Proposal, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
+from vlmfast.errors import is_out_of_memory
 
 from .decode import Batch, RowGroup
 from .hidden_states import Watch
@@ -199,7 +199,7 @@ class Sequence:
         """Forget what only its computation needs: pixels, embeddings, what drafters read."""
         self.inputs, self.notes, self.stages = Inputs({}), {}, []
         self.prompt = self.prompt_slots = self.watch = self.drafts = self.prefill = None
-        if isinstance(self.error, torch.OutOfMemoryError | MemoryError):  # its frames have tensors
+        if self.error is not None and is_out_of_memory(self.error):  # its frames have tensors
             traceback.clear_frames(self.error.__traceback__)
 
     @property

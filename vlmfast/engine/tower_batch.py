@@ -16,6 +16,7 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import islice
 
+from vlmfast.core import snapshot
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.models.base import Adapter
 
@@ -67,7 +68,9 @@ def encode_ahead(adapter: Adapter, sequences: Many[Sequence]) -> None:
     own_items = [items_of(adapter, inputs) for inputs in prompts]
     tensors = adapter.joined(
         [
-            part.tensors
+            snapshot.moved(
+                part.tensors, adapter.device
+            )  # pixels of prompts that wait are not there
             for inputs, items in zip(prompts, own_items, strict=True)
             for part in adapter.parts(inputs.tensors, items) or ()
         ]
