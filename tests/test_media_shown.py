@@ -213,7 +213,8 @@ def test_transparency_of_every_depth_is_on_white(case: tuple) -> None:
     *form, shown = case
     expected = np.array([np.broadcast_to(colour, 3) for colour in shown])
     data = png(*form)
-    for source in (data, Image.open(io.BytesIO(data))):
+    image = Image.open(io.BytesIO(data))
+    for source in (data, image, image):  # reading it does not change it
         assert np.array_equal(pixels(load_image(source))[0], expected)
     if form[4]:
         opaque = pixels(load_image(png(*form[:4], b"")))
