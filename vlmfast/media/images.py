@@ -94,9 +94,9 @@ def unread(name: str, image: Image.Image) -> Image.Image:
     if "transparency" not in image.info:
         return image
     try:
-        if (data := _png(image)) is None:
+        if (png := _png(image)) is None:
             return image
-        copy = PngImageFile(io.BytesIO(data))
+        copy = PngImageFile(io.BytesIO(png[0]))
     except Exception as error:
         check_memory(error)
         raise MediaError(f"{name}: cannot be read as PNG: {_reason(error)}") from error
@@ -127,9 +127,9 @@ def _opaque(image: Image.Image) -> Image.Image | None:
     from PIL.PngImagePlugin import PngImageFile
 
     key = image.info.get("transparency")
-    if not isinstance(key, int | tuple) or (data := _png(image)) is None:
+    if not isinstance(key, int | tuple) or (png := _png(image)) is None:
         return None
-    mode = str(image.tile[0][3])
+    data, mode = png
     step = {"1": 1, "L;2": 85, "L;4": 17, "I;16B": 1, "RGB;16B": 1}.get(mode)
     if step is None:
         return None
@@ -137,17 +137,20 @@ def _opaque(image: Image.Image) -> Image.Image | None:
     def decoded(mode: str) -> npt.NDArray[Any]:
         file = PngImageFile(io.BytesIO(data))
         file.tile = [file.tile[0]._replace(args=mode)]
-        return np.asarray(file).astype("uint16")
+        return np.asarray(file)
 
-    pixels = decoded(mode) // step
-    if mode == "RGB;16B":  # of which Pillow keeps the upper bytes
-        pixels = pixels << 8 | decoded("RGB;16L")
-    differs = pixels != np.asarray(bool(key) if mode == "1" else key)
-    return Image.fromarray(differs.any(-1) if differs.ndim == 3 else differs)
+    if isinstance(key, int):
+        return Image.fromarray(decoded(mode) != (bool(key) if mode == "1" else key * step))
+    differs = np.zeros(image.size[::-1], dtype=bool)
+    for part, shift in ((mode, 8), ("RGB;16L", 0)):  # Pillow keeps one byte of each value
+        pixels = decoded(part)
+        for channel, value in enumerate(key):
+            differs |= pixels[..., channel] != (value >> shift & 255)
+    return Image.fromarray(differs)
 
 
-def _png(image: Image.Image) -> bytes | None:
-    """Return the file of a PNG that is not decoded yet."""
+def _png(image: Image.Image) -> tuple[bytes, str] | None:
+    """Return the file of a PNG that is not decoded yet, and the mode of its pixels there."""
     from PIL.PngImagePlugin import PngImageFile
 
     if not (isinstance(image, PngImageFile) and image.tile and image.fp) or image.tell():
@@ -156,7 +159,7 @@ def _png(image: Image.Image) -> bytes | None:
     image.fp.seek(0)
     data = image.fp.read()
     image.fp.seek(at)
-    return data
+    return data, str(image.tile[0][3])
 
 
 @contextlib.contextmanager
