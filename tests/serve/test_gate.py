@@ -288,6 +288,24 @@ def test_unknown_names_get_the_nearest_known_one(name: str, meant: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}, "more": 1}, "more"),
+        ({"type": "image_url", "image_url": {"url": "x", "more": 1}}, "image_url.more"),
+        ({"type": "image_url", "image_url": {"url": 3}}, "image_url.url"),
+        ({"type": "image_url", "image_url": 3}, "image_url"),
+        ({"type": "image_url"}, "image_url"),
+        ({"type": "text", "text": "x", "more": 1}, "more"),
+    ],
+)
+def test_the_type_of_an_object_is_not_taken_for_its_field(content: Any, name: str) -> None:
+    messages = json.dumps([{"role": "user", "content": [content]}])
+    with pytest.raises(RequestError) as found:
+        read_as(ChatRequest, chat_body(messages=messages))
+    assert found.value.param == f"messages[0].content[0].{name}"
+
+
 def test_long_names_are_cut(served: Any) -> None:
     with pytest.raises(RequestError) as found:
         read_as(ChatRequest, chat_body(**{"x" * 10**6: "1"}))
