@@ -127,7 +127,7 @@ def test_ask_about_an_animation(ask, tmp_path: Path, capsys: pytest.CaptureFixtu
         for count in ("2", "3")
     )
     assert 2 * three["visual_tokens_in"] == 3 * two["visual_tokens_in"]
-    assert "still.gif is an image; --num-frames" in run_error(
+    assert "still.gif: is an image (GIF), not a video; --num-frames" in run_error(
         capsys, ask("--num-frames", "2", file=still)
     )
 
@@ -440,7 +440,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--recipe", "hird:0.2"], ["hird", "did you mean 'hired'"]),
         (["--recipe", "hired:1.5"], ["hired", "1.5", "<= 1"]),
         (["--recipe", "hired:0"], ["hired", "> 0"]),
-        (["--num-frames", "4"], ["is an image"]),
+        (["--num-frames", "4"], ["not a video", "--num-frames and --fps are for videos"]),
+        (["--fps", "0"], ["not a video", "--num-frames and --fps are for videos"]),
         (["--device", "toaster"], ["toaster"]),
         (["--device", "cuda:99"], ["cuda:99", "GPU"]),
         (["--model", "no/such/model"], ["no/such/model"]),

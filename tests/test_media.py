@@ -681,6 +681,11 @@ def test_fps(video_path: Path, decoder: str, fps: float, expected: object) -> No
     assert numbers(video) == video.indices == list(expected)
 
 
+def test_fps_of_a_fast_video() -> None:
+    """Whose frames are shorter than the rounding of other containers."""
+    assert load_video(fx.still(9, 2000), fps=1000.0, decoder="av").indices == [0, 2, 4, 6, 8]
+
+
 @BOTH
 def test_fractional_rates_and_rounded_timestamps(tmp_path: Path, decoder: str) -> None:
     rate = Fraction(30000, 1001)

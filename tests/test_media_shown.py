@@ -213,7 +213,8 @@ def test_transparency_of_every_depth_is_on_white(case: tuple) -> None:
     *form, shown = case
     expected = np.array([np.broadcast_to(colour, 3) for colour in shown])
     data = png(*form)
-    for source in (data, Image.open(io.BytesIO(data))):
+    image = Image.open(io.BytesIO(data))
+    for source in (data, image, image):  # reading it does not change it
         assert np.array_equal(pixels(load_image(source))[0], expected)
     if form[4]:
         opaque = pixels(load_image(png(*form[:4], b"")))
@@ -250,6 +251,29 @@ def test_transparent_videos_are_on_white(codec: str, form: str) -> None:
     for image in load_video(out.getvalue(), decoder="av").frames:
         assert (pixels(image)[20, 10] == 255).all()
         assert np.abs(pixels(image)[20, 70].astype(int) - [255, 0, 0]).max() < 4
+
+
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_the_transparency_of_webm_is_on_white(codec: str) -> None:
+    """Which is a second video in the packets of the first; frames are found after a seek too."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="webm") as output:
+        stream = output.add_stream(codec, rate=10, options={"auto-alt-ref": "0", "g": "3"})
+        stream.width, stream.height, stream.pix_fmt = 80, 48, "yuva420p"
+        for shade in (250, 200, 150, 100, 50):
+            drawn = np.full((48, 80, 4), shade, np.uint8)
+            drawn[:24, :, 3], drawn[24:, :, 3] = 255, 0
+            whole = av.VideoFrame.from_ndarray(drawn, format="rgba")
+            output.mux(stream.encode(whole.reformat(format="yuva420p")))
+        output.mux(stream.encode())
+    for chosen in ([0, 1, 2, 3, 4], [1, 4]):
+        video = load_video(out.getvalue(), decoder="av", select=lambda _, chosen=chosen: chosen)
+        for index, image in zip(chosen, video.frames, strict=True):
+            assert (pixels(image)[28:] == 255).all()
+            assert np.abs(pixels(image)[:20].astype(int) - (250 - 50 * index)).max() < 9
+    if importlib.util.find_spec("decord"):
+        with pytest.raises(MediaError, match=r"decord ignores the transparency .* use PyAV"):
+            load_video(out.getvalue(), decoder="decord")
 
 
 # --- animations ----------------------------------------------------------------------------------

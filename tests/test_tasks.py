@@ -435,6 +435,7 @@ STYLED = {
     "no empty lines": ("1\n{0}\none\n2\n{1}\ntwo", "one"),
     "empty lines within": ("1\n{0}\none\n \nmore\n\n\n2\n{1}\ntwo", "one more"),
     "a number as text": ("1\n{0}\n42", "42"),
+    "no numbers but as text": ("{0}\n42\n{1}\ntwo\n", "42"),
     "old lines": ("1\r{0}\rone\r\r2\r{1}\rtwo\r", "one"),
     "an arrow": ("1\n{0}\na --> b\n", "a --> b"),
     "web": (

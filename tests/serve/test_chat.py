@@ -107,6 +107,15 @@ def test_messages_reach_the_template_as_in_the_library(serve: Any, image_url: An
     )
     shown = {"role": "user", "content": [{"type": "image", "image": make_image(seed=3)}]}
     assert found == chatted(*before, shown)
+    # A refusal alone is a text, as is a turn without parts.
+    refusal = {"role": "assistant", "content": None, "refusal": "ok"}
+    found = answers("/v1/chat/completions", messages=[hello, refusal, hello], max_tokens=8)
+    parted = {"role": "assistant", "content": [text_part("ok")]}
+    assert found == chatted(*before, hello) != chatted(hello, parted, hello)
+    empty = {"role": "assistant", "content": []}
+    found = answers("/v1/responses", input=[hello, empty, hello], max_output_tokens=8)
+    said, parted = ({"role": "assistant", "content": text} for text in ("", [text_part("")]))
+    assert found == chatted(hello, said, hello) != chatted(hello, parted, hello)
 
 
 def text_part(text: str) -> dict[str, str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -374,6 +377,38 @@ def test_schemas_that_end_their_process_are_refused(
         assert found.value.status == 400
     with pytest.raises(DeadlineExceeded):
         grammars.processor(formatted(BAD["patterns together"]), end=time.monotonic())
+    assert grammars.processor(formatted({"const": "still compiled"}))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
+def test_a_compilation_without_memory_is_not_the_fault_of_its_schema(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system kills the process that needs the most."""
+    monkeypatch.setattr("vlmfast.serve.grammars.checked", unchecked)
+    grammars.processor(formatted({"const": "started"}))
+
+    def forked(number: int) -> list[int]:
+        threads = Path(f"/proc/{number}/task").glob("*/children")
+        found = [int(child) for thread in threads for child in thread.read_text().split()]
+        return [child for child in found if b"grammar_compiler" in cmdline(child).read_bytes()]
+
+    def cmdline(number: int) -> Path:
+        return Path(f"/proc/{number}/cmdline")
+
+    def kill() -> None:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            if compiling := [each for own in forked(os.getpid()) for each in forked(own)]:
+                os.kill(compiling[0], signal.SIGKILL)
+                break
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(MemoryError, match="schemas cannot be compiled"):
+        grammars.processor(formatted(BAD["patterns together"]))
+    killer.join()
     assert grammars.processor(formatted({"const": "still compiled"}))
 
 

@@ -503,13 +503,12 @@ def _media(args: argparse.Namespace) -> dict[str, Any]:
     frames = {"num_frames": args.num_frames, "fps": args.fps}
     if kind_of(args.file) == "video":
         return {"video": args.file, **frames}
-    if not any(frames.values()):
+    if all(value is None for value in frames.values()):
         return {"images": args.file}
     try:
         probe_video(args.file)  # an animated image
     except MediaError as error:
-        reason = f"{args.file} is an image; --num-frames and --fps are for videos"
-        raise MediaError(reason) from error
+        raise MediaError(f"{error}; --num-frames and --fps are for videos") from error
     return {"video": args.file, **frames}
 
 

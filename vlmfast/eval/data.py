@@ -328,13 +328,14 @@ def read_subtitles(path: Path) -> list[Subtitle]:
     found: dict[Subtitle, None] = {}
     lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
     heads = [at for at, line in enumerate(lines) if _is_span(line, lines[at - 1 : at], path)]
+    counted = bool(heads) and heads[0] > 0 and lines[heads[0] - 1].isdigit()
     for at, after in itertools.pairwise([*heads, len(lines)]):
         # Some writers leave empty lines in an entry, or none before the number of the next.
         said = lines[at + 1 : after]
         if web:
             said = list(itertools.takewhile(bool, said))
         else:
-            numbered = after < len(lines) and said and said[-1].isdigit()
+            numbered = counted and after < len(lines) and said and said[-1].isdigit()
             said = list(filter(None, said[:-1] if numbered else said))
         if said and (times := _SPAN.fullmatch(lines[at])):
             start, end = _seconds(times.groups()[:4]), _seconds(times.groups()[4:])

@@ -33,6 +33,9 @@ _ALONE = {"protocol_whitelist": "none"}
 # Of a rotation by a degree, as far as players call it none.
 _STEEP = 57
 _MILLISECOND = 1e-3  # the longest tick of common containers, that of Matroska
+_ADDED = "matroska_block_additional"  # to a packet
+_ALPHA = b"\0\0\0\0\0\0\0\1"  # the kind of addition
+_NO_ALPHA = "ignores the transparency of this file"
 
 
 class Reader(abc.ABC):
@@ -247,7 +250,8 @@ class AvReader(Reader):
             raise MediaError(f"{self.name}: has a video stream that no installed decoder reads")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.options = self._bounded()
-        stream.thread_type = "AUTO"
+        # Threads for frames would delay them.
+        stream.thread_type = "SLICE" if _has_alpha(stream) else "AUTO"
         self._stream = stream
 
     def _packets(self) -> list[_Packet]:
@@ -271,9 +275,27 @@ class AvReader(Reader):
             self._open()
         if key:
             self._container.seek(self._pts[key], stream=self._stream, backward=True)
-        for frame in self._container.decode(self._stream):
+        for frame in self._decoded():
             self._check_size(frame.width, frame.height)
             yield frame
+
+    def _decoded(self) -> Iterator[Any]:
+        """Yield frames, which have their transparency in WebM, a grey frame, as `opaque`."""
+        if not _has_alpha(self._stream):
+            yield from self._container.decode(self._stream)
+            return
+        # FFmpeg ignores this second video, of which each packet has a part. Its decoder with
+        # transparency, libvpx, does not limit the size of frames.
+        codec = self._av.CodecContext.create(self._stream.codec_context.name, "r")
+        codec.options = self._bounded()
+        for packet in self._container.demux(self._stream):
+            frames = packet.decode()
+            added = bytes(packet.get_sidedata(_ADDED)) if packet.has_sidedata(_ADDED) else b""
+            if added.startswith(_ALPHA):
+                alphas = codec.decode(self._av.Packet(added.removeprefix(_ALPHA)))
+                for frame, alpha in zip(frames, alphas, strict=True):
+                    frame.opaque = alpha
+            yield from frames
 
     def _key_before(self, index: int) -> int:
         """Return the index of the frame from which `index` can be decoded."""
@@ -295,14 +317,19 @@ class AvReader(Reader):
         return None
 
     def _image(self, frame: Any) -> Image.Image:
+        from PIL import Image
+
         width, height = self._size
         if _is_transparent(frame):
-            from PIL import Image
-
             pixels = frame.to_ndarray(format="rgba", width=width, height=height)
             image = on_white(Image.fromarray(pixels))
         else:
             image = frame.to_image(width=width, height=height)
+            if frame.opaque is not None:  # of which the luma, whatever range it states
+                full = {"src_color_range": "JPEG", "dst_color_range": "JPEG"}
+                mask = frame.opaque.to_ndarray(format="gray", width=width, height=height, **full)
+                image.putalpha(Image.fromarray(mask))
+                image = on_white(image)
         return image if self._turn is None else image.transpose(self._turn)
 
 
@@ -356,7 +383,10 @@ class DecordReader(Reader):
             self._check_size(stream.codec_context.width, stream.codec_context.height)
             stream.codec_context.options = self._bounded()
             first = next(container.decode(stream), None)
-            if first is not None and (unfit := _unlike_decord(first, container.format.name)):
+            unfit = _NO_ALPHA if _has_alpha(stream) else None
+            if first is not None:
+                unfit = unfit or _unlike_decord(first, container.format.name)
+            if unfit:
                 raise MediaError(f"{self.name}: decord {unfit}; use PyAV (pip install av)")
 
     def close(self) -> None:
@@ -444,12 +474,17 @@ def _is_transparent(frame: Any) -> bool:
     return name == "pal8" or any(part.is_alpha for part in frame.format.components)
 
 
+def _has_alpha(stream: Any) -> bool:
+    """Whether a video in WebM states its transparency, as a field of its track or in capitals."""
+    return ("alpha_mode", "1") in ((key.lower(), value) for key, value in stream.metadata.items())
+
+
 def _unlike_decord(frame: Any, container: str) -> str | None:
     """Return why decord would show a frame otherwise than a player, None if it would not."""
     from PIL import Image
 
     if _is_transparent(frame):
-        return "ignores the transparency of this file"
+        return _NO_ALPHA
     turn = _turn(frame)
     rotations = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
     if turn is None or (turn in rotations and "mp4" in container):

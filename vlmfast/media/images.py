@@ -28,6 +28,7 @@ __all__ = [
     "load_pixels",
     "on_white",
     "open_image",
+    "unread",
     "upright_rgb",
 ]
 
@@ -83,6 +84,26 @@ def open_image(name: str, file: BinaryIO) -> Image.Image:
         raise MediaError(f"{name}: cannot be read as {fmt}: {_reason(error)}") from error
 
 
+def unread(name: str, image: Image.Image) -> Image.Image:
+    """Return a copy of a PNG with a transparent colour, so that `image` can be read again.
+
+    `load_pixels` needs one that is not decoded. Other images are returned as they are.
+    """
+    from PIL.PngImagePlugin import PngImageFile
+
+    if "transparency" not in image.info:
+        return image
+    try:
+        if (png := _png(image)) is None:
+            return image
+        copy = PngImageFile(io.BytesIO(png[0]))
+    except Exception as error:
+        check_memory(error)
+        raise MediaError(f"{name}: cannot be read as PNG: {_reason(error)}") from error
+    copy.info = dict(image.info)
+    return copy
+
+
 def load_pixels(name: str, image: Image.Image) -> Image.Image | None:
     """Decode all pixels of an image, and return a mask of the opaque ones if Pillow cannot."""
     try:
@@ -105,28 +126,40 @@ def _opaque(image: Image.Image) -> Image.Image | None:
     from PIL import Image
     from PIL.PngImagePlugin import PngImageFile
 
-    if not (isinstance(image, PngImageFile) and image.tile and image.fp) or image.tell():
-        return None
     key = image.info.get("transparency")
-    mode = str(image.tile[0][3])
+    if not isinstance(key, int | tuple) or (png := _png(image)) is None:
+        return None
+    data, mode = png
     step = {"1": 1, "L;2": 85, "L;4": 17, "I;16B": 1, "RGB;16B": 1}.get(mode)
-    if step is None or not isinstance(key, int | tuple):
+    if step is None:
+        return None
+
+    def decoded(mode: str) -> npt.NDArray[Any]:
+        file = PngImageFile(io.BytesIO(data))
+        file.tile = [file.tile[0]._replace(args=mode)]
+        return np.asarray(file)
+
+    if isinstance(key, int):
+        return Image.fromarray(decoded(mode) != (bool(key) if mode == "1" else key * step))
+    differs = np.zeros(image.size[::-1], dtype=bool)
+    for part, shift in ((mode, 8), ("RGB;16L", 0)):  # Pillow keeps one byte of each value
+        pixels = decoded(part)
+        for channel, value in enumerate(key):
+            differs |= pixels[..., channel] != (value >> shift & 255)
+    return Image.fromarray(differs)
+
+
+def _png(image: Image.Image) -> tuple[bytes, str] | None:
+    """Return the file of a PNG that is not decoded yet, and the mode of its pixels there."""
+    from PIL.PngImagePlugin import PngImageFile
+
+    if not (isinstance(image, PngImageFile) and image.tile and image.fp) or image.tell():
         return None
     at = image.fp.tell()
     image.fp.seek(0)
     data = image.fp.read()
     image.fp.seek(at)
-
-    def decoded(mode: str) -> npt.NDArray[Any]:
-        file = PngImageFile(io.BytesIO(data))
-        file.tile = [file.tile[0]._replace(args=mode)]
-        return np.asarray(file).astype("uint16")
-
-    pixels = decoded(mode) // step
-    if mode == "RGB;16B":  # of which Pillow keeps the upper bytes
-        pixels = pixels << 8 | decoded("RGB;16L")
-    differs = pixels != np.asarray(bool(key) if mode == "1" else key)
-    return Image.fromarray(differs.any(-1) if differs.ndim == 3 else differs)
+    return data, str(image.tile[0][3])
 
 
 @contextlib.contextmanager

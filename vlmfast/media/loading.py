@@ -22,6 +22,7 @@ from .images import (
     image_name,
     load_pixels,
     open_image,
+    unread,
     upright_rgb,
 )
 from .info import MAX_ASPECT, MAX_PIXELS, MAX_VIDEO_PIXELS, FrameTimes, VideoFrames, VideoInfo
@@ -110,6 +111,7 @@ def load_image(
             check_size(name, *image.size, max_pixels, max_aspect)
             return upright_rgb(name, image, load_pixels(name, image))
     check_size(name, *image.size, max_pixels, max_aspect)
+    image = unread(name, image)
     return upright_rgb(name, image, load_pixels(name, image))
 
 

@@ -96,8 +96,8 @@ def choose(
         return indices
     if fps is not None:
         # Containers round display times to a millisecond. Without this tolerance a frame due at
-        # 66.7 ms and stored as 67 would be skipped for the one before it.
-        rounding = 1e-3
+        # 66.7 ms and stored as 67 would be skipped for the one before it. It is less than a frame.
+        rounding = min(1e-3, 0.25 / info.fps)
         rate = min(float(fps), 1e9)
         indices, step = [], 0
         while (due := step / rate) <= times[-1] + rounding:

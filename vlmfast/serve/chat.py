@@ -104,13 +104,11 @@ def _turn(message: SystemMessage | UserMessage | AssistantMessage, place: int) -
     content = message.content
     where = f"messages[{place}].content"
     refusal = message.refusal if isinstance(message, AssistantMessage) else None
-    if refusal is None and (content is None or isinstance(content, str)):
-        return Turn(role, content or "")
     if content is None or isinstance(content, str):
-        parts: list[str | Media] = [content] if content else []
-    else:
-        parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
-    if refusal is not None:
+        texts = [text for text in (content, refusal) if text]
+        return Turn(role, texts if len(texts) > 1 else "".join(texts))
+    parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
+    if refusal:
         parts.append(refusal)
     return Turn(role, parts or "")
 

@@ -55,6 +55,8 @@ class Trials:
         ValueError
             With the reason why it cannot be compiled.
         DeadlineExceeded
+        MemoryError
+            If the system has no memory left for it.
         """
         if not self._lock.acquire(timeout=_left(end)):
             raise DeadlineExceeded(_LATE)
@@ -69,7 +71,9 @@ class Trials:
                 raise ValueError(found["error"])
             case signal.SIGALRM:
                 raise DeadlineExceeded(_LATE)
-            case signal.SIGXCPU | signal.SIGKILL:
+            case signal.SIGKILL:  # for want of memory, as this program does not
+                raise MemoryError("schemas cannot be compiled")
+            case signal.SIGXCPU:
                 raise ValueError(f"it takes more than {MAX_CPU_S} s to compile")
             case signal.SIGABRT:
                 raise ValueError(f"it takes more than {MAX_BYTES >> 20} MiB to compile")

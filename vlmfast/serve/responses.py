@@ -220,7 +220,7 @@ def _turn(item: Any, where: str) -> Turn:
             parts.append(Media("image", part.image_url, f"{where}[{place}].image_url"))
         else:
             parts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
-    return Turn(role, parts or [""])
+    return Turn(role, parts or "")
 
 
 def _format(text: TextSettings | None) -> dict[str, Any] | None:

@@ -288,14 +288,23 @@ def read_as(model: type[_Model], body: bytes) -> _Model:
 def _param(loc: tuple[int | str, ...], data: Any, kind: str) -> str:
     """A location as ``messages[0].content``, without the names of the alternatives of a type."""
     found, value = "", data
+    tags: list[Any] = []  # by which an object chooses the alternative, which may be names of fields
     for place, key in enumerate(loc):
-        if isinstance(key, int) and isinstance(value, list) and key < len(value):
+        if key in tags and place < len(loc) - 1:
+            tags.remove(key)
+        elif isinstance(key, int) and isinstance(value, list) and key < len(value):
             found, value = f"{found}[{key}]", value[key]
+            tags = _tags(value)
         elif isinstance(value, dict) and key in value:
             found, value = f"{found}.{key}", value[key]
+            tags = _tags(value)
         elif place == len(loc) - 1 and kind in ("missing", "unknown"):
             found = f"{found}.{key}"
     return _excerpt(found.removeprefix("."))
+
+
+def _tags(value: Any) -> list[Any]:
+    return [value.get("type"), value.get("role")] if isinstance(value, dict) else []
 
 
 def _message(param: str, error: Any) -> str:
