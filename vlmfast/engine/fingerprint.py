@@ -379,6 +379,8 @@ def _is_record(value: Any) -> bool:
     """Whether a value is a namespace, or of a dataclass, whose attributes can be watched."""
     if isinstance(value, type) or not hasattr(value, "__dict__"):
         return False
+    if type(value).__module__.startswith("bitsandbytes."):  # the states of its last calls
+        return False
     return isinstance(value, SimpleNamespace) or is_dataclass(value)
 
 
