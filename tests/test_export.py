@@ -131,6 +131,14 @@ def test_wrong_sources_and_targets_are_refused(folder: Path, tmp_path: Path) -> 
     assert not (tmp_path / "x").exists()
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny_models.build_llava(source)
+    (source / "notes.md").symlink_to("nowhere")
+    with pytest.raises(ModelError, match=r"notes\.md cannot be read: No such file"):
+        export(source, tmp_path / "out")
+
+
 def test_checkpoint_without_a_template_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: Any
 ) -> None:

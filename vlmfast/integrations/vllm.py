@@ -13,7 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, read_text, replace_bytes, replace_text, replacing
+from vlmfast.core.files import (
+    make_folder,
+    open_to_read,
+    read_text,
+    replace_bytes,
+    replace_text,
+    replacing,
+)
 from vlmfast.errors import ModelError, VLMFastError
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")
@@ -137,7 +144,11 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 def _copy(file: Path, to: Path) -> None:
-    with open(file, "rb") as source, replacing(to) as copy:
+    try:
+        source = open_to_read(file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from error
+    with source, replacing(to) as copy:
         shutil.copyfileobj(source, copy)
 
 

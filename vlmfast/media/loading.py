@@ -183,9 +183,9 @@ def load_video(
     Notes
     -----
     Frames are turned by quarter turns and mirrored as the file states, and transparent ones are
-    composited on white. decord rejects files that it does not show so. In a damaged file, PyAV
-    rejects frames that the codec flags, and decord only those that cannot be decoded. Later frames
-    that depend on a damaged one are decoded as in any player.
+    composited on white. With PyAV installed, decord rejects files that it does not show so. In a
+    damaged file, PyAV rejects frames that the codec flags, and decord only those that cannot be
+    decoded. Later frames that depend on a damaged one are decoded as in any player.
     """
     with open_video(
         source,

@@ -81,7 +81,11 @@ class Store:
         if not path.exists():
             replace_text(path, json.dumps(about) + "\n")
         self._file = open_to_append(path)
-        self._read(json.loads(json.dumps(about)))
+        try:
+            self._read(json.loads(json.dumps(about)))
+        except BaseException:
+            self.close()
+            raise
         self._recipes = {recipe for recipe, _ in self._found}
 
     def _read(self, about: dict[str, Any]) -> None:
