@@ -332,16 +332,16 @@ class Structure:
                 for name, of in sorted(vars(value).items())
                 if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
             ]
+        if isinstance(value, dict):
+            self._see(value, value.values())
+            items = [(self._value(name), self._value(of)) for name, of in value.items()]
+            return sorted(items, key=repr) if self._portable else items
         if _is_record(value):
             state = vars(value)
             self._see(state, state.values())
             names = [f.name for f in fields(value)] if is_dataclass(value) else list(state)
             items = [(name, self._value(state.get(name))) for name in names]
             return [self._code(type(value)), items]
-        if isinstance(value, dict):
-            self._see(value, value.values())
-            items = [(self._value(name), self._value(of)) for name, of in value.items()]
-            return sorted(items, key=repr) if self._portable else items
         self._see(value)
         parts = [self._value(part) for part in value]
         return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts

@@ -67,10 +67,8 @@ def encode_ahead(adapter: Adapter, sequences: Many[Sequence]) -> None:
     prompts = [sequence.inputs for sequence in sequences]
     own_items = [items_of(adapter, inputs) for inputs in prompts]
     tensors = adapter.joined(
-        [
-            snapshot.moved(
-                part.tensors, adapter.device
-            )  # pixels of prompts that wait are not there
+        [  # pixels of requests that wait are in host memory
+            snapshot.moved(part.tensors, adapter.device)
             for inputs, items in zip(prompts, own_items, strict=True)
             for part in adapter.parts(inputs.tensors, items) or ()
         ]
