@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.models.base import Adapter
+
+
+def harmless(code: FunctionType) -> FunctionType:
+    """A hook or ``forward`` as the library's own, which changes nothing: no user's code."""
+    named = {**code.__globals__, "__name__": "vlmfast.tests"}
+    return FunctionType(code.__code__, named, code.__name__, code.__defaults__, code.__closure__)
 
 
 class Driven:

@@ -14,12 +14,12 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from driven import harmless
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
 from vlmfast.api.session import Session
@@ -82,11 +82,6 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
 
     def looks(module, args):
         count["looks"] += 1
-
-    def harmless(hook: FunctionType) -> FunctionType:
-        """The same hook as the library's own, which changes nothing: the prefix cache stays."""
-        named = {**hook.__globals__, "__name__": "vlmfast.tests"}
-        return FunctionType(hook.__code__, named, closure=hook.__closure__)
 
     handles = [
         vlm.adapter.decoder.register_forward_pre_hook(harmless(rows), with_kwargs=True),

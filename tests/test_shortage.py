@@ -177,7 +177,9 @@ def live_bytes(vlm: VLM) -> int:
     """Bytes of all tensors but idle buffers."""
     vlm.adapter.pool.clear()
     gc.collect()
-    storages = (x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor))
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    dense = [x for x in tensors if x.layout is torch.strided and x.device.type == "cpu"]
+    storages = [x.untyped_storage() for x in dense]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
