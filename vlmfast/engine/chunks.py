@@ -36,8 +36,8 @@ def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, max_new_tokens:
     """Whether a prompt may be prefilled in several forward passes."""
     places = prompt.places()
     windows = [window for window in adapter.windows if window is not None]
-    # A chunk after the first has no gaps that a window would count.
-    if windows and (places + max_new_tokens > min(windows) or places > len(prompt.layout)):
+    # Within the narrowest window, no row of a chunk is cut off from an earlier one.
+    if windows and places + max_new_tokens > min(windows):
         return False
     if adapter.prefix_lm or not adapter.is_short(prompt.reach()):
         return False

@@ -72,7 +72,9 @@ def posted(model: type[BaseModel]) -> dict[str, Any]:
     """The arguments of a route whose body is parsed as ``model``."""
     schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    event_stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    text = {"type": "string"}
+    event = {"type": "object", "required": ["data"], "properties": {"event": text, "data": text}}
+    event_stream = {"text/event-stream": {"itemSchema": event}}
     whole = {"application/json": {"schema": {"type": "object"}}}
     streamed = whole | event_stream if model is not TokenizeRequest else whole
     return {
