@@ -2,7 +2,7 @@
 
 Runs `STEPS` in their order, each in a process of its own with a time limit, and ends before
 ``--minutes`` are over. Each script writes its own result file row by row, so a step that is ended
-keeps what it has measured. ``benchmarks/results/gpu_first-DEVICE.json`` says what ran, after every
+keeps what it has measured. ``benchmarks/results/gpu_first-DEVICE.json`` lists what ran, after every
 step; the same command goes on with steps that did not end well. The exit code is 1 if a step failed
 and 3 if steps are left.
 
