@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import end_to_end
 import kv
 import numpy as np
+import shapes
 import torch
 from ask import RESULTS
 from transformers import GenerationConfig, LogitsProcessorList
@@ -322,7 +322,7 @@ PAPER = ("llava-1.5-7b", "qwen2.5-vl-7b-shape")
 class Model:
     """What one decode step of a shape reads and computes, in bfloat16."""
 
-    shape: end_to_end.Shape
+    shape: shapes.Shape
 
     @property
     def weights(self) -> int:
@@ -352,7 +352,7 @@ def on_paper(rates: list[float], keep: float) -> str:
     """Speed-ups of a 7B model on an H200, computed from bytes and operations."""
     lines = []
     for name in PAPER:
-        model = Model(end_to_end.MODELS[name])
+        model = Model(shapes.MODELS[name])
         for tokens in (2_900, 32_768):
             for rows in (1, 16, 64):
                 held = [2 * model.weights, 2 * rows * tokens * model.cache]

@@ -1,16 +1,7 @@
 """Compare complete answers with Hugging Face: ``python benchmarks/end_to_end.py --model NAME``.
 
-====================  =============================================================================
-llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
-llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
-qwen2.5-vl-7b-shape   a language model of Qwen2.5-VL-7B's shape with 8,192 prompt tokens; vision
-                      tower and projector are LLaVA-NeXT's (`gpu_hour.py` has Qwen's own modules)
-tiny-shape            a small LLaVA-NeXT: checks the script on any machine
-====================  =============================================================================
-
-Weights are random and created on the device, so nothing is downloaded. Attention with random
-weights is nearly uniform: methods that keep important tokens keep almost all, and the cache of
-`zipvl` is near its maximum size. Times only depend on the number of kept tokens.
+Models have the sizes of published ones and random weights (`shapes.py`). For ``zipvl`` this means a
+cache near its maximum size.
 
 Measures Hugging Face's ``generate`` (``sdpa``, and with a static cache, whose decode step it
 compiles on a GPU) and vlmfast at every batch size. All requests ask about the same image.
@@ -45,12 +36,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import MODELS, build
 from torch import Tensor
 
 from kernels import RESULTS, kernels, machine
@@ -73,115 +65,7 @@ UNFINISHED = 3  # exit code
 FULL = "out of memory"
 
 
-# --- models --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a model.
-
-    ``tower``: layers, width, heads, image size, patch size. ``canvases``: grid sizes (height,
-    width) of LLaVA-NeXT; LLaVA-1.5 has none. ``prompt``: minimum prompt length in tokens; the
-    question is padded to it.
-    """
-
-    language: str
-    layers: int
-    width: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    image: tuple[int, int]
-    canvases: tuple[tuple[int, int], ...] = ()
-    tower: tuple[int, int, int, int, int] = (24, 1024, 16, 336, 14)
-    prompt: int = 0
-
-
-CANVASES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
-MODELS = {
-    "llava-1.5-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (336, 336)),
-    "llava-next-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (672, 672), CANVASES),
-    "qwen2.5-vl-7b-shape": Shape(
-        "qwen2", 28, 3584, 18944, 28, 4, 152064, (1344, 1008), ((1344, 1008),), prompt=8192
-    ),
-    "tiny-shape": Shape(
-        "llama", 4, 64, 128, 4, 2, 512, (64, 64), ((32, 64), (64, 32), (64, 64)),
-        tower=(4, 64, 4, 32, 8), prompt=160,
-    ),
-}  # fmt: skip
-
-
-def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 0) -> Any:
-    """Model and processor; random weights are created on the device in their dtype."""
-    import transformers as hf
-    from transformers.models.clip import CLIPImageProcessor
-
-    sys.path.insert(0, str(ROOT / "tests"))
-    import tiny_models
-
-    depth, width, heads, edge, patch = shape.tower
-    vision = hf.CLIPVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        image_size=edge,
-        patch_size=patch,
-        projection_dim=width,
-    )
-    of_text, theta = {"llama": (hf.LlamaConfig, 1e4), "qwen2": (hf.Qwen2Config, 1e6)}[
-        shape.language
-    ]
-    text = of_text(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=layers or shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        tie_word_embeddings=False,
-    )
-    both = {"vision_config": vision, "text_config": text, "tie_word_embeddings": False}
-    both |= {"image_token_id": tiny_models.IMAGE_ID}
-    crop = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
-    if shape.canvases:
-        canvases = [list(size) for size in shape.canvases]
-        config = hf.LlavaNextConfig(**both, image_grid_pinpoints=canvases)
-        images = hf.LlavaNextImageProcessor(**crop, image_grid_pinpoints=canvases)
-        of_model, of_processor = hf.LlavaNextForConditionalGeneration, hf.LlavaNextProcessor
-    else:
-        config = hf.LlavaConfig(**both, image_seq_length=(edge // patch) ** 2)
-        images = CLIPImageProcessor(**crop)
-        of_model, of_processor = hf.LlavaForConditionalGeneration, hf.LlavaProcessor
-    torch.manual_seed(0)
-    with torch.device(device), _default(dtype):
-        model = of_model(config)
-    model.eval().requires_grad_(False)
-    # Every variant decodes the same number of tokens.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = tiny_models.PAD_ID
-    processor = of_processor(
-        image_processor=images,
-        tokenizer=tiny_models.build_tokenizer(),
-        patch_size=patch,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tiny_models.CHAT_TEMPLATE,
-    )
-    return model, processor
-
-
-@contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+# --- an image and a question ---------------------------------------------------------------------
 
 
 @dataclass
@@ -201,6 +85,27 @@ class Job:
     def vlm(self) -> VLM:
         """A new VLM without the buffers and captured steps of earlier variants."""
         return VLM(self.model, self.processor, decoding=self.decoding, prefix_cache_bytes=0)
+
+    def reader(self) -> Callable[[int], dict[str, Tensor]]:
+        """What makes the inputs of Hugging Face's ``generate``, of as many questions as asked."""
+        adapter = self.vlm().adapter
+        content = [{"type": "image"}, {"type": "text", "text": self.question}]
+        text = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+
+        def read(batch: int = 1) -> dict[str, Tensor]:
+            # Resize images on the same device as vlmfast.
+            images, texts = [self.image] * batch, [text] * batch
+            inputs = self.processor(
+                images=images, text=texts, return_tensors="pt", **adapter.on_device()
+            )
+            return {
+                key: value.to(self.device, adapter.dtype if value.is_floating_point() else None)
+                for key, value in inputs.items()
+            }
+
+        return read
 
 
 def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> Job:
@@ -267,28 +172,14 @@ Answer = Callable[[int, int, "list[int] | bool"], Run]
 
 def huggingface(job: Job, static: bool = False) -> Answer:
     """``(batch, new tokens, forced tokens) -> Run``; ``True`` only records the logits."""
-    vlm = job.vlm()
-    content = [{"type": "image"}, {"type": "text", "text": job.question}]
-    text = job.processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-    )
+    read = job.reader()
     more = {"cache_implementation": "static"} if static else {}
 
     def answer(batch: int, new: int, forced: list[int] | bool = False) -> Run:
         watch, probe = Watch(job.device, 1), Forced(forced if isinstance(forced, list) else None)
         forget_peak(job.device)
         begin = clock(job.device)
-        # Resize images on the same device as vlmfast.
-        inputs = job.processor(
-            images=[job.image] * batch,
-            text=[text] * batch,
-            return_tensors="pt",
-            **vlm.adapter.on_device(),
-        )
-        inputs = {
-            key: value.to(job.device, vlm.adapter.dtype if value.is_floating_point() else None)
-            for key, value in inputs.items()
-        }
+        inputs = read(batch)
         ids = job.model.generate(
             **inputs,
             max_new_tokens=new,

@@ -1,6 +1,6 @@
 """Run every path that needs a GPU once: ``python benchmarks/gpu_hour.py``.
 
-Weights are random or those of `tiny`, and nothing is downloaded. Five parts run in this order; name
+Weights are random or those of `tiny`, and nothing is downloaded. Six parts run in this order; name
 parts to run only those.
 
 ===========  ===================================================================================
@@ -8,12 +8,14 @@ parts to run only those.
 ``smoke``    every method of the library on `tiny`: captured decoding, eager decoding and the
              kernels' PyTorch references must all give the CPU's tokens; requests that join and
              leave, streaming, a session; captures while another thread allocates memory
+``bfloat16`` answers of `tiny` and `pocket` in bfloat16, compared with the CPU's
 ``kernels``  the rows of `kernels.py`, in its own process, with their thresholds
 ``step``     launches per layer of each model family; decode steps of LLaVA-NeXT and of Qwen2.5-VL
              at 7B, compared with the time to read weights and cache once at the copy bandwidth;
              time of a capture
-``serve``    tokens per second of requests with equal and with different answer lengths, captures
-             that they share, time of the first token, idle memory
+``serve``    tokens per second of requests with equal and with different answer lengths, with and
+             without the time of their prompts, captures that they share, time of the first
+             token, idle memory
 ===========  ===================================================================================
 
 Rows with a threshold (`gpu_limits.py`) have a verdict: ``PASS``, ``MISS`` (too slow) or ``FAIL``
@@ -34,7 +36,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -46,12 +47,12 @@ from typing import Any
 import end_to_end
 import gpu_limits as limits
 import kv
+import shapes
 import torch
 from ask import RESULTS
+from gpu_answers import IMAGE, QUESTION, WHOLE, asked, bfloat16, smoke
 
-import vlmfast
-from kernels import kernels
-from vlmfast import VLM, Answer, RecipeError, Request
+from vlmfast import VLM
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
@@ -67,22 +68,7 @@ from vlmfast.eval.bench import drawn, provenance
 from vlmfast.eval.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("probe", "smoke", "kernels", "step", "serve")
-QUESTION = "What is in the bottom left?"
-IMAGE = str(ROOT / "examples" / "picture.png")
-# In addition to each method at its defaults.
-STACKS = (
-    "none",
-    "downsample:0.3,proportional_attention=true",
-    "pyramiddrop:positions=compact",
-    "kivi:residual=32",
-    "zipvl:tau=0.9,kv=drop,rows=all",
-    "kivi+draft-auto",
-    "hired:0.5+pyramiddrop+zipvl",
-)
-WHOLE = (0, 1)
-NEAR_TIE = 0.01  # difference of two logits that other orders of float32 sums explain
-DRY_RECIPES = ("none", "hired:0.2", "zipvl")
+PARTS = ("probe", "smoke", "bfloat16", "kernels", "step", "serve")
 # Builders of `tests/tiny_families.py`, two layers each.
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")
 
@@ -215,15 +201,6 @@ def repeated(step: Callable[[], None], state: Callable[[], State]) -> Callable[[
     return replay
 
 
-def family(name: str) -> tuple[Any, Any]:
-    """A small model of a family with random weights, and its processor."""
-    if (tests := str(ROOT / "tests")) not in sys.path:
-        sys.path.append(tests)
-    import tiny_families
-
-    return tiny_families.builders()[name]()
-
-
 # --- probe ---------------------------------------------------------------------------------------
 
 
@@ -251,176 +228,6 @@ def probe(bench: Bench) -> None:
     with report.guarded("streaming, in a thread of its own"):
         *pieces, _ = vlm.stream(QUESTION, IMAGE, max_new_tokens=4)
         report.row("streaming, in a thread of its own", "".join(pieces))
-
-
-# --- smoke ---------------------------------------------------------------------------------------
-
-
-def smoke(bench: Bench) -> None:
-    report = bench.report
-    # PyTorch's convolutions round float32 to TF32 by default, its other products do not.
-    torch.backends.cudnn.allow_tf32 = False
-    alone = bench.dry or bench.share != WHOLE
-    found = answers(bench, tiny(bench)) if alone else shared(bench)
-    for what, (right, ran) in found.counts.items():
-        report.exact(what, f"{right} of {ran}", "all", right == ran)
-    if bench.share != WHOLE:
-        return
-    cpu, auto, _ = tiny(bench)
-    second = {}
-    for recipe in DRY_RECIPES if bench.dry else STACKS:
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        begin = clock(bench.device)
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        second[recipe] = clock(bench.device) - begin
-    for recipe in sorted(second, key=second.get, reverse=True)[:5]:
-        bench.most(f"a later request, {recipe}, s", second[recipe], limits.SECOND_REQUEST)
-    with report.guarded("requests that join and leave"):
-        joined(report, auto, cpu)
-    with report.guarded("session"), auto.session(images=IMAGE, recipe="lookm:0.5") as session:
-        texts = [session.ask(q, max_new_tokens=6).text for q in (QUESTION, "And above it?")]
-        report.row("two questions of a session", " / ".join(texts))
-    with report.guarded("captures beside a thread that allocates"):
-        beside_a_thread(bench)
-
-
-@dataclass
-class Found:
-    """By what was compared, how often it was right and how often it ran."""
-
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def count(self, what: str, right: int, ran: int = 1) -> None:
-        before = self.counts.get(what, (0, 0))
-        self.counts[what] = before[0] + right, before[1] + ran
-
-
-def tiny(bench: Bench) -> tuple[VLM, VLM, VLM]:
-    """`tiny` in float32: on the CPU, captured, eager."""
-    cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
-    own = VLM.from_pretrained("tiny", device=bench.device, dtype=torch.float32)
-    auto = bench.vlm(own.model, own.processor)
-    return cpu, auto, bench.vlm(own.model, own.processor, decoding="eager")
-
-
-def fixed(length: int) -> dict[str, int]:
-    return {"max_new_tokens": length, "min_new_tokens": length}
-
-
-def answers(bench: Bench, models: tuple[VLM, VLM, VLM]) -> Found:
-    """Compare the answers of a share of the recipes.
-
-    To the CPU only the answer itself is compared. Far beyond its end all tokens are unlikely, and
-    the references' tokens are compared, on the same device: the choice of visual tokens is theirs.
-    """
-    report, (cpu, auto, eager) = bench.report, models
-    found, number, count = Found(), *bench.share
-    long = fixed(6 if bench.dry else 48)
-    for recipe in (DRY_RECIPES if bench.dry else recipes())[number::count]:
-        with report.guarded(f"recipe {recipe}"):
-            ask = partial(VLM.ask, question=QUESTION, images=IMAGE, recipe=recipe)
-            try:
-                wanted = ask(cpu, max_new_tokens=8).token_ids
-            except RecipeError as refusal:  # such as a method without weights for `tiny`
-                report.row(f"recipe {recipe}", f"refused: {refusal}")
-                continue
-            with kernels("torch"):
-                reference = ask(eager, **long, top_logprobs=2)
-            for mode, vlm in (("auto", auto), ("eager", eager)):
-                text = ask(vlm, max_new_tokens=8)
-                found.count("answers that are the CPU's, in float32", text.token_ids == wanted)
-                if text.token_ids != wanted:
-                    report.row(f"another answer: {recipe} ({mode})", text.text)
-                differs = difference(ask(vlm, **long).token_ids, reference)
-                found.count("answers of 48 tokens that are the references'", not differs)
-                if differs:
-                    report.row(f"tokens differ: {recipe} ({mode})", differs)
-    return found
-
-
-def difference(tokens: list[int], reference: Answer) -> str:
-    """Where tokens are not those of the reference, unless its two best were nearly equal there."""
-    pairs = zip(tokens, reference.token_ids, strict=True)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if at is None:
-        return ""
-    best, second = sorted((p for _, p in reference.logprobs[at].top), reverse=True)[:2]
-    return "" if best - second < NEAR_TIE else f"from token {at} on, which leads by {best - second}"
-
-
-def shared(bench: Bench) -> Found:
-    """`answers` in several processes: most of the time one CPU core compiles kernels."""
-    report, found = bench.report, Found()
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, __file__, "smoke", "--share"]
-        count = max(1, min(6, (os.cpu_count() or 2) // 2))
-        files = [Path(scratch) / f"{number}.json" for number in range(count)]
-        processes = [
-            subprocess.Popen(
-                [*command, f"{number}/{count}", "--out", str(file)],
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "2"},
-            )
-            for number, file in enumerate(files)
-        ]
-        for number, (process, file) in enumerate(zip(processes, files, strict=True)):
-            code = process.wait()
-            rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
-            *others, last = rows or [{"what": "", "value": ""}]
-            if not last["what"].startswith("smoke: whole time"):
-                value = f"exit code {code} after {last['what']}"
-                report.exact(f"process {number} of {count}", value, "0", False)
-            for row in others:
-                if row["what"].startswith("answers "):
-                    found.count(row["what"], *map(int, row["value"].split(" of ")))
-                else:
-                    report.add(row["what"], row["value"], row["aim"], row["verdict"])
-    return found
-
-
-def recipes() -> list[str]:
-    """`STACKS`, and every method except frame selection at its defaults."""
-    names = [method["name"] for method in vlmfast.methods() if method["protocol"] != "media"]
-    return [*STACKS, *names]
-
-
-def joined(report: Report, vlm: VLM, cpu: VLM) -> None:
-    """Six requests with different recipes and lengths, of which three are decoded at once."""
-    recipe_lengths = {"none": 5, "hired:0.2": 9, "zipvl": 4, "kivi": 12, "snapkv:0.3": 7}
-    requests = [asked(IMAGE, recipe, n) for recipe, n in (*recipe_lengths.items(), ("none", 3))]
-    vlm.engine.max_rows = 3
-    handles = [vlm.submit(request) for request in requests]
-    got = [handle.result(timeout=300).token_ids for handle in handles]
-    wanted = [cpu.ask(r.question, r.images, recipe=r.recipe, **r.generation) for r in requests]
-    same = sum(a == b.token_ids for a, b in zip(got, wanted, strict=True))
-    report.exact("requests that join and leave: answers that are the CPU's", same, "6", same == 6)
-
-
-def asked(image: Any, recipe: str, length: int) -> Request:
-    """A request for exactly ``length`` tokens."""
-    return Request(QUESTION, image, recipe=recipe, generation=fixed(length))
-
-
-def beside_a_thread(bench: Bench) -> None:
-    """Capture decode steps of new shapes while another thread allocates and frees memory."""
-    stop = threading.Event()
-
-    def allocate() -> None:
-        while not stop.is_set():
-            torch.empty(1 << (12 if bench.dry else 24), device=bench.device).zero_()
-            if not bench.dry:
-                torch.cuda.empty_cache()
-
-    other = threading.Thread(target=allocate, daemon=True)
-    other.start()
-    try:
-        vlm = VLM.from_pretrained("tiny", device=bench.device, prefix_cache_bytes=0)
-        for share in (0.1, 0.2, 0.3, 0.4):
-            vlm.ask(QUESTION, IMAGE, recipe=f"hired:{share}", max_new_tokens=4)
-    finally:
-        stop.set()
-        other.join()
-    bench.report.exact("captures beside a thread that allocates", "no error", "no error", True)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -461,11 +268,10 @@ def step(bench: Bench) -> None:
         with bench.report.guarded(f"launches per layer, {name}"):
             launches_per_layer(bench, name)
     bandwidth = bench.bandwidth()
-    small = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
-    models = {
-        "llava-next-7b": lambda: end_to_end.build(small, bench.device, bench.dtype),
-        "qwen2.5-vl-7b": lambda: qwen(bench),
-    }
+    small = shapes.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    models = {"llava-next-7b": partial(shapes.build, small, bench.device, bench.dtype)}
+    for name in shapes.QWEN:
+        models[name] = partial(shapes.qwen, name, bench.device, bench.dtype, bench.dry)
     many = 2 if bench.dry else 16
     for name, build in models.items():
         with bench.report.guarded(name):
@@ -486,7 +292,7 @@ def launches_per_layer(bench: Bench, name: str) -> None:
     """Kernels of a captured step of two layers, less those of one."""
     found = []
     for layers in (2, 1):
-        model, processor = family(name)
+        model, processor = shapes.family(name)
         decoder = model.get_decoder()
         del decoder.layers[layers:]
         config = decoder.config
@@ -526,30 +332,6 @@ def launched(bench: Bench, replay: Callable[[], None]) -> dict[str, tuple[int, f
             count, took = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, took + event.time_range.elapsed_us()
     return found
-
-
-def qwen(bench: Bench) -> tuple[Any, Any]:
-    """Qwen2.5-VL's own modules at 7B with random weights; small ones in a dry run."""
-    small, processor = family("qwen2_5_vl")
-    config, shape = small.config, end_to_end.MODELS["qwen2.5-vl-7b-shape"]
-    if not bench.dry:
-        text = config.text_config
-        text.hidden_size, text.intermediate_size = shape.width, shape.ffn
-        text.num_hidden_layers, text.vocab_size = shape.layers, shape.vocabulary
-        text.num_attention_heads, text.num_key_value_heads = shape.heads, shape.kv_heads
-        text.layer_types = ["full_attention"] * shape.layers
-        text.rope_parameters = {**text.rope_parameters, "mrope_section": [16, 24, 24]}
-        if getattr(text, "head_dim", None):
-            text.head_dim = shape.width // shape.heads
-        config.vision_config.out_hidden_size = shape.width
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(bench.dtype)
-    try:
-        with torch.device(bench.device):
-            model = type(small)(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False), processor
 
 
 @torch.no_grad()
@@ -623,8 +405,8 @@ def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> N
 
 def serve(bench: Bench) -> None:
     report = bench.report
-    shape = end_to_end.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
-    vlm = bench.vlm(*end_to_end.build(shape, bench.device, bench.dtype))
+    shape = shapes.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    vlm = bench.vlm(*shapes.build(shape, bench.device, bench.dtype))
     image, asks = drawn(max(shape.image)), 0
     waves = (("none", 2),) if bench.dry else (("none", 4), ("hired:0.2", 4), ("hired:0.2", 16))
     for recipe, size in waves:
@@ -634,8 +416,9 @@ def serve(bench: Bench) -> None:
             with report.guarded(what):
                 served(bench, vlm, image, recipe, size, lengths)  # captures
                 captured = vlm.adapter.kept["graphs"].captured
-                rates[lengths] = served(bench, vlm, image, recipe, size, lengths)
+                rates[lengths], whole = served(bench, vlm, image, recipe, size, lengths)
                 report.row(f"{what}: decoded tokens per second", rates[lengths])
+                report.row(f"{what}: tokens per second, prompts counted", whole)
                 more = vlm.adapter.kept["graphs"].captured - captured
                 report.row(f"{what}: captures in steady state", more, "0", more == 0)
                 asks += 4 * size
@@ -665,8 +448,10 @@ def serve(bench: Bench) -> None:
         report.row("memory allocated at most, GB", torch.cuda.max_memory_allocated() / 1e9)
 
 
-def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, lengths: str) -> float:
-    """Tokens per second of ``2 * size`` requests that join and leave, without their prompts."""
+def served(
+    bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, lengths: str
+) -> tuple[float, float]:
+    """Tokens per second of ``2 * size`` requests that join and leave: without prompts, in all."""
     if bench.dry:
         counts = [6 if lengths == "equal" else 3 + i for i in range(2 * size)]
     else:
@@ -675,10 +460,11 @@ def served(bench: Bench, vlm: VLM, image: Any, recipe: str, size: int, lengths: 
     begin = clock(bench.device)
     handles = [vlm.submit(asked(image, recipe, count)) for count in counts]
     answers = [handle.result(timeout=600) for handle in handles]
-    took = clock(bench.device) - begin
+    took = whole = clock(bench.device) - begin
     for stats in (answer.stats for answer in answers):
         took -= stats.time_processor_s + stats.time_vision_s + stats.time_prefill_s
-    return sum(len(answer.token_ids) for answer in answers) / max(took, 1e-9)
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    return tokens / max(took, 1e-9), tokens / whole
 
 
 # --- the script ----------------------------------------------------------------------------------
@@ -734,7 +520,7 @@ def main(argv: list[str] | None = None) -> int:
         report.part, begin = part, time.perf_counter()
         print(f"\n{part}", flush=True)
         with report.guarded(part):
-            run = {"probe": probe, "smoke": smoke, "kernels": kernel_rows}
+            run = {"probe": probe, "smoke": smoke, "bfloat16": bfloat16, "kernels": kernel_rows}
             (run | {"step": step, "serve": serve})[part](bench)
         report.row(f"{part}: whole time, s", time.perf_counter() - begin)
         bench.cleaned()

@@ -60,6 +60,7 @@ from typing import Any, ClassVar
 
 import draft_views
 import end_to_end
+import shapes
 import torch
 from draft_views import RECORDED_VIEW, accepted_file, ratio
 from end_to_end import RESULTS, ended, measured, opened
@@ -85,11 +86,11 @@ from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_exa
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
 TINY = "tiny"
 SHAPES = {
-    "qwen2-0.5b": end_to_end.Shape(
+    "qwen2-0.5b": shapes.Shape(
         "qwen2", 24, 896, 4864, 14, 2, 151936, (336, 336), tower=(6, 384, 6, 336, 14)
     ),
-    "llava-1.5-7b": end_to_end.MODELS["llava-1.5-7b"],
-    "tiny-shape": end_to_end.MODELS["tiny-shape"],
+    "llava-1.5-7b": shapes.MODELS["llava-1.5-7b"],
+    "tiny-shape": shapes.MODELS["tiny-shape"],
 }
 RECIPES = ("none", "hired:0.2", "pyramiddrop")
 WORKLOADS = ("captions", "second question", "caption again")
@@ -335,7 +336,7 @@ def prepared(args: argparse.Namespace) -> Job:
         vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype, prefix_cache_bytes=0)
         return Job(TINY, vlm.model, vlm.processor, generation, decoding=args.decoding)
     shape = SHAPES[args.shape]
-    model, processor = end_to_end.build(shape, torch.device(args.device), dtype, args.layers)
+    model, processor = shapes.build(shape, torch.device(args.device), dtype, args.layers)
     height, width = shape.image
     image = drawn(max(shape.image)).resize((width, height))
     return Job(args.shape, model, processor, generation, image, args.decoding)

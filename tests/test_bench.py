@@ -28,7 +28,7 @@ def script(name: str) -> Any:
     return module
 
 
-kernels, end_to_end = script("kernels"), script("end_to_end")
+kernels, shapes, end_to_end = map(script, ("kernels", "shapes", "end_to_end"))
 RATES = {"copy": 4e12, "matrix": 8e14, "least": 1e-6}
 
 
@@ -273,7 +273,7 @@ def judge(job: end_to_end.Job) -> end_to_end.Judge:
 
 def test_prompt_has_the_announced_length(job: end_to_end.Job) -> None:
     ids = job.vlm().inputs(job.question, images=job.image)["input_ids"]
-    assert ids.shape[1] == end_to_end.MODELS["tiny-shape"].prompt
+    assert ids.shape[1] == shapes.MODELS["tiny-shape"].prompt
 
 
 @pytest.mark.cases(3)

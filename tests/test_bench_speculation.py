@@ -277,7 +277,7 @@ def test_cases_as_a_table(viewed: dict[str, Any]) -> None:
 
 
 def test_time_on_paper() -> None:
-    model = draft_views.Model(draft_views.end_to_end.MODELS["llava-1.5-7b"])
+    model = draft_views.Model(draft_views.shapes.MODELS["llava-1.5-7b"])
     assert model.weights == pytest.approx(6.6e9, rel=0.01)
     assert model.cache == 2 * 32 * 4096
     device = draft_views.Device("", 141e9, 1e12, 1e15)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ["probe", "smoke", "kernels", "step", "serve"]
+PARTS = ["probe", "smoke", "bfloat16", "kernels", "step", "serve"]
 
 
 def script(name: str) -> Any:
@@ -26,6 +26,7 @@ def script(name: str) -> Any:
     return module
 
 
+sys.path.append(str(ROOT / "benchmarks"))  # which import each other
 limits = script("gpu_limits")
 
 SCRIPT = """
@@ -86,16 +87,24 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
             "session",
             "thread that alloc",
         ],
+        "bfloat16": ["tiny: answers in bfloat16 that are the CPU's"],
         "kernels": ["kernels that agree with their references"],
         "step": [
             "launches per layer, llava,",
             "launches per layer, gemma3,",
             "llava-next-7b | none | batch 2: step",
             "qwen2.5-vl-7b | zipcache | batch 1: another capture",
+            "qwen3-vl-8b | none | batch 2: step",
             "captures of later steps",
             "step of none over snapkv:0.2",
         ],
-        "serve": ["equal lengths", "ragged lengths", "captures in steady state", "first token"],
+        "serve": [
+            "equal lengths",
+            "ragged lengths",
+            "prompts counted",
+            "steady state",
+            "first token",
+        ],
     }
     for part, words in expected.items():
         for word in words:
@@ -105,6 +114,46 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     assert {row["verdict"] for row in rows} == {"", "PASS"}
     assert not any(what.endswith((", s", ", ms")) for what in judged)
     assert sum("capture" not in what for what in judged) == 4
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
+    """A step that is ended is tried again, one that ended well is not."""
+    out = tmp_path / "first.json"
+    words = ("benchmarks/gpu_first.py", "--dry", "--only", "first token", "--only", "4-bit decode")
+    python(*words, "--out", out)
+    first = json.loads(out.read_text(encoding="utf-8"))
+    assert [step["code"] for step in first["steps"].values()] == [0, 0]
+    first["steps"]["4-bit decode"]["code"] = 124
+    out.write_text(json.dumps(first), encoding="utf-8")
+    python(*words, "--out", out)
+    second = json.loads(out.read_text(encoding="utf-8"))["steps"]
+    assert second["first token"] == first["steps"]["first token"]
+    assert second["4-bit decode"]["code"] == 0
+    found = json.loads((tmp_path / "gpu_first" / "ttft.json").read_text(encoding="utf-8"))
+    parts = found["parts"]
+    assert set(parts) == set(script("ttft").WORK) and not any("failed" in p for p in parts.values())
+    for name in ("answers: llava-next-7b", "answers: qwen2.5-vl-7b"):
+        rows = parts[name]
+        assert min(rows["none"]["launches"], rows["hf sdpa"]["launches"]) > 100
+        assert rows["hired:0.2"]["visual_tokens"] < rows["none"]["visual_tokens"]
+        assert all(row["time"]["median"] > 0 and row["busy"] is None for row in rows.values()
+                   if isinstance(row, dict))  # fmt: skip
+
+
+def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
+    first = script("gpu_first")
+    assert sum(step.seconds for step in first.STEPS) <= 12 * 60 + 80
+    ended = first.run(first.Step("a", 1, "", "-c while(True):pass"), 1, True, tmp_path)
+    assert ended["code"] == 124 and ended["command"] == "python -c while(True):pass"
+    wrong = first.run(first.Step("b", 60, "", "-c raise(SystemExit(5))"), 60, True, tmp_path)
+    assert wrong["code"] == 5
+
+
+def test_time_that_is_covered() -> None:
+    ttft = script("ttft")
+    assert ttft.union([]) == 0
+    assert ttft.union([(0, 2), (1, 3), (5, 6), (5.25, 5.5)]) == 4
 
 
 @pytest.mark.slow
@@ -137,7 +186,7 @@ def test_make_gpu_runs_in_order_and_stops_at_the_first_failure(tmp_path, failing
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = log.read_text().splitlines()
     assert all(line.startswith(f"{ROOT} 1 ") for line in lines)
-    expected = ["probe", "smoke", "pytest", "kernels", "step", "serve"]
+    expected = ["probe", "smoke", "bfloat16", "pytest", "kernels", "step", "serve"]
     last = expected.index(failing) + 1 if failing in expected else len(expected)
     names = [
         next(name for name in expected if name in line.removeprefix(str(ROOT))) for line in lines

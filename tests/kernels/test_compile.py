@@ -170,3 +170,34 @@ def test_launch_arguments_bind_and_compile() -> None:
     kernels |= {"_attention_mass", "_norm", "_rotate", "_swiglu", "_attend_list"}
     kernels |= {"_linears", "_gated"}
     assert kernels <= set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
+    """A folder that was filled on another machine; the control is a stride without a variant."""
+    cache = {"TRITON_CACHE_DIR": str(tmp_path), "VLMFAST_KERNELS": "triton"}
+    done = run("-m", "vlmfast.kernels.compile", "swiglu", "--arch", "90", **cache)
+    assert done.returncode == 0, done.stderr
+    code = """
+import os, torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from vlmfast.kernels import compile, swiglu
+
+def entries():
+    return len(os.listdir(os.environ["TRITON_CACHE_DIR"]))
+
+swiglu.use_triton = lambda *args: True
+driver.set_active(compile._NoDevice(90))
+JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **k: kernel.warmup(*a, grid=grid, **k)
+x = torch.randn(2, 100).bfloat16()
+for width in (48, 50):
+    before = entries()
+    swiglu.swiglu(x[:, :width], x[:, :width])
+    y = torch.randn(2, width).bfloat16()
+    swiglu.swiglu(y, y)
+    print(entries() - before)
+"""
+    done = run("-c", code, **cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0"]

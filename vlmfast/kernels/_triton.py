@@ -273,7 +273,9 @@ class Variant:
         ``i32:16`` is a multiple of 16. Names that the kernel does not have are ignored.
     constants : dict of str to object
         Its compile-time parameters, and None for absent pointers.
-    warps, stages : int
+    warps : int
+    stages : int, optional
+        As its launch passes them; by default Triton's.
     fp_fusion : bool
         Whether a product and a sum may become one operation, which rounds once.
     """
@@ -282,5 +284,5 @@ class Variant:
     signature: Mapping[str, str | tuple[str, ...]]
     constants: Mapping[str, Any]
     warps: int = 4
-    stages: int = 2
+    stages: int | None = None
     fp_fusion: bool = True

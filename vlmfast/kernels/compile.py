@@ -21,9 +21,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # Shared memory that one program can use, in bytes, by compute capability (CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability").
@@ -31,7 +34,9 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
 def compiled(variant: Any, arch: int) -> dict[str, Any]:
-    """Compile one variant for ``arch`` and count what it needs.
+    """Compile one variant for ``arch``, as a launch would, and count what it needs.
+
+    Launches on such a GPU find it in Triton's cache. In this process no kernel can run afterwards.
 
     Returns
     -------
@@ -40,33 +45,19 @@ def compiled(variant: Any, arch: int) -> dict[str, Any]:
         to floats, and ``narrow_loads``, loads of one or two bytes from global memory, both as
         instructions in the longest loop of the PTX.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime import driver
 
-    signature: dict[str, str | tuple[str, ...]] = {}
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
-    for position, name in enumerate(variant.kernel.arg_names):
-        if name in variant.constants:
-            signature[name] = "constexpr"
-            continue
-        kind = variant.signature[name]
-        if isinstance(kind, tuple):
-            signature[name] = tuple(_type(each) for each in kind)
-            aligned |= {(position, i): _ALIGNED for i, each in enumerate(kind) if _is_aligned(each)}
-        else:
-            signature[name] = _type(kind)
-            aligned |= {(position,): _ALIGNED} if _is_aligned(kind) else {}
-    binary = triton.compile(
-        ASTSource(variant.kernel, signature, constexprs=dict(variant.constants), attrs=aligned),
-        target=GPUTarget("cuda", arch, 32),
-        # Triton's defaults; since 3.9 they must be passed.
-        options={
-            "num_warps": variant.warps,
-            "num_stages": variant.stages,
-            "enable_fp_fusion": variant.fp_fusion,
-        },
-    )
+    arguments = dict(variant.constants)
+    for name in variant.kernel.arg_names:
+        if name not in arguments:
+            kind = variant.signature[name]
+            several = isinstance(kind, tuple)
+            arguments[name] = tuple(map(_argument, kind)) if several else _argument(kind)
+    options = {"num_warps": variant.warps, "enable_fp_fusion": variant.fp_fusion}
+    if variant.stages is not None:
+        options["num_stages"] = variant.stages
+    driver.set_active(_NoDevice(arch))
+    binary = variant.kernel.warmup(grid=(1,), **arguments, **options)
     loop = _longest_loop(binary.asm["ptx"])
     return {
         "shared": binary.metadata.shared,
@@ -92,16 +83,36 @@ def _longest_loop(ptx: str) -> str:
     return max(loops, key=len, default=ptx)
 
 
-_ALIGNED = [["tt.divisibility", 16]]
+_DTYPES = {"i1": "bool", "u8": "uint8", "i16": "int16", "i32": "int32", "i64": "int64"}
+_DTYPES |= {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def _type(kind: str) -> str:
-    return kind.partition(":")[0]
+@dataclass(frozen=True)
+class _NoDevice:
+    """A driver of Triton that only says for what it compiles."""
+
+    arch: int
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton has a cache for each device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
 
 
-def _is_aligned(kind: str) -> bool:
-    """Whether a launch would specialize on it; pointers from torch are aligned."""
-    return kind.startswith("*") or kind.endswith(":16")
+def _argument(kind: str) -> Any:
+    """What a launch would pass for a type of a signature."""
+    from triton.runtime.jit import MockTensor
+
+    base, _, multiple = kind.partition(":")
+    if base.startswith("*"):
+        return MockTensor(getattr(torch, _DTYPES[base[1:]]))
+    return {"i32": 17 * int(multiple or 1), "fp32": 0.5}[base]
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

@@ -505,8 +505,8 @@ def _variants(dtype: torch.dtype, d: int) -> list[Variant]:
     near = {**shape, **tile, "UPCAST": dtype == torch.float32}
     return [
         Variant(_norms, types | {"out": "*fp32"}, {**shape, "BLOCK_N": 64}),
-        Variant(_nearest, types, near, warps),
-        Variant(_nearest, types, {**near, "lengths": None}, warps),
+        Variant(_nearest, types, near, warps, 2),
+        Variant(_nearest, types, {**near, "lengths": None}, warps, 2),
         Variant(
             _merge_runs,
             types,

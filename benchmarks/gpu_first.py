@@ -1,0 +1,156 @@
+"""The most valuable measurements of a GPU first: ``python benchmarks/gpu_first.py``.
+
+Runs `STEPS` in their order, each in a process of its own with a time limit, and ends before
+``--minutes`` are over. Each script writes its own result file row by row, so a step that is ended
+keeps what it has measured. ``benchmarks/results/gpu_first-DEVICE.json`` lists what ran, after every
+step; the same command goes on with steps that did not end well. The exit code is 1 if a step failed
+and 3 if steps are left.
+
+Triton's compiler would take most of the first minutes. ``python -m vlmfast.kernels.compile`` fills
+``TRITON_CACHE_DIR`` on any machine with the GPU machine's versions of Python and Triton; set the
+variable to a copy of that folder. ``--dry`` runs the steps at small sizes on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from end_to_end import RESULTS, UNFINISHED
+
+from vlmfast.eval.bench import provenance
+from vlmfast.eval.results import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+SPARE = 5.0  # seconds less than which no step is started
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command.
+
+    Parameters
+    ----------
+    seconds : float
+        It is ended after this time.
+    words, dry : str
+        Arguments of Python on a GPU, and of a dry run.
+    """
+
+    name: str
+    seconds: float
+    words: str
+    dry: str
+
+
+_SMALL = "--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
+STEPS = (
+    Step("first token", 220, "benchmarks/ttft.py --minutes 3.4 --repeats 5",
+         "benchmarks/ttft.py --dry --repeats 1 --fresh --out {folder}/ttft.json"),
+    Step("batches", 110, "benchmarks/end_to_end.py --model llava-next-7b --batches 16,32 --no-hf"
+         " --no-static --recipe none --recipe hired:0.2 --repeats 2 --minutes 1.7",
+         f"benchmarks/end_to_end.py {_SMALL} --fresh --out {{folder}}/batches.json"),
+    Step("static cache", 80, "benchmarks/end_to_end.py --model llava-next-7b --batches 1"
+         " --recipe none --repeats 2 --minutes 1.2",
+         f"benchmarks/end_to_end.py {_SMALL} --batches 1 --fresh --out {{folder}}/static.json"),
+    Step("speculation", 95, "benchmarks/speculation.py --shape llava-1.5-7b --rates 0.6,0.8"
+         " --pairs 2 --no-hf --minutes 1.5",
+         "benchmarks/speculation.py --shape tiny-shape --rates 0.6 --pairs 1 --no-hf --fresh"
+         " --device cpu --out {folder}/speculation.json"),
+    Step("serve", 80, "benchmarks/gpu_hour.py serve",
+         "benchmarks/gpu_hour.py serve --dry --out {folder}/hour.json"),
+    Step("4-bit decode", 55, "benchmarks/kernels.py --kernel decode_mixed --shapes B --minutes 0.8",
+         "benchmarks/kernels.py --check --kernel swiglu --shapes small --out {folder}/k.json"),
+    Step("guard bands", 65, "-m pytest -q -x -p no:cacheprovider tests/kernels/test_guard_bands.py",
+         "-m pytest -q -x -p no:cacheprovider tests/kernels/test_guard_bands.py -k swiglu"),
+    Step("bfloat16", 50, "benchmarks/gpu_hour.py bfloat16",
+         "benchmarks/gpu_hour.py bfloat16 --dry --out {folder}/hour.json"),
+    Step("kernels never timed", 30, "benchmarks/kernels.py --missing --minutes 0.4",
+         "benchmarks/kernels.py --check --kernel swiglu --shapes odd --out {folder}/k.json"),
+)  # fmt: skip
+
+
+def run(step: Step, seconds: float, dry: bool, folder: Path) -> dict[str, Any]:
+    """What a step printed last, and its exit code: 124 if it was ended."""
+    words = step.dry.format(folder=folder) if dry else step.words
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    own = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    log, begin = folder / f"{step.name.replace(' ', '-')}.log", time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words.split()],
+            cwd=ROOT, env={**os.environ, **own}, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+            process.wait()
+            code = 124
+    took = time.perf_counter() - begin
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+    print(f"{step.name}: exit code {code} after {took:.0f} s", flush=True)
+    if code not in (0, UNFINISHED):
+        print("\n".join(f"    {line}" for line in last), flush=True)
+    command = f"python {words}"
+    return {"command": command, "code": code, "seconds": took, "last": last}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, names = parser.add_argument, [step.name for step in STEPS]
+    add("--minutes", type=float, default=12.0, help="time limit of all steps (%(default)s)")
+    add("--only", action="append", choices=names, help="run this step; may be repeated")
+    add("--again", action="store_true", help="also run steps that ended well before")
+    add("--dry", action="store_true", help="use small sizes on a CPU to check the steps")
+    add("--out", type=Path, help="default: benchmarks/results/gpu_first-DEVICE.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args, start = parse(arguments), time.perf_counter()
+    if not args.dry and not torch.cuda.is_available():
+        print("no CUDA device found; --dry runs small sizes on a CPU", file=sys.stderr)
+        return 2
+    about = provenance("gpu_first.py", arguments, "cpu" if args.dry else "cuda")
+    kind = about["device"].replace(" ", "-").lower()
+    out = args.out or RESULTS / f"gpu_first-{kind}.json"
+    before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
+    same = before.get("device") == about["device"] and before.get("dry") == args.dry
+    done = before["steps"] if same else {}
+    wanted = [step for step in STEPS if step.name in (args.only or [s.name for s in STEPS])]
+    steps = [s for s in wanted if args.again or done.get(s.name, {}).get("code") != 0]
+    folder = (args.out.parent if args.out else ROOT / "runs") / "gpu_first"
+    folder.mkdir(parents=True, exist_ok=True)
+    left = []
+    for step in steps:
+        rest = 60 * args.minutes - (time.perf_counter() - start)
+        if rest < SPARE:
+            left.append(step.name)
+            continue
+        done[step.name] = run(step, min(step.seconds, rest), args.dry, folder)
+        done[step.name]["date"] = about["date"]
+        write_json(out, {**about, "dry": args.dry, "steps": done})
+    failed = [s.name for s in wanted if done.get(s.name, {}).get("code") not in (0, UNFINISHED)]
+    failed = [name for name in failed if name not in left]
+    left += [s.name for s in wanted if done.get(s.name, {}).get("code") == UNFINISHED]
+    print(f"failed: {', '.join(failed) or 'none'}; left: {', '.join(left) or 'none'}")
+    print(f"written: {out}", file=sys.stderr)
+    return 1 if failed else UNFINISHED if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""Where the time to the first token goes: ``python benchmarks/ttft.py [PART ...]``.
+
+===========  ===================================================================================
+``machine``  copy bandwidth, rate of a matrix product, time of a launch and of a host read
+``answers``  Hugging Face's ``generate`` and vlmfast's recipes, from an image in host memory to
+             the first token on the host, one token each
+``layer``    a decoder layer over a prompt: as it is, captured, compiled
+``towers``   the vision towers of Qwen2.5-VL and Qwen3-VL, Hugging Face's and vlmfast's
+===========  ===================================================================================
+
+Variants take turns, so that another load affects all of them. Each row of ``answers`` and
+``towers`` has the median and quartiles of its times, the ratio to Hugging Face's of the same turn,
+and the anatomy of one more answer under PyTorch's profiler:
+
+============  =====================================================================================
+``busy``      time in which the device ran something, in seconds
+``launches``  kernels, copies and captured graphs that the host started; on a CPU operations
+``reads``     how often the host waited for the device: copies to the host, synchronizations
+============  =====================================================================================
+
+Models have random weights (`shapes.py`). Every row is written as soon as it is measured, and no row
+starts that may exceed ``--minutes``; then the exit code is 3 and the same command resumes. Rows of
+another device or of other versions are not kept. ``--dry`` checks the script on a CPU with small
+models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import shapes
+import torch
+from end_to_end import HF, QUESTION, RESULTS, Job, ended, measured, opened
+
+from vlmfast.core.recipe import Recipe
+from vlmfast.engine.attention import switched
+from vlmfast.engine.prefill import Inputs, look
+from vlmfast.engine.stats import Stats, Trace, clock
+from vlmfast.eval.bench import drawn, provenance, spread
+from vlmfast.eval.report import markdown_table
+
+RECIPES = ("none", "hired:0.2", "hired:0.2+pyramiddrop+zipvl")
+SIZES = ((448, 448), (672, 672), (1344, 1008))  # width, height
+ROWS = (640, 2981)  # of a prompt under `hired:0.2` and `none`
+WARM = 3  # calls before the first measured one: a tower is captured at the third of a shape
+# Events of the host that start work on the device, and those that wait for it.
+LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
+READS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
+CPU_READS = ("aten::_local_scalar_dense", "aten::nonzero")
+
+
+# --- anatomy -------------------------------------------------------------------------------------
+
+
+def anatomy(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Profile a call: ``busy`` (``None`` on a CPU), ``launches``, ``reads``, longest kernels."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities) as seen:
+        call()
+        clock(device)  # the profiler adds one wait, which is not counted
+    events = seen.events()
+    if not cuda:
+        own = [event.name for event in events if event.name.startswith("aten::")]
+        outer = [e for e in events if e.name.startswith("aten::") and not _inside(e)]
+        reads = sum(name in CPU_READS for name in own)
+        return {"busy": None, "launches": len(outer), "reads": reads}
+    host = [event.name for event in events if event.device_type == DeviceType.CPU]
+    work = [event for event in events if event.device_type == DeviceType.CUDA]
+    took: dict[str, float] = {}
+    for event in work:
+        took[event.name] = took.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6
+    longest = sorted(took, key=took.__getitem__, reverse=True)[:12]
+    return {
+        "busy": union((e.time_range.start / 1e6, e.time_range.end / 1e6) for e in work),
+        "launches": sum(name.endswith(LAUNCHES) or "LaunchKernel" in name for name in host),
+        "reads": sum(name.endswith(READS) for name in host) - 1,
+        "kernels": {name: took[name] for name in longest},
+    }
+
+
+def _inside(event: Any) -> bool:
+    """Whether an operation is a part of another operation."""
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith("aten::"):
+        parent = parent.cpu_parent
+    return parent is not None
+
+
+def union(spans: Iterator[tuple[float, float]] | list[tuple[float, float]]) -> float:
+    """The time that is covered by any of the spans."""
+    covered, until = 0.0, -float("inf")
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how often variants are measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    dry: bool
+    repeats: int
+
+    def compared(self, variants: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        """Time variants in turn; each must have run before, ratios are to the first."""
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(self.repeats):
+            for name, call in variants.items():
+                begin = clock(self.device)
+                call()
+                times[name].append(clock(self.device) - begin)
+        base = next(iter(times.values()))
+        found = {}
+        for name, taken in times.items():
+            ratios = [a / b for a, b in zip(base, taken, strict=True)]
+            found[name] = {"time": spread(taken), "ratio": spread(ratios)}
+            found[name] |= anatomy(variants[name], self.device)
+        return found
+
+    def per_call(self, call: Callable[[], Any], count: int) -> float:
+        """Seconds of one of many calls in a row, which the device may work off later."""
+        call()
+        begin = clock(self.device)
+        for _ in range(count):
+            call()
+        return (clock(self.device) - begin) / count
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def machine(bench: Bench) -> dict[str, Any]:
+    scale = 12 if bench.dry else 28
+    x = torch.randn(1 << scale, device=bench.device)
+    y, one = torch.empty_like(x), torch.ones(1, device=bench.device)
+    n = 64 if bench.dry else 8192
+    a = torch.randn(n, n, device=bench.device, dtype=bench.dtype)
+    return {
+        "copy": 2 * x.nbytes / bench.per_call(lambda: y.copy_(x), 20),
+        "matrix": 2 * n**3 / bench.per_call(lambda: a @ a, 20),
+        "launch": bench.per_call(lambda: one.add_(1), 2000),
+        "read": bench.per_call(lambda: one.add_(1).item(), 500),
+    }
+
+
+def answers(bench: Bench, name: str) -> dict[str, Any]:
+    """Rows of one model: Hugging Face, then recipes."""
+    if name in shapes.QWEN:
+        model, processor = shapes.qwen(name, bench.device, bench.dtype, bench.dry)
+        size = (64, 64) if bench.dry else SIZES[-1]
+    else:
+        shape = shapes.MODELS["tiny-shape" if bench.dry else name]
+        model, processor = shapes.build(shape, bench.device, bench.dtype)
+        size = shape.image[::-1]
+    job = Job(model, processor, drawn(max(size)).resize(size), QUESTION)
+    read, vlm = job.reader(), job.vlm()
+
+    def generate() -> Any:
+        ids = model.generate(**read(), max_new_tokens=1, do_sample=False)
+        return ids[0, -1].item()
+
+    def ask(recipe: str) -> Any:
+        return vlm.ask(QUESTION, job.image, recipe=recipe, max_new_tokens=1)
+
+    variants = {HF: generate} | {recipe: partial(ask, recipe) for recipe in RECIPES}
+    for call in variants.values():
+        for _ in range(WARM):
+            call()
+    found = bench.compared(variants)
+    for recipe in RECIPES:
+        stats = ask(recipe).stats
+        parts = ("processor", "vision", "reduce", "prefill")
+        found[recipe]["parts"] = {part: getattr(stats, f"time_{part}_s") for part in parts}
+        found[recipe]["visual_tokens"] = stats.equivalent_tokens
+        found[recipe]["prompt_tokens"] = stats.prompt_tokens
+    return found
+
+
+@torch.no_grad()
+def layer(bench: Bench) -> dict[str, Any]:
+    """A layer of LLaVA-NeXT's language model over prompts of `ROWS`."""
+    shape = shapes.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
+    model, _ = shapes.build(shape, bench.device, bench.dtype, layers=1)
+    decoder = model.get_decoder()
+    found = {}
+    for rows in (16, 40) if bench.dry else ROWS:
+        x = torch.randn(1, rows, shape.width, device=bench.device, dtype=bench.dtype)
+        tables = decoder.rotary_emb(x, torch.arange(rows, device=bench.device)[None])
+        run = partial(decoder.layers[0], x, position_embeddings=tables)
+        variants: dict[str, Callable[[], Any]] = {"as it is": run}
+        if not bench.dry:
+            variants["captured"] = captured(run)
+        backend = "aot_eager" if bench.dry else "inductor"
+        variants["compiled"] = torch.compile(run, dynamic=False, backend=backend)
+        for call in variants.values():
+            call()
+        for name, row in bench.compared(variants).items():
+            found[f"{name}, {rows} rows"] = row
+    return found
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of a call."""
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+@torch.no_grad()
+def towers(bench: Bench, name: str) -> dict[str, Any]:
+    """A family's own tower and projector at several sizes; few layers of the language model."""
+    model, processor = shapes.qwen(name, bench.device, bench.dtype, bench.dry, layers=2)
+    found = {}
+    for size in [(64, 64)] if bench.dry else SIZES:
+        job = Job(model, processor, drawn(max(size)).resize(size), QUESTION)
+        adapter, tensors = job.vlm().adapter, job.reader()()
+        inputs = Inputs(tensors, [size[::-1]])
+        pixels = {key: tensors[key] for key in ("pixel_values", "image_grid_thw")}
+
+        def own(adapter: Any = adapter, inputs: Inputs = inputs) -> None:
+            with switched(adapter.model):
+                look(adapter, inputs, Recipe(), Stats(), Trace())
+
+        variants = {HF: partial(model.get_image_features, **pixels), "vlmfast": own}
+        for call in variants.values():
+            for _ in range(WARM):
+                call()
+        for variant, row in bench.compared(variants).items():
+            found[f"{variant}, {size[0]} x {size[1]}"] = row
+    return found
+
+
+WORK: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "machine": machine,
+    "answers: llava-next-7b": partial(answers, name="llava-next-7b"),
+    "layer": layer,
+    "towers: qwen2.5-vl-7b": partial(towers, name="qwen2.5-vl-7b"),
+    "answers: qwen2.5-vl-7b": partial(answers, name="qwen2.5-vl-7b"),
+    "towers: qwen3-vl-8b": partial(towers, name="qwen3-vl-8b"),
+}
+PARTS = tuple(dict.fromkeys(name.partition(":")[0] for name in WORK))
+
+
+# --- the script ----------------------------------------------------------------------------------
+
+
+def markdown(rows: dict[str, Any]) -> str:
+    """The rows with times, as a table."""
+    lines = []
+    for part, found in rows.items():
+        for name, row in found.items() if part != "machine" else ():
+            if name in ("failed", "date", "took"):
+                continue
+            busy = "" if row["busy"] is None else f"{1e3 * row['busy']:,.1f} ms"
+            time_ = f"{1e3 * row['time']['median']:,.1f} ms"
+            ratio = f"{row['ratio']['median']:.2f}x"
+            lines.append([part, name, time_, ratio, busy, str(row["launches"]), str(row["reads"])])
+    head = ["part", "variant", "time", "ratio", "busy", "launches", "reads"]
+    return markdown_table(head, lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
+    add("--repeats", type=int, default=10, help="measured turns (%(default)s)")
+    add("--minutes", type=float, default=4.0, help="time limit (%(default)s)")
+    add("--dry", action="store_true", help="use small models on a CPU to check the script")
+    add("--fresh", action="store_true", help="discard the contents of the result file")
+    add("--out", type=Path, help="default: benchmarks/results/ttft-DEVICE.json")
+    args = parser.parse_args(argv)
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
+    args.parts = args.parts or list(PARTS)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    args, start = parse(arguments), time.perf_counter()
+    if not args.dry and not torch.cuda.is_available():
+        print("no CUDA device found; --dry runs small models on a CPU", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    device = torch.device("cpu" if args.dry else "cuda")
+    about = provenance("ttft.py", arguments, device.type)
+    out = args.out or RESULTS / f"ttft-{about['device'].replace(' ', '-').lower()}.json"
+    report = opened(out, about, args, "repeats", "dry")
+    if report is None:
+        return 2
+    report |= about
+    dtype = torch.float32 if args.dry else torch.bfloat16
+    bench = Bench(device, dtype, args.dry, args.repeats)
+    wanted = [name for name in WORK if name.partition(":")[0] in args.parts]
+    missing = [name for name in wanted if "failed" in report["parts"].get(name, {"failed": ""})]
+
+    def measure(name: str) -> dict[str, Any]:
+        try:
+            return WORK[name](bench)
+        except Exception as error:  # other parts may work
+            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        finally:
+            gc.collect()
+            if not args.dry:
+                torch.cuda.empty_cache()
+
+    left = measured(missing, measure, report, out, start + 60 * args.minutes)
+    print(f"\n{about['device']}\n\n{markdown(report['parts'])}")
+    failed = {name: row["failed"] for name, row in report["parts"].items() if "failed" in row}
+    for name, why in failed.items():
+        print(f"FAIL  {name}: {why}")
+    return ended(out, left, len(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
