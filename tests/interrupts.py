@@ -42,7 +42,7 @@ def no_hang() -> Iterator[None]:
 
 
 @contextmanager
-def _traced(at: Callable[[Line], None]) -> Iterator[None]:
+def traced(at: Callable[[Line], None]) -> Iterator[None]:
     """Call ``at`` before each line of the engine that this thread runs."""
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
@@ -63,7 +63,7 @@ def _traced(at: Callable[[Line], None]) -> Iterator[None]:
 def lines_of(call: Callable[[], Any]) -> list[Line]:
     """The lines of the engine that a call runs in this thread."""
     found: dict[Line, None] = {}
-    with _traced(lambda at: found.setdefault(at)):
+    with traced(lambda at: found.setdefault(at)):
         call()
     return list(found)
 
@@ -75,7 +75,7 @@ def interrupted(call: Callable[[], Any], line: Line) -> Any:
         if now == line:
             raise KeyboardInterrupt
 
-    with _traced(at):
+    with traced(at):
         return call()
 
 

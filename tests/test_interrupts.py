@@ -21,6 +21,7 @@ from interrupts import Line, interrupted, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.engine.batches import Batches
+from vlmfast.engine.prefix_cache import Key
 
 QUESTION, IMAGE = "what is here ?", make_image(seed=0)
 GIVEN = {"max_new_tokens": 4, "eos_token_id": None}
@@ -80,6 +81,16 @@ def check(vlm: VLM, before: tuple, wanted: dict[Call, Any], *calls: Call) -> Non
         assert call(vlm) == wanted[call]
     load = vlm.engine.load()
     assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
+    nothing_in_use(vlm)
+
+
+def nothing_in_use(vlm: VLM) -> None:
+    """All entries of the prefix cache can be dropped, and all of its bytes be taken again."""
+    cache = vlm.prefix_cache
+    cache.free()
+    assert cache.stats().entries == 0
+    assert cache.put(Key("x", "", 0), None, cache.limit) is not None
+    cache.clear()
 
 
 # --- each line -----------------------------------------------------------------------------------
@@ -138,6 +149,31 @@ def test_an_interrupt_while_a_row_leaves_its_batch(vlm: VLM, call: Call, monkeyp
             call(vlm)
     with no_hang():
         check(vlm, before, wanted, call)
+
+
+def test_an_interrupt_leaves_no_entry_in_use(vlm: VLM, tmp_path: Path) -> None:
+    """Also outside of the engine's steps, where a session is measured and saved."""
+
+    def twice() -> None:
+        for _ in range(2):
+            vlm.ask(QUESTION, IMAGE, **GIVEN)
+
+    with vlm.session(IMAGE, recipe="hired:0.5") as opened:
+
+        def saved() -> None:
+            opened.ask(QUESTION, **GIVEN)
+            assert opened.bytes
+            opened.save(tmp_path / "a.session")
+
+        for call in (twice, saved):
+            call()
+            vlm.prefix_cache.clear()
+            found = [line for line in lines_of(call) if Path(line[0]).name == "prefix_cache.py"]
+            for line in random.Random(0).sample(found, 8):
+                vlm.prefix_cache.clear()
+                with no_hang(), pytest.raises(KeyboardInterrupt):
+                    interrupted(call, line)
+                nothing_in_use(vlm)
 
 
 def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
