@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch
 
 from interrupts import Line, interrupted, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
-from vlmfast import VLM, Request
+from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.batches import Batches
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.handle import Handle
 from vlmfast.engine.prefix_cache import Key
+from vlmfast.engine.restore import Changes
 
 QUESTION, IMAGE = "what is here ?", make_image(seed=0)
 GIVEN = {"max_new_tokens": 4, "eos_token_id": None}
@@ -190,6 +194,107 @@ def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
                     interrupted(lambda call=call: call(vlm), line)
                 load = vlm.engine.load()
                 assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0), line
+
+
+def test_an_interrupt_leaves_no_submitted_request(vlm: VLM, monkeypatch) -> None:
+    """The caller has no handle of it; also while the background thread starts."""
+    request = Request(QUESTION, IMAGE, generation=GIVEN)
+    wanted, handles = vlm.submit(request).result().token_ids, []
+
+    def submit() -> None:
+        handles.append(vlm.submit(request))
+
+    def check() -> None:
+        load = vlm.engine.load()
+        assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
+        submit()
+        assert handles.pop().result().token_ids == wanted
+
+    found = lines_of(submit, *(inspect.getfile(one) for one in (VLM, Engine, Handle)))
+    handles.pop().close()
+    assert len({file for file, _ in found}) == 3
+    own = [line for line in found if line[0] == inspect.getfile(VLM)]
+    for line in random.Random(0).sample(found, 8) + own[-2:]:
+        with no_hang():
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(submit, line)
+            check()
+
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with no_hang():
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted_start)
+            with pytest.raises(KeyboardInterrupt):
+                submit()
+        check()
+
+
+def lines_in(function: Callable) -> list[Line]:
+    lines, start = inspect.getsourcelines(function)
+    return [(inspect.getfile(function), start + number) for number in range(len(lines))]
+
+
+def beside(vlm: VLM, other: Callable[[], None], line: Line) -> bool:
+    """Whether a call that answers requests of another thread is interrupted at a line."""
+    thread = threading.Thread(target=other, daemon=True)
+
+    def once(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if thread.ident is None:
+            thread.start()
+            while not vlm.engine.load().waiting:
+                time.sleep(0.001)
+        return scores
+
+    given = GIVEN | {"max_new_tokens": 12, "logits_processor": [once]}
+    with no_hang():
+        try:
+            interrupted(lambda: vlm.ask(QUESTION, IMAGE, **given), line)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            thread.join()
+    return False
+
+
+def test_an_interrupt_wakes_threads_that_wait(vlm: VLM, monkeypatch) -> None:
+    """They run the engine next; an interrupt comes while the one that ran it ends."""
+    wanted, found, tried = cold(vlm, ask), [], 0
+    vlm.engine.max_rows = 1
+    undo = Changes.undo
+
+    def slowly(changes: Changes) -> None:
+        undo(changes)
+        time.sleep(0.05)  # others have noticed the last step, and wait for the turn
+
+    monkeypatch.setattr(Changes, "undo", slowly)
+    for line in lines_in(Engine._end_turn):
+        tried += beside(vlm, lambda: found.append(ask(vlm)), line)
+        assert found.pop() == wanted, line
+    vlm.engine.max_rows = 256
+    assert tried > 5
+
+
+def test_an_interrupt_tells_listeners_the_end(vlm: VLM) -> None:
+    """Of a request that ends in the thread that is interrupted."""
+    request, tried = Request(QUESTION, IMAGE, generation=GIVEN | {"max_new_tokens": 2}), 0
+    told: list[bool] = []
+
+    def other() -> None:
+        handle = vlm.submit(request)
+        handle.listen(lambda: told.append(handle.done))
+        with suppress(VLMFastError):  # it was interrupted
+            handle.result()
+
+    for line in lines_in(Engine._leave):
+        told.clear()
+        tried += beside(vlm, other, line)
+        assert told[-1], line
+    assert tried > 5
 
 
 def test_requests_that_wait_survive_an_interrupt(vlm: VLM) -> None:
