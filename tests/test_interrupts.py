@@ -22,8 +22,10 @@ from interrupts import Line, interrupted, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.batches import Batches
+from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.handle import Handle
+from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.engine.prefix_cache import Key
 from vlmfast.engine.restore import Changes
 
@@ -178,6 +180,33 @@ def test_an_interrupt_leaves_no_entry_in_use(vlm: VLM, tmp_path: Path) -> None:
                 with no_hang(), pytest.raises(KeyboardInterrupt):
                     interrupted(call, line)
                 nothing_in_use(vlm)
+
+
+def test_an_interrupt_returns_no_buffer_twice(vlm: VLM, monkeypatch) -> None:
+    """Two requests would write to it. An answer of one token is never in a batch."""
+    pool, idle, twice = vlm.adapter.pool, set(), []
+    given, taken = pool.give, pool.take
+
+    def give(buffer: torch.Tensor | None) -> None:
+        if buffer is not None:
+            memory = buffer.untyped_storage().data_ptr()
+            if memory in idle:
+                twice.append(buffer.shape)
+            idle.add(memory)
+        given(buffer)
+
+    def take(*shape: Any, **more: Any) -> torch.Tensor:
+        buffer = taken(*shape, **more)
+        idle.discard(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    monkeypatch.setattr(pool, "give", give)
+    monkeypatch.setattr(pool, "take", take)
+    for line in (*lines_in(KVLayer.release), *lines_in(KVLayer._give), *lines_in(RowGroup.release)):
+        with no_hang(), suppress(KeyboardInterrupt):
+            interrupted(lambda: vlm.ask(QUESTION, IMAGE, max_new_tokens=1), line)
+        assert not twice, line
+    assert idle
 
 
 def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
