@@ -42,8 +42,8 @@ def no_hang() -> Iterator[None]:
 
 
 @contextmanager
-def _traced(at: Callable[[Line], None]) -> Iterator[None]:
-    """Call ``at`` before each line of the engine that this thread runs."""
+def traced(at: Callable[[Line], None], files: tuple[str, ...] = (ENGINE,)) -> Iterator[None]:
+    """Call ``at`` before each line of the engine, or other files, that this thread runs."""
 
     def line(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
@@ -51,7 +51,7 @@ def _traced(at: Callable[[Line], None]) -> Iterator[None]:
         return line
 
     def call(frame: FrameType, event: str, _: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(ENGINE) else None
+        return line if frame.f_code.co_filename.startswith(files) else None
 
     sys.settrace(call)
     try:
@@ -60,10 +60,10 @@ def _traced(at: Callable[[Line], None]) -> Iterator[None]:
         sys.settrace(None)
 
 
-def lines_of(call: Callable[[], Any]) -> list[Line]:
-    """The lines of the engine that a call runs in this thread."""
+def lines_of(call: Callable[[], Any], *files: str) -> list[Line]:
+    """The lines of the engine, or other files, that a call runs in this thread."""
     found: dict[Line, None] = {}
-    with _traced(lambda at: found.setdefault(at)):
+    with traced(found.setdefault, files or (ENGINE,)):
         call()
     return list(found)
 
@@ -75,7 +75,7 @@ def interrupted(call: Callable[[], Any], line: Line) -> Any:
         if now == line:
             raise KeyboardInterrupt
 
-    with _traced(at):
+    with traced(at, (line[0],)):
         return call()
 
 

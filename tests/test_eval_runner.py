@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
@@ -225,6 +226,25 @@ def test_folder_of_another_run_is_refused(tmp_path, key, value):
             evaluate(FakeVLM(), "shapes", recipe, tmp_path, 2)
     assert len(lines(run.path)) == 21
     assert not (tmp_path / "shapes" / "random").exists()
+
+
+def test_another_state_of_adapters_is_another_model(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    vlm = FakeVLM()
+    vlm.model = wrapped = peft.get_peft_model(model, config)
+    wrapped.add_adapter("other", config)
+    for change in (
+        wrapped.disable_adapter_layers,
+        lambda: wrapped.set_adapter("other"),
+        lambda: wrapped.base_model.model[0].set_scale("default", 2),
+    ):
+        evaluate(vlm, "shapes", out=tmp_path, limit=1)
+        change()
+        with pytest.raises(VLMFastError, match="different runs: weights_sha256 is"):
+            evaluate(vlm, "shapes", out=tmp_path, limit=2)
+        wrapped.enable_adapter_layers()
+        wrapped.set_adapter("default")
 
 
 def test_folder_of_another_recipe_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ import torch
 
 from interrupts import Line, interrupted, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
-from vlmfast import VLM, Request
+from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.batches import Batches
+from vlmfast.engine.decode import RowGroup
+from vlmfast.engine.engine import Engine
+from vlmfast.engine.handle import Handle
+from vlmfast.engine.kv_layer import KVLayer
+from vlmfast.engine.prefix_cache import Key
+from vlmfast.engine.restore import Changes
 
 QUESTION, IMAGE = "what is here ?", make_image(seed=0)
 GIVEN = {"max_new_tokens": 4, "eos_token_id": None}
@@ -80,6 +87,16 @@ def check(vlm: VLM, before: tuple, wanted: dict[Call, Any], *calls: Call) -> Non
         assert call(vlm) == wanted[call]
     load = vlm.engine.load()
     assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
+    nothing_in_use(vlm)
+
+
+def nothing_in_use(vlm: VLM) -> None:
+    """All entries of the prefix cache can be dropped, and all of its bytes be taken again."""
+    cache = vlm.prefix_cache
+    cache.free()
+    assert cache.stats().entries == 0
+    assert cache.put(Key("x", "", 0), None, cache.limit) is not None
+    cache.clear()
 
 
 # --- each line -----------------------------------------------------------------------------------
@@ -140,6 +157,58 @@ def test_an_interrupt_while_a_row_leaves_its_batch(vlm: VLM, call: Call, monkeyp
         check(vlm, before, wanted, call)
 
 
+def test_an_interrupt_leaves_no_entry_in_use(vlm: VLM, tmp_path: Path) -> None:
+    """Also outside of the engine's steps, where a session is measured and saved."""
+
+    def twice() -> None:
+        for _ in range(2):
+            vlm.ask(QUESTION, IMAGE, **GIVEN)
+
+    with vlm.session(IMAGE, recipe="hired:0.5") as opened:
+
+        def saved() -> None:
+            opened.ask(QUESTION, **GIVEN)
+            assert opened.bytes
+            opened.save(tmp_path / "a.session")
+
+        for call in (twice, saved):
+            call()
+            vlm.prefix_cache.clear()
+            found = [line for line in lines_of(call) if Path(line[0]).name == "prefix_cache.py"]
+            for line in random.Random(0).sample(found, 8):
+                vlm.prefix_cache.clear()
+                with no_hang(), pytest.raises(KeyboardInterrupt):
+                    interrupted(call, line)
+                nothing_in_use(vlm)
+
+
+def test_an_interrupt_returns_no_buffer_twice(vlm: VLM, monkeypatch) -> None:
+    """Two requests would write to it. An answer of one token is never in a batch."""
+    pool, idle, twice = vlm.adapter.pool, set(), []
+    given, taken = pool.give, pool.take
+
+    def give(buffer: torch.Tensor | None) -> None:
+        if buffer is not None:
+            memory = buffer.untyped_storage().data_ptr()
+            if memory in idle:
+                twice.append(buffer.shape)
+            idle.add(memory)
+        given(buffer)
+
+    def take(*shape: Any, **more: Any) -> torch.Tensor:
+        buffer = taken(*shape, **more)
+        idle.discard(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    monkeypatch.setattr(pool, "give", give)
+    monkeypatch.setattr(pool, "take", take)
+    for line in (*lines_in(KVLayer.release), *lines_in(KVLayer._give), *lines_in(RowGroup.release)):
+        with no_hang(), suppress(KeyboardInterrupt):
+            interrupted(lambda: vlm.ask(QUESTION, IMAGE, max_new_tokens=1), line)
+        assert not twice, line
+    assert idle
+
+
 def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
     """Also one between its submission and the wait for its answer."""
     with vlm.session(IMAGE) as opened:
@@ -154,6 +223,107 @@ def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
                     interrupted(lambda call=call: call(vlm), line)
                 load = vlm.engine.load()
                 assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0), line
+
+
+def test_an_interrupt_leaves_no_submitted_request(vlm: VLM, monkeypatch) -> None:
+    """The caller has no handle of it; also while the background thread starts."""
+    request = Request(QUESTION, IMAGE, generation=GIVEN)
+    wanted, handles = vlm.submit(request).result().token_ids, []
+
+    def submit() -> None:
+        handles.append(vlm.submit(request))
+
+    def check() -> None:
+        load = vlm.engine.load()
+        assert (load.waiting, load.prefilling, load.decoding) == (0, 0, 0)
+        submit()
+        assert handles.pop().result().token_ids == wanted
+
+    found = lines_of(submit, *(inspect.getfile(one) for one in (VLM, Engine, Handle)))
+    handles.pop().close()
+    assert len({file for file, _ in found}) == 3
+    own = [line for line in found if line[0] == inspect.getfile(VLM)]
+    for line in random.Random(0).sample(found, 8) + own[-2:]:
+        with no_hang():
+            with pytest.raises(KeyboardInterrupt):
+                interrupted(submit, line)
+            check()
+
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with no_hang():
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted_start)
+            with pytest.raises(KeyboardInterrupt):
+                submit()
+        check()
+
+
+def lines_in(function: Callable) -> list[Line]:
+    lines, start = inspect.getsourcelines(function)
+    return [(inspect.getfile(function), start + number) for number in range(len(lines))]
+
+
+def beside(vlm: VLM, other: Callable[[], None], line: Line) -> bool:
+    """Whether a call that answers requests of another thread is interrupted at a line."""
+    thread = threading.Thread(target=other, daemon=True)
+
+    def once(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if thread.ident is None:
+            thread.start()
+            while not vlm.engine.load().waiting:
+                time.sleep(0.001)
+        return scores
+
+    given = GIVEN | {"max_new_tokens": 12, "logits_processor": [once]}
+    with no_hang():
+        try:
+            interrupted(lambda: vlm.ask(QUESTION, IMAGE, **given), line)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            thread.join()
+    return False
+
+
+def test_an_interrupt_wakes_threads_that_wait(vlm: VLM, monkeypatch) -> None:
+    """They run the engine next; an interrupt comes while the one that ran it ends."""
+    wanted, found, tried = cold(vlm, ask), [], 0
+    vlm.engine.max_rows = 1
+    undo = Changes.undo
+
+    def slowly(changes: Changes) -> None:
+        undo(changes)
+        time.sleep(0.05)  # others have noticed the last step, and wait for the turn
+
+    monkeypatch.setattr(Changes, "undo", slowly)
+    for line in lines_in(Engine._end_turn):
+        tried += beside(vlm, lambda: found.append(ask(vlm)), line)
+        assert found.pop() == wanted, line
+    vlm.engine.max_rows = 256
+    assert tried > 5
+
+
+def test_an_interrupt_tells_listeners_the_end(vlm: VLM) -> None:
+    """Of a request that ends in the thread that is interrupted."""
+    request, tried = Request(QUESTION, IMAGE, generation=GIVEN | {"max_new_tokens": 2}), 0
+    told: list[bool] = []
+
+    def other() -> None:
+        handle = vlm.submit(request)
+        handle.listen(lambda: told.append(handle.done))
+        with suppress(VLMFastError):  # it was interrupted
+            handle.result()
+
+    for line in lines_in(Engine._leave):
+        told.clear()
+        tried += beside(vlm, other, line)
+        assert told[-1], line
+    assert tried > 5
 
 
 def test_requests_that_wait_survive_an_interrupt(vlm: VLM) -> None:

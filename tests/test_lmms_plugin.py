@@ -203,6 +203,25 @@ def test_answers_are_cut_at_stop_strings(tiny):
     assert cut.text == whole.text.split(" ")[0] != whole.text
 
 
+def test_arguments_without_effect_are_named_once(tiny, caplog):
+    model = VLMFast("tiny", device="cpu")
+    model.task_dict = {"a task": {"test": [{}]}}
+
+    def messages(doc):
+        return [{"role": "user", "content": [{"type": "text", "text": "What is shown?"}]}]
+
+    def named():
+        return [one.getMessage() for one in caplog.records if one.name.startswith("vlmfast")]
+
+    read = {"max_new_tokens": 2, "image_aspect_ratio": "original", "num_beams": 1}
+    model.generate_until([instance(messages, **read)])
+    assert not named()
+    more = read | {"repetition_penalty": 2.0, "max_gen_toks": 5}
+    for _ in range(2):
+        model.generate_until([instance(messages, **more)] * 2)
+    assert named() == ["generation arguments without effect: repetition_penalty, max_gen_toks"]
+
+
 def test_videos_are_supported_and_audio_is_refused():
     def of(kind):
         content = [{"type": kind, "url": "x.mp4"}, {"type": "text", "text": "?"}]

@@ -9,7 +9,7 @@ import pytest
 from eval_data import MMMU, OPEN, drawn, interleaved, question, write_plain
 from vlmfast import VLM
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.lmms_generation import cut, generation_of
+from vlmfast.eval.lmms_generation import cut, generation_of, unread
 from vlmfast.eval.mmmu import interleave
 from vlmfast.eval.runner import evaluate
 from vlmfast.eval.scorers import MODES, check_mode, versioned
@@ -121,6 +121,12 @@ def test_blank_lines_end_no_answer(until, stops, scored):
     generation, left = generation_of({"until": until, "max_new_tokens": 64})
     assert generation.get("stop_strings") == stops
     assert cut("Two bars.\n\nThe answer is B.\nDone", left) == scored
+
+
+def test_arguments_of_tasks_without_effect():
+    usual = {"until": ["\n\n"], "do_sample": False, "image_aspect_ratio": "original"}
+    assert unread(usual) == []
+    assert unread(usual | {"repetition_penalty": 2.0}) == ["repetition_penalty"]
 
 
 @pytest.mark.parametrize("mode", ["official", "lmms-eval", "vlmevalkit"])

@@ -61,7 +61,6 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 )
 def test_thresholds_of_the_authors_scripts(published: str, thresholds: tuple[float, float]) -> None:
     assert MustDrop(published=published).thresholds == thresholds
-    assert MustDrop(published=published, global_thr=0.5).thresholds == (0.5, thresholds[1])
 
 
 # --- merging -------------------------------------------------------------------------------------
@@ -484,7 +483,7 @@ def test_recipe_and_expanded_stages() -> None:
 def test_published_thresholds() -> None:
     assert MustDrop().thresholds == (0.001, 0.001)
     assert MustDrop(published="64").thresholds == (0.011, 0.01)
-    assert MustDrop(published="64", global_thr=0.5).thresholds == (0.5, 0.01)
+    assert MustDrop(global_thr=0.5).thresholds == (0.5, 0.001)
     assert MustDrop(individual_thr=0.0).thresholds == (0.001, 0.0)
 
 
@@ -509,6 +508,8 @@ def test_published_thresholds() -> None:
         ("mustdrop:global_thr=2", r"global_thr=2 is out of range"),
         ("mustdrop:individual_thr=-1", r"individual_thr=-1 is out of range"),
         ("mustdrop:positions=odd", r"positions=odd .* one of keep, compact"),
+        ("mustdrop:published=64,global_thr=0.5", r"published=64 and global_thr=0.5 replace"),
+        ("mustdrop:published=192,individual_thr=0", r"published=192 and individual_thr=0 replace"),
         ("mustdrop:0.5,global_thr=0", None),
         ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot be combined with budget"),
         ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot be combined"),

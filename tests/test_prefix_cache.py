@@ -6,9 +6,10 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny_families
 import vlmfast
+from interrupts import Line, traced
 from vlmfast import VLM, RecipeError, Request, VLMFastError
 from vlmfast.core.protocols import InEncoderStage
 from vlmfast.core.recipe import Recipe
@@ -256,9 +258,8 @@ def test_entries_are_never_written() -> None:
         found: dict[Key, list[torch.Tensor]] = {}
         for key in cache.keys("images", ""):
             own = found[key] = []
-            entry = cache.find(key)
-            mapped(entry.value, lambda tensor, own=own: own.append(tensor.clone()) or tensor)
-            cache.unpin(entry)
+            value = cache.find(key).value
+            mapped(value, lambda tensor, own=own: own.append(tensor.clone()) or tensor)
         return found
 
     tried = 0
@@ -642,41 +643,30 @@ def test_least_recently_used_image_is_dropped(llava: VLM, tower: Tower) -> None:
 
 
 def test_entry_evicted_while_it_is_read(llava: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The images of a prompt are pinned until they are joined."""
+    """The images of a prompt are in use until they are joined."""
     images = [image_of(seed) for seed in range(3)]
     asked(llava, images[:2])
     llava.prefix_cache.limit = llava.prefix_cache.stats().bytes  # two images
     wanted = cold(llava, images).token_ids
     cache, joined = llava.prefix_cache, features._joined
-    held: list[tuple[int, ...]] = []
+    held: list[list[bool]] = []
 
     def pressed(*args: Any) -> Any:
         cache.free()
-        held.append(tuple(entry.pins for entry in cache._entries.values()))
+        held.append([entry.in_use for entry in cache._entries.values()])
         return joined(*args)
 
     monkeypatch.setattr(features, "_joined", pressed)
     assert asked(llava, images).token_ids == wanted  # the third one finds no room
-    assert held == [(1, 1)]
-    assert all(entry.pins == 0 for entry in cache._entries.values())
-    # Control: entries that are not pinned are gone.
-    monkeypatch.setattr(PrefixCache, "find", unpinned(PrefixCache.find))
-    monkeypatch.setattr(PrefixCache, "unpin", lambda self, entry: None)
-    monkeypatch.setattr(PrefixCache, "put", lambda *args: None)
+    assert held == [[True, True]]
+    assert not any(entry.in_use for entry in cache._entries.values())
+    # Control: entries that are not in use are gone.
+    monkeypatch.setattr(Entry, "used", lambda self, use: None)
     asked(llava, images)
-    assert held[-1] == ()
+    assert held[-1] == []
 
 
-def unpinned(find: Callable) -> Callable:
-    def found(self: PrefixCache, key: Key) -> Entry | None:
-        if (entry := find(self, key)) is not None:
-            entry.pins = 0
-        return entry
-
-    return found
-
-
-def test_failed_tower_leaves_nothing_pinned(llava: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_tower_leaves_nothing_in_use(llava: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(llava, image_of(0))
 
     def failing(*args: Any) -> Any:
@@ -685,7 +675,7 @@ def test_failed_tower_leaves_nothing_pinned(llava: VLM, monkeypatch: pytest.Monk
     monkeypatch.setattr(llava.adapter, "encode", failing)
     with pytest.raises(vlmfast.ModelError, match="the tower fails"):
         asked(llava, [image_of(0), image_of(1)])
-    assert all(entry.pins == 0 for entry in llava.prefix_cache._entries.values())
+    assert not any(entry.in_use for entry in llava.prefix_cache._entries.values())
     assert llava.prefix_cache.stats().entries == 1
 
 
@@ -859,10 +849,14 @@ def key(content: Any, tenant: str = "", kind: str = "x") -> Key:
 
 def stored(cache: PrefixCache, name: Any, size: int = 1, **more: Any) -> bool:
     """Put an entry that is not in use."""
-    entry = cache.put(key(name), f"value of {name}", size, **more)
-    if entry is not None:
-        cache.unpin(entry)
-    return entry is not None
+    return cache.put(key(name), f"value of {name}", size, **more) is not None
+
+
+def in_use() -> Lock:
+    """A use that lasts until its lock is released."""
+    lock = Lock()
+    lock.acquire()
+    return lock
 
 
 def test_find_and_put() -> None:
@@ -870,10 +864,9 @@ def test_find_and_put() -> None:
     assert cache.find(key("a")) is None
     assert stored(cache, "a", 4)
     entry = cache.find(key("a"))
-    assert (entry.value, entry.bytes, entry.pins) == ("value of a", 4, 1)
+    assert (entry.value, entry.bytes, entry.in_use) == ("value of a", 4, False)
     assert cache.find(key("a", tenant="other")) is None
     assert cache.find(key("a", kind="other")) is None
-    cache.unpin(entry)
     assert stored(cache, "b")
     assert cache.keys("x", "") == [key("b"), key("a")]
     assert cache.keys("x", "other") == []
@@ -886,48 +879,61 @@ def test_find_and_put() -> None:
     assert CacheStats().hit_rate == 0
 
 
-def test_pinned_entries_stay() -> None:
+def test_entries_in_use_stay() -> None:
     released: list[str] = []
-    cache = PrefixCache(3)
-    entry = cache.put(key("a"), 1, 2, lambda: released.append("a"))
+    cache, use = PrefixCache(3), in_use()
+    cache.put(key("a"), 1, 2, lambda: released.append("a"), use)
     assert not stored(cache, "b", 2)  # no room beside it
     assert stored(cache, "c", 1)
-    cache.limit = 1
-    assert (cache.stats().entries, released) == (1, [])  # c is gone, a in use
     cache.free()
+    assert (cache.stats().entries, released) == (1, [])  # c is gone
     cache.clear()
     assert cache.find(key("a")) is None
     assert released == []
-    assert not stored(cache, "d", 1)  # its bytes are still taken
-    cache.unpin(entry)
+    assert not stored(cache, "d", 2)  # its bytes are still taken
+    use.release()
+    assert stored(cache, "d", 2)
     assert released == ["a"]
-    assert stored(cache, "d", 1)
 
 
-def test_replaced_entry_ends_with_its_last_use() -> None:
+def test_lower_bound_counts_entries_in_use() -> None:
+    released: list[str] = []
+    cache, use = PrefixCache(3), in_use()
+    cache.put(key("a"), 1, 2, lambda: released.append("a"), use)
+    cache.limit = 2
+    assert cache.find(key("a")) is not None
+    cache.limit = 1
+    assert (cache.find(key("a")), released) == (None, [])
+    assert not stored(cache, "b")  # its bytes are still taken
+    use.release()
+    assert stored(cache, "b")
+    assert released == ["a"]
+
+
+def test_replaced_entry_ends_after_its_last_use() -> None:
     released: list[int] = []
-    cache = PrefixCache(4)
-    first = cache.put(key("a"), 1, 2, lambda: released.append(1))
-    second = cache.put(key("a"), 2, 2, lambda: released.append(2))
-    assert cache.find(key("a")).value == 2
-    cache.unpin(second)
-    cache.unpin(second)
+    cache, uses = PrefixCache(4), [in_use() for _ in range(3)]
+    cache.put(key("a"), 1, 2, lambda: released.append(1), uses[0])
+    cache.put(key("a"), 2, 2, lambda: released.append(2), uses[1])
+    assert cache.find(key("a"), uses[2]).value == 2
+    uses[1].release()
     assert cache.put(key("a"), 3, 3) is None  # the first one is in use: there is no room
     assert cache.find(key("a")).value == 2
-    cache.unpin(second)
-    cache.unpin(first)
+    uses[0].release()
+    assert cache.put(key("a"), 3, 3) is None  # the second one is, by its other use
     assert released == [1]
+    uses[2].release()
     assert stored(cache, "a", 4)  # in the room of the one that it replaces
     assert released == [1, 2]
 
 
 def test_release_may_use_the_cache() -> None:
-    """It is called without the lock."""
+    """Its entry is not found any more."""
     cache = PrefixCache(1)
     seen: list[int] = []
     assert stored(cache, "a", release=lambda: seen.append(cache.stats().entries))
     assert stored(cache, "b")
-    assert seen == [1]
+    assert seen == [0]
 
 
 def test_a_search_reads_its_own_scope_alone() -> None:
@@ -935,17 +941,16 @@ def test_a_search_reads_its_own_scope_alone() -> None:
     for scope in range(3):
         for ids in ((1, 2, 3), (1, 2, 4, 5)):
             key = Key("x", "", Beginning(ids, 1), scope)
-            cache.unpin(cache.put(key, (scope, ids), 1))
-    cache.unpin(cache.put(Key("x", "other", Beginning((1, 2, 3, 4), 1), 2), None, 1))
+            cache.put(key, (scope, ids), 1)
+    cache.put(Key("x", "other", Beginning((1, 2, 3, 4), 1), 2), None, 1)
     found = cache.search("x", "", 2, (1, 2, 3, 4))
     assert found.value == (2, (1, 2, 3))
     assert cache.search("x", "", 3, (1, 2, 3)) is None
     assert [key.content.ids for key in cache.keys("x", "", 2)] == [(1, 2, 3), (1, 2, 4, 5)]
-    assert cache.search("x", "", 2, (1, 2), use=False).value == found.value  # the last one used
+    assert cache.search("x", "", 2, (1, 2), counted=False).value == found.value  # the last one used
     assert cache.within("x", "", 2, (1, 2, 3, 4)) == [found.key]
-    cache.unpin(found)
     cache.remove(found.key)
-    assert cache.search("x", "", 2, (1, 2, 3, 4), use=False).value == (2, (1, 2, 4, 5))
+    assert cache.search("x", "", 2, (1, 2, 3, 4), counted=False).value == (2, (1, 2, 4, 5))
     assert cache.search("x", "", 2, (1, 2, 3, 4), 3) is None
     cache.clear()
     assert cache.search("x", "", 2, (1, 2, 3, 4)) is None
@@ -958,7 +963,7 @@ class Store(RuleBasedStateMachine):
         super().__init__()
         self.cache = PrefixCache(10)
         self.released: dict[int, int] = {}
-        self.used: list[Entry] = []
+        self.used: list[tuple[Entry, Lock]] = []
         self.sizes: dict[int, int] = {}
         self.lowered = False
 
@@ -970,32 +975,33 @@ class Store(RuleBasedStateMachine):
             self.released[number] += 1
 
         self.released[number], self.sizes[number] = 0, size
-        before = self.cache.keys("x", tenant)
-        entry = self.cache.put(key(name, tenant), (tenant, number), size, release)
+        before, use = self.cache.keys("x", tenant), in_use()
+        entry = self.cache.put(key(name, tenant), (tenant, number), size, release, use)
         if entry is None:
             assert size + self.held() > self.cache.limit
             assert self.cache.keys("x", tenant) == before
             del self.released[number]
             self.released[number] = -1  # the caller's
         else:
-            self.used.append(entry)
+            self.used.append((entry, use))
 
     def held(self) -> int:
         """Bytes that are in use."""
-        return sum(entry.bytes for entry in {id(e): e for e in self.used}.values())
+        return sum(entry.bytes for entry in {id(e): e for e, _ in self.used}.values())
 
     @rule(name=st.integers(0, 5), tenant=st.sampled_from("ab"))
     def find(self, name: int, tenant: str) -> None:
-        entry = self.cache.find(key(name, tenant))
+        use = in_use()
+        entry = self.cache.find(key(name, tenant), use)
         if entry is not None:
             assert entry.value[0] == tenant
-            self.used.append(entry)
+            self.used.append((entry, use))
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        at = data.draw(st.integers(0, len(self.used) - 1))
-        self.cache.unpin(self.used.pop(at))
+    def end_use(self, data: st.DataObject) -> None:
+        _, use = self.used.pop(data.draw(st.integers(0, len(self.used) - 1)))
+        use.release()
 
     @rule(limit=st.integers(1, 12))
     def limit(self, limit: int) -> None:
@@ -1012,8 +1018,8 @@ class Store(RuleBasedStateMachine):
     @invariant()
     def groups_are_the_entries(self) -> None:
         for tenant in "ab":
-            own = [key for key in reversed(self.cache._entries) if key.tenant == tenant]
-            assert self.cache.keys("x", tenant) == own
+            own = {key for key in self.cache._entries if key.tenant == tenant}
+            assert set(self.cache.keys("x", tenant)) == own
         assert sum(map(len, self.cache._groups.values())) == len(self.cache._entries)
         assert all(self.cache._groups.values())
 
@@ -1029,11 +1035,11 @@ class Store(RuleBasedStateMachine):
     @invariant()
     def released_once_and_never_in_use(self) -> None:
         assert all(times in (-1, 0, 1) for times in self.released.values())
-        assert all(self.released[entry.value[1]] == 0 for entry in self.used)
+        assert all(self.released[entry.value[1]] == 0 for entry, _ in self.used)
 
     def teardown(self) -> None:
-        for entry in self.used:
-            self.cache.unpin(entry)
+        for _, use in self.used:
+            use.release()
         self.cache.clear()
         assert all(times in (-1, 1) for times in self.released.values())
         assert self.cache._bytes == 0
@@ -1045,28 +1051,21 @@ TestStore.settings = STORE
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("planted", ["pins", "bytes", "release"])
+@pytest.mark.parametrize("planted", ["uses", "bytes", "release"])
 def test_planted_defects_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of `Store`: eviction of entries in use, a lost byte, a second release."""
 
-    def end(self: PrefixCache, entry: Entry, ended: list[Entry]) -> None:
-        self._bytes -= entry.bytes
-        ended.extend([entry, entry])
+    def drop(self: PrefixCache, entries: list[Entry]) -> None:
+        of_store(self, entries)
+        of_store(self, entries)
 
-    @contextmanager
-    def locked(self: PrefixCache) -> Iterator[list[Entry]]:
-        for entry in self._entries.values():
-            entry.pins = 0
-        with of_store(self) as ended:
-            yield ended
-
-    of_store = PrefixCache._locked
-    defects: dict[str, tuple[str, Any]] = {
-        "pins": ("_locked", locked),
-        "bytes": ("_make_room", lambda self, size, ended, besides=None: True),
-        "release": ("_end", end),
+    of_store = PrefixCache._drop
+    defects: dict[str, tuple[type, str, Any]] = {
+        "uses": (Entry, "used", lambda self, use: None),
+        "bytes": (PrefixCache, "_make_room", lambda self, size, besides=None: True),
+        "release": (PrefixCache, "_drop", drop),
     }
-    monkeypatch.setattr(PrefixCache, *defects[planted])
+    monkeypatch.setattr(*defects[planted])
     once = settings(
         STORE,
         report_multiple_bugs=False,
@@ -1078,15 +1077,75 @@ def test_planted_defects_are_found(planted: str, monkeypatch: pytest.MonkeyPatch
         run_state_machine_as_test(Store, settings=once)
 
 
+def used_in_every_way(cache: PrefixCache, release: Callable[[str], None]) -> None:
+    """Put, find, replace, evict, remove and clear entries, of both kinds, also in use."""
+
+    def put(name: str, size: int, content: Any = None, use: Lock | None = None) -> None:
+        cache.put(Key("x", "", content or name), name, size, partial(release, name), use)
+
+    use = Lock()
+    with use:
+        put("a", 2, use=use)
+        put("b", 2, Beginning((1, 2, 3), 1), use)
+        cache.find(key("a"), use)
+        cache.search("x", "", None, (1, 2, 4), 1, use)
+        put("c", 3, "a")
+        put("d", 1, Beginning((1, 2, 5, 6), 2))
+        cache.remove(Key("x", "", Beginning((1, 2, 3), 1)))
+        put("e", 2)
+    put("f", 7)
+    put("g", 2, Beginning((7, 8), 1))
+    cache.limit = 9
+    cache.free()
+    put("h", 4)
+    cache.clear()
+
+
+def reached(call: Callable[[], Any]) -> int:
+    """How many lines of the engine a call runs, each as often as it is run."""
+    found: list[Line] = []
+    with traced(found.append):
+        call()
+    return len(found)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("part", range(8))
+def test_an_interrupt_of_the_store_leaves_nothing(part: int) -> None:
+    """Nothing is in use or counted that is not stored; nothing is released twice."""
+    whole = PrefixCache(10)
+    count = reached(lambda: used_in_every_way(whole, lambda name: None))
+    for last in range(part, count, 8):
+        cache, released, left = PrefixCache(10), [], [last]
+
+        def at(line: Line, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), traced(at):
+            used_in_every_way(cache, released.append)
+        assert sorted(set(released)) == sorted(released)
+        found = {name: cache.find(key(name)) for name in "aefh"}
+        assert not any(entry.in_use for entry in found.values() if entry is not None)
+        assert not {e.value for e in found.values() if e is not None} & {*released}
+        for name in ("new", Beginning((1, 2, 3), 1)):
+            cache.limit = 10
+            assert stored(cache, name, 10)  # evicts all others
+            assert cache.stats().bytes == 10
+        found = cache.search("x", "", None, (1, 2, 3, 4))
+        assert found is not None and found.key == key(Beginning((1, 2, 3), 1))
+        cache.clear()
+        assert cache.stats() == CacheStats(limit=10)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=30))
 def test_order_of_evictions(names: list[int]) -> None:
     """Three entries fit: the last three that were used stay."""
     cache, recent = PrefixCache(3), []
     for name in names:
-        if (entry := cache.find(key(name))) is not None:
-            cache.unpin(entry)
-        else:
+        if cache.find(key(name)) is None:
             assert stored(cache, name)
         recent = [name, *(other for other in recent if other != name)][:3]
         assert [k.content for k in cache.keys("x", "")] == recent
@@ -1100,14 +1159,15 @@ def test_threads() -> None:
         rng = np.random.default_rng(seed)
         try:
             for _ in range(400):
-                name = int(rng.integers(12))
-                entry = cache.find(key(name))
-                if entry is None:
-                    size = int(rng.integers(1, 9))
-                    entry = cache.put(key(name), [name], size, lambda: released.append(1))
-                if entry is not None:
-                    assert entry.value == [name]
-                    cache.unpin(entry)
+                name, use = int(rng.integers(12)), Lock()
+                with use:
+                    entry = cache.find(key(name), use)
+                    if entry is None:
+                        size, value = int(rng.integers(1, 9)), [name]
+                        cache.put(key(name), value, size, partial(released.append, value), use)
+                    else:
+                        assert entry.value == [name]
+                        assert not any(value is entry.value for value in released)
                 if rng.random() < 0.02:
                     cache.free()
         except BaseException as error:
@@ -1126,14 +1186,13 @@ def test_threads() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_fork_starts_empty() -> None:
     """Also while another thread holds the lock or uses an entry."""
-    cache, released = PrefixCache(10), []
-    entry = cache.put(key("a"), 1, 10, lambda: released.append(1))
+    cache, released, use = PrefixCache(10), [], in_use()
+    cache.put(key("a"), 1, 10, lambda: released.append(1), use)
     with cache._lock:
         child = os.fork()
         if not child:
             fine = stored(cache, "b", 10) and cache.stats().entries == 1 and not released
             os._exit(0 if fine else 1)
     assert os.waitpid(child, 0)[1] == 0
-    cache.unpin(entry)
     assert cache.stats().entries == 1
     assert copy.copy(released) == []

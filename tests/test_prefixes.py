@@ -120,7 +120,6 @@ def tensors(vlm: VLM, key: Key) -> list[torch.Tensor]:
             found += [] if buffer is None else [buffer.clone()]
         for segment in layer.segments:
             found += [x.clone() for x in vars(segment).values() if isinstance(x, torch.Tensor)]
-    vlm.prefix_cache.unpin(entry)
     return found
 
 
@@ -360,6 +359,7 @@ def test_an_entry_is_not_dropped_while_it_is_copied(
 
     monkeypatch.setattr(prefixes.Prefix, "clone", dropped)
     assert asked(vlm, QUESTIONS[1]).token_ids == wanted.token_ids
+    vlm.prefix_cache.clear()
     assert len(released) == 1
 
 
@@ -696,10 +696,8 @@ def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
 
     for number in range(200):
         own = (*ids, 1000 + number, *range(40))
-        entry = vlm.prefix_cache.put(
-            Key(KIND, "", Beginning(own, 300), scope.content), number, 1, None
-        )
-        vlm.prefix_cache.unpin(entry)
+        key = Key(KIND, "", Beginning(own, 300), scope.content)
+        vlm.prefix_cache.put(key, number, 1)
         if number in (9, 199):
             costs.append(0)
             before = sys.gettrace()
@@ -709,5 +707,4 @@ def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
             finally:
                 sys.settrace(before)
             assert entry is not None and entry.value == 5
-            vlm.prefix_cache.unpin(entry)
     assert costs[0] > 10 and costs[1] <= costs[0] + 10

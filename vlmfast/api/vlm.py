@@ -384,9 +384,15 @@ class VLM:
         )
         if deadline is not None:
             deadline -= time.monotonic() - start
-        handle = submitted(self.adapter, sequence, priority=priority, deadline=deadline)
-        self.engine.start()
-        return handle
+        handle = None
+        try:
+            handle = submitted(self.adapter, sequence, priority=priority, deadline=deadline)
+            self.engine.start()
+            return handle
+        except BaseException:  # interrupted: no one waits for it
+            if handle is not None:
+                handle.close()
+            raise
 
     @property
     def engine(self) -> Engine:

@@ -193,13 +193,13 @@ class RowGroup:
 
     def release(self) -> None:
         """Return all buffers; the group must not be used afterwards."""
-        graphs, self.graphs = self.graphs, None
+        cache, graphs = self.cache, self.graphs
         if graphs is None:
-            self.cache.release()
+            cache.release()
         else:
-            self.cache.clear()
+            self.cache, self.graphs = KVCache(0), None  # these buffers are others' from here on
+            cache.clear()
             self._idle.put(graphs)
-            self.cache = KVCache(0)  # these buffers are others' now
 
     # --- tokens ----------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError
 
+from .handle import Handle
 from .restore import Changes
 from .rounds import fail
 from .sequence import Sequence
@@ -30,6 +32,17 @@ class Running:
     changes: Changes = field(default_factory=Changes)
     ended: bool = True
     error: Exception | None = None
+
+
+def any_done(handles: Many[Handle]) -> bool:
+    return any(handle.done for handle in handles)
+
+
+def all_done_or_failed(handles: Many[Handle], keep_errors: bool) -> bool:
+    """Whether all have ended, or one has failed and errors are not kept."""
+    done = [handle.sequence for handle in handles if handle.done]
+    failed = not keep_errors and any(sequence.error is not None for sequence in done)
+    return len(done) == len(handles) or failed
 
 
 def call_on_end(sequence: Sequence) -> None:

@@ -34,7 +34,16 @@ from vlmfast.models.base import Adapter
 
 from .attention import switch
 from .batches import Batches
-from .ends import Running, call_listener, call_on_end, interrupted, numbered, stopped
+from .ends import (
+    Running,
+    all_done_or_failed,
+    any_done,
+    call_listener,
+    call_on_end,
+    interrupted,
+    numbered,
+    stopped,
+)
 from .handle import Handle
 from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
@@ -56,7 +65,6 @@ _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
-
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +240,7 @@ class Engine:
                         exhausted = True
                     else:
                         try:
-                            running.append(self.submit(sequence, _itself))
+                            running.append(self.submit(sequence, lambda own: own))
                         except ModelError as error:
                             fail(sequence, error)
                             if not keep_errors:
@@ -241,9 +249,9 @@ class Engine:
                 if not running:
                     return
                 if exhausted:
-                    self.run(partial(_all_done_or_failed, running, keep_errors))
+                    self.run(partial(all_done_or_failed, running, keep_errors))
                 else:  # the first row that is free is taken by the next sequence
-                    self.run(partial(_any_done, running))
+                    self.run(partial(any_done, running))
                 ended = [handle for handle in running if handle.done]
                 running = [handle for handle in running if not handle.done]
                 for handle in ended:
@@ -328,8 +336,8 @@ class Engine:
             self._abandon(turn.error)
             turn.ended = True
         with self._lock:
+            self._changed.notify_all()  # again, where an interrupt has ended it
             self._turn = None
-            self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Wait for the background thread, see `start`, until a condition is met."""
@@ -346,11 +354,17 @@ class Engine:
         """Run the engine in a background thread that ends when all requests have ended."""
         self._check_process()
         with self._lock:
-            if self._serving or not self._unfinished:
-                return
-            self._thread = threading.Thread(target=self._serve, name="vlmfast", daemon=True)
-            self._thread.start()
+            if not self._serving and self._unfinished:
+                self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="vlmfast", daemon=True)
+        try:
             self._serving = True
+            self._thread.start()
+        except BaseException:  # the thread says so itself where it has begun
+            self._serving = False
+            raise
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Run the engine in this thread, and wait for requests when there are none.
@@ -374,6 +388,10 @@ class Engine:
                 self._changed.notify_all()
 
     def _serve(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():  # its start was interrupted
+                return
+            self._serving = True
         while True:
             with suppress(BaseException):  # which the requests concerned have as their error
                 self.run(lambda: not self._unfinished)
@@ -392,7 +410,8 @@ class Engine:
             self._arrivals = sorted(self._unfinished.difference(lost), key=attrgetter("arrived"))
             self._scheduler, self._batches, self._prefills = Scheduler(), Batches(), {}
         for sequence in lost:
-            fail(sequence, error or interrupted())
+            if not sequence.finished:
+                fail(sequence, error or interrupted())
             self._leave(sequence)
 
     def settle(self) -> None:
@@ -605,11 +624,11 @@ class Engine:
         if not sequence.keeps_cache:
             self.prefiller.release(sequence)
         sequence.let_go()
+        sequence.phase = Phase.FINISHED
+        call_listener(sequence)
         with self._lock:
-            sequence.phase = Phase.FINISHED
             self._unfinished.discard(sequence)
             self._changed.notify_all()
-        call_listener(sequence)
 
     def _as_submitted(self, sequence: Sequence) -> AbstractContextManager[None]:
         """The prefix cache as the thread that submitted a sequence wants it, not this one."""
@@ -679,18 +698,3 @@ def engine_of(adapter: Adapter) -> Engine:
     """The engine of a model; there is one for each adapter."""
     engine = adapter.kept.get("engine")
     return engine if engine is not None else adapter.kept.setdefault("engine", Engine(adapter))
-
-
-def _itself(sequence: Sequence) -> Sequence:
-    return sequence
-
-
-def _any_done(handles: Many[Handle]) -> bool:
-    return any(handle.done for handle in handles)
-
-
-def _all_done_or_failed(handles: Many[Handle], keep_errors: bool) -> bool:
-    """Whether all have ended, or one has failed and errors are not kept."""
-    done = [handle.sequence for handle in handles if handle.done]
-    failed = not keep_errors and any(sequence.error is not None for sequence in done)
-    return len(done) == len(handles) or failed

@@ -14,6 +14,7 @@ import enum
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from vlmfast.models.base import Adapter, Encoded, Part
 
 from .fingerprint import fingerprint, settings_sha256, structures_of
 from .mode import Mode
-from .prefix_cache import Entry, Key, prefix_cache_of
+from .prefix_cache import Key, prefix_cache_of
 from .stats import Stats
 from .vision import Images, Wanted, encode
 
@@ -201,15 +202,13 @@ def encoded(
         for key, group in zip(keys, groups, strict=True):
             kept = Kept(tuple(ahead.items[i] for i in _indices(group)), {}, ahead.notes)
             kept = mapped(kept, Tensor.clone)
-            if (entry := cache.put(key, kept, _bytes(kept))) is not None:
-                cache.unpin(entry)
+            cache.put(key, kept, _bytes(kept))
         return images
-    pinned: list[Entry] = []
     values: dict[Key, Kept] = {}
-    try:
+    use = Lock()
+    with use:
         for key in dict.fromkeys(keys):
-            if (entry := cache.find(key)) is not None:
-                pinned.append(entry)
+            if (entry := cache.find(key, use)) is not None:
                 values[key] = entry.value
         hits, by_key = set(values), dict[Key, list[Hashed]]()
         for key, group in zip(keys, groups, strict=True):
@@ -229,8 +228,7 @@ def encoded(
                 value = Kept(tuple(encoded_items[i] for i in indices), made.groups, made.notes)
                 # Not views of tensors that belong to all images.
                 values[key] = value = mapped(value, Tensor.clone)
-                if (entry := cache.put(key, value, _bytes(value))) is not None:
-                    pinned.append(entry)
+                cache.put(key, value, _bytes(value), use=use)
             if everything:
                 return made
         found = {
@@ -246,9 +244,6 @@ def encoded(
         joined = _joined(items, [found[i] for i in range(len(items))], wanted)
         whole = values[keys[0]]  # of joint stages; all images are one entry
         return Images(joined, whole.groups, whole.notes)
-    finally:
-        for entry in pinned:
-            cache.unpin(entry)
 
 
 def stored(

@@ -277,7 +277,11 @@ class KVLayer(CacheLayerMixin):
         self._move({name: x if x is None else x[rows] for name, x in found.items()}, capacity)
 
     def _give(self, name: str) -> None:
-        self.pool.give(self._buffers.pop(name, getattr(self, name)))
+        """Return a buffer, once it is no longer the layer's: an interrupt may repeat this."""
+        buffer = self._buffers.get(name, getattr(self, name))
+        setattr(self, name, None)
+        self._buffers.pop(name, None)
+        self.pool.give(buffer)
 
     def outgrown(self, tokens: int) -> bool:
         """Whether ``tokens`` more do not fit in every row."""

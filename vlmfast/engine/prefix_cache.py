@@ -2,19 +2,23 @@
 
 An entry is anything that was computed once and is read again: the features of an image, for
 example. Entries are never modified. The least recently used ones are dropped first, and an entry
-that is in use is not dropped before its last user has let go of it.
+that is in use is not dropped before its last use has ended.
+
+A use lasts as long as its lock is held: no interrupt comes between a lock and its block, so that
+none leaves an entry in use.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple
 
 from vlmfast.models.base import Adapter
@@ -95,7 +99,7 @@ class CacheStats(KindStats):
 
 @dataclass(eq=False)
 class Entry:
-    """A stored value, obtained from `PrefixCache.find` or `PrefixCache.put`.
+    """A stored value.
 
     Parameters
     ----------
@@ -105,18 +109,30 @@ class Entry:
     bytes : int
     release : callable, optional
         Called once, when the entry is neither stored nor in use any longer.
-    pins : int
-        How many users it has.
+    uses : list of Lock
+        Those that are held are in use of it.
     stored : bool
         Whether it can still be found.
+    touched : int
+        When it was last used, in uses of all entries.
     """
 
     key: Key
     value: Any
     bytes: int
     release: Callable[[], None] | None = None
-    pins: int = 0
+    uses: list[Lock] = field(default_factory=list)
     stored: bool = True
+    touched: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        return any(use.locked() for use in self.uses)
+
+    def used(self, use: Lock | None) -> None:
+        """Keep it as long as a lock is held."""
+        if use is not None:
+            self.uses = [*(own for own in self.uses if own.locked()), use]
 
 
 class PrefixCache:
@@ -135,28 +151,23 @@ class PrefixCache:
 
     def _reset(self) -> None:
         """Forget everything."""
-        self._process, self._lock = os.getpid(), threading.RLock()
-        self._entries: OrderedDict[Key, Entry] = OrderedDict()  # least recently used first
+        self._process, self._own_lock = os.getpid(), threading.RLock()
+        # An interrupt while keys are hashed or compared breaks an OrderedDict, and no dict.
+        self._entries: dict[Key, Entry] = {}
+        self._touches = 0
         # The same, by group; those of prefixes also by their ids. An interrupt may leave a key here
         # that has no entry any more, or none yet, and no tree.
-        self._groups: dict[tuple[str, str, Any], OrderedDict[Key, None]] = {}
+        self._groups: dict[tuple[str, str, Any], dict[Key, None]] = {}
         self._trees: dict[tuple[str, str, Any], PrefixTree[Entry]] = {}
-        self._bytes = 0  # of all entries that are stored or in use
+        self._dropped: dict[Entry, None] = {}  # they end after their last use
         self._counts: dict[str, dict[str, int]] = {}
 
-    @contextmanager
-    def _locked(self) -> Iterator[list[Entry]]:
-        """Hold the lock; entries that are put into the list are released after it."""
+    @property
+    def _lock(self) -> AbstractContextManager[Any]:
+        """Blocks take it themselves: an interrupt cannot come between it and the block."""
         if self._process != os.getpid():
             self._reset()  # after a fork, threads that used entries or the lock do not exist
-        ended: list[Entry] = []
-        try:
-            with self._lock:
-                yield ended
-        finally:
-            for entry in ended:
-                if entry.release is not None:
-                    entry.release()
+        return self._own_lock
 
     # --- entries ---------------------------------------------------------------------------------
 
@@ -170,21 +181,27 @@ class PrefixCache:
         """Whether this thread is inside a block of `bypassed`."""
         return self._bypassed.get()
 
-    def find(self, key: Key) -> Entry | None:
-        """The entry of a key, pinned: `unpin` it after use. Counts a hit or a miss."""
-        with self._locked():
+    def find(self, key: Key, use: Lock | None = None) -> Entry | None:
+        """The entry of a key. Counts a hit or a miss.
+
+        Parameters
+        ----------
+        use : Lock, optional
+            Held as long as the entry must not end.
+        """
+        with self._lock:
             if not self.enabled:
                 return None
             entry = self._entries.get(key)
             self._count(key.kind, "misses" if entry is None else "hits")
             if entry is not None:
-                self._used(entry)
-                entry.pins += 1
+                self._touch(entry)
+                entry.used(use)
             return entry
 
     def has(self, key: Key) -> bool:
         """Whether a key has an entry; this is no use of it, and not counted."""
-        with self._locked():
+        with self._lock:
             return self.enabled and key in self._entries
 
     def search(
@@ -194,43 +211,51 @@ class PrefixCache:
         scope: Any,
         ids: tuple[int, ...],
         least: int = 1,
+        use: Lock | None = None,
         *,
-        use: bool = True,
+        counted: bool = True,
     ) -> Entry | None:
-        """The entry that shares the most of the first ``ids``, pinned as in `find`.
+        """The entry that shares the most of the first ``ids``.
 
         Parameters
         ----------
         least : int
             How many it must share; ``None`` is returned where none does.
-        use : bool
-            Whether this is a use of the entry, and counted.
+        use : Lock, optional
+            As in `find`.
+        counted : bool
+            Whether the look-up counts, and the entry becomes the last that was used.
         """
-        with self._locked():
+        with self._lock:
             if not self.enabled:
                 return None
             entry = self._tree((kind, tenant, scope)).find(ids, least)
-            if use:
+            if counted:
                 self._count(kind, "misses" if entry is None else "hits")
             if entry is not None:
-                if use:
-                    self._used(entry)
-                entry.pins += 1
+                if counted:
+                    self._touch(entry)
+                entry.used(use)
             return entry
 
     def within(self, kind: str, tenant: str, scope: Any, ids: tuple[int, ...]) -> list[Key]:
         """The keys of entries whose ids ``ids`` begin with."""
-        with self._locked():
+        with self._lock:
             return [entry.key for entry in self._tree((kind, tenant, scope)).within(ids)]
 
     def remove(self, key: Key) -> None:
-        """Drop an entry, if there is one; in use, it ends with its last use."""
-        with self._locked() as ended:
+        """Drop an entry, if there is one; in use, it ends after its last use."""
+        with self._lock:
             if (entry := self._entries.get(key)) is not None:
-                self._drop(entry, ended)
+                self._drop([entry])
 
     def put(
-        self, key: Key, value: Any, size: int, release: Callable[[], None] | None = None
+        self,
+        key: Key,
+        value: Any,
+        size: int,
+        release: Callable[[], None] | None = None,
+        use: Lock | None = None,
     ) -> Entry | None:
         """Store a value, in place of the one that the key had.
 
@@ -239,52 +264,46 @@ class PrefixCache:
         size : int
             Its bytes.
         release : callable, optional
-            Called once, without the lock, when the entry has been dropped and is not in use.
+            Called once, when the entry has been dropped and is not in use.
+        use : Lock, optional
+            As in `find`.
 
         Returns
         -------
         Entry or None
-            Pinned: `unpin` it after use. ``None`` where it does not fit, or nothing is stored now;
-            the value then remains the caller's, and ``release`` is not called.
+            ``None`` where it does not fit, or nothing is stored now; the value then remains the
+            caller's, and ``release`` is not called.
         """
-        with self._locked() as ended:
-            if not self.enabled or not self._make_room(size, ended, besides=self._entries.get(key)):
+        with self._lock:
+            if not self.enabled or not self._make_room(size, besides=self._entries.get(key)):
                 return None
             if (old := self._entries.get(key)) is not None:
-                self._drop(old, ended)
-            self._groups.setdefault(key.group, OrderedDict())[key] = None
+                self._drop([old])
+            self._touches += 1
+            entry = Entry(key, value, size, release, touched=self._touches)
+            entry.used(use)
+            self._groups.setdefault(key.group, {})[key] = None
             with self._changing(key.group) as tree:
-                entry = self._entries[key] = Entry(key, value, size, release, pins=1)
+                self._entries[key] = entry
                 if isinstance(key.content, Beginning):
                     tree.add(entry, key.content.ids, key.content.least)
-            self._bytes += size
             return entry
-
-    def unpin(self, entry: Entry) -> None:
-        """End a use of an entry that `find` or `put` returned."""
-        with self._locked() as ended:
-            entry.pins -= 1
-            if not entry.pins and not entry.stored:
-                self._end(entry, ended)
-            self._make_room(0, ended)  # the limit may have been lowered meanwhile
 
     def keys(self, kind: str, tenant: str, scope: Any = None) -> list[Key]:
         """The keys of one scope, the most recently used first."""
-        with self._locked():
-            return self._keys(kind, tenant, scope)
+        with self._lock:
+            return [entry.key for entry in reversed(self._of_group((kind, tenant, scope)))]
 
     def clear(self) -> None:
         """Drop all entries, those in use as soon as they are not, and forget the counts."""
-        with self._locked() as ended:
-            for entry in list(self._entries.values()):
-                self._drop(entry, ended)
+        with self._lock:
+            self._drop(list(self._entries.values()))
             self._counts.clear()
 
     def free(self) -> None:
         """Drop all entries that are not in use, where memory is exhausted."""
-        with self._locked() as ended:
-            for entry in [entry for entry in self._entries.values() if not entry.pins]:
-                self._evict(entry, ended)
+        with self._lock:
+            self._evict([entry for entry in self._entries.values() if not entry.in_use])
 
     # --- bound -----------------------------------------------------------------------------------
 
@@ -295,9 +314,10 @@ class PrefixCache:
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        with self._locked() as ended:
+        with self._lock:
             self._limit = limit
-            self._make_room(0, ended)
+            if not self._make_room(0):  # those in use end with their use
+                self._drop(list(self._entries.values()))
 
     @contextmanager
     def bypassed(self, bypassed: bool = True) -> Iterator[None]:
@@ -312,15 +332,16 @@ class PrefixCache:
             False uses the cache inside the block, also within another block.
         """
         before = self._bypassed.get()
-        self._bypassed.set(bypassed)
         try:
+            self._bypassed.set(bypassed)
             yield
         finally:
             self._bypassed.set(before)
 
     def stats(self) -> CacheStats:
         """What is stored, and how often it was found."""
-        with self._locked():
+        with self._lock:
+            self._settle()
             kinds = sorted({*self._counts, *(key.kind for key in self._entries)})
             found = {kind: self._stats(kind) for kind in kinds}
             return CacheStats(
@@ -340,13 +361,14 @@ class PrefixCache:
 
     # --- under the lock --------------------------------------------------------------------------
 
-    def _keys(self, kind: str, tenant: str, scope: Any) -> list[Key]:
-        own = self._groups.get((kind, tenant, scope), OrderedDict())
-        return [key for key in reversed(own) if key in self._entries]
+    def _of_group(self, group: tuple[str, str, Any]) -> list[Entry]:
+        """The entries of a group, the least recently used first."""
+        own = [self._entries[key] for key in self._groups.get(group, ()) if key in self._entries]
+        return sorted(own, key=_touched)
 
-    def _used(self, entry: Entry) -> None:
-        self._entries.move_to_end(entry.key)
-        self._groups[entry.key.group].move_to_end(entry.key)
+    def _touch(self, entry: Entry) -> None:
+        self._touches += 1
+        entry.touched = self._touches
         if isinstance(entry.key.content, Beginning):
             with self._changing(entry.key.group) as tree:
                 tree.use(entry, entry.key.content.ids)
@@ -356,9 +378,9 @@ class PrefixCache:
         tree = self._trees.get(group)
         if tree is None:
             tree = PrefixTree[Entry]()
-            for key in self._groups.get(group, ()):
-                if isinstance(key.content, Beginning) and key in self._entries:
-                    tree.add(self._entries[key], key.content.ids, key.content.least)
+            for entry in self._of_group(group):
+                if isinstance(content := entry.key.content, Beginning):
+                    tree.add(entry, content.ids, content.least)
             if group in self._groups:
                 self._trees[group] = tree
         return tree
@@ -375,47 +397,69 @@ class PrefixCache:
         counts = self._counts.setdefault(kind, {})
         counts[name] = counts.get(name, 0) + 1
 
-    def _make_room(self, size: int, ended: list[Entry], besides: Entry | None = None) -> bool:
+    @property
+    def _bytes(self) -> int:
+        """Of all entries that are stored or in use."""
+        used = sum(entry.bytes for entry in self._dropped if not entry.stored)
+        return used + sum(entry.bytes for entry in self._entries.values())
+
+    def _make_room(self, size: int, besides: Entry | None = None) -> bool:
         """Evict entries until ``size`` more bytes fit; none where that is impossible.
 
         ``besides`` is an entry that the new one replaces. Returns whether the bytes fit.
         """
-        spare = 0 if besides is None or besides.pins else besides.bytes
+        self._settle()
+        spare = 0 if besides is None or besides.in_use else besides.bytes
         over = self._bytes - spare + size - self._limit
         if over <= 0:
             return True
-        idle = [e for e in self._entries.values() if not e.pins and e is not besides]
+        idle = [e for e in self._entries.values() if not e.in_use and e is not besides]
+        idle.sort(key=_touched)
         fits = sum(entry.bytes for entry in idle) >= over
         if size and not fits:
             return False
-        for entry in idle:
-            if over <= 0:
-                break
-            over -= entry.bytes
-            self._evict(entry, ended)
+        freed = itertools.accumulate((entry.bytes for entry in idle), initial=0)
+        self._evict([entry for entry, before in zip(idle, freed, strict=False) if before < over])
         return fits
 
-    def _evict(self, entry: Entry, ended: list[Entry]) -> None:
-        self._count(entry.key.kind, "evictions")
-        self._drop(entry, ended)
+    def _evict(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self._count(entry.key.kind, "evictions")
+        self._drop(entries)
 
-    def _drop(self, entry: Entry, ended: list[Entry]) -> None:
-        """Forget an entry; it ends now, or with its last use."""
+    def _drop(self, entries: list[Entry]) -> None:
+        """Forget entries; they end now, or after their last use."""
+        self._dropped |= dict.fromkeys(entries)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forget and end what was dropped, also what an interrupt has left of it."""
+        for entry in self._dropped:
+            if entry.stored:
+                self._forget(entry)
+        ended = [entry for entry in self._dropped if not entry.in_use]
+        self._dropped = {entry: None for entry in self._dropped if entry.in_use}
+        for entry in ended:  # those that an interrupt leaves are garbage
+            if entry.release is not None:
+                entry.release()
+
+    def _forget(self, entry: Entry) -> None:
+        """Find an entry no longer. It may be called again."""
         key = entry.key
+        keys = self._groups.get(key.group, {})
         with self._changing(key.group) as tree:
-            del self._entries[key]
-            del self._groups[key.group][key]
+            self._entries.pop(key, None)
+            keys.pop(key, None)
             if isinstance(key.content, Beginning):
                 tree.remove(entry, key.content.ids)
-        if not self._groups[key.group]:
-            del self._groups[key.group], self._trees[key.group]
+        if not keys:
+            self._groups.pop(key.group, None)
+            self._trees.pop(key.group, None)
         entry.stored = False
-        if not entry.pins:
-            self._end(entry, ended)
 
-    def _end(self, entry: Entry, ended: list[Entry]) -> None:
-        self._bytes -= entry.bytes
-        ended.append(entry)
+
+def _touched(entry: Entry) -> int:
+    return entry.touched
 
 
 def default_limit(adapter: Adapter) -> int:

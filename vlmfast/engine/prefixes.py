@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
@@ -148,16 +150,15 @@ class Prefixes:
         return fingerprint(self.adapter.model, kept=kept), *of_stages
 
     def find(
-        self, scope: Scope | None, ids: list[int], least: int = 1, *, use: bool = True
+        self, scope: Scope | None, ids: list[int], least: int = 1, **more: Any
     ) -> Entry | None:
-        """The entry that shares the most of the first ``ids``, pinned; ``least`` at the least.
+        """The entry that shares the most of the first ``ids``; ``least`` at the least.
 
-        ``use`` is as in `PrefixCache.search`.
+        ``more`` is passed to `PrefixCache.search`.
         """
         if scope is None:
             return None
-
-        return self.cache.search(KIND, scope.tenant, scope.content, tuple(ids), least, use=use)
+        return self.cache.search(KIND, scope.tenant, scope.content, tuple(ids), least, **more)
 
     def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
         """Continue a sequence from a copy of the longest prefix of its prompt.
@@ -173,12 +174,11 @@ class Prefixes:
             The copy, whose ``ids`` are those that need not be prefilled.
         """
         ids = sequence.ids[0].tolist()[:-1]  # the logits after the last one are needed
-        if (entry := self.find(scope, ids, least)) is None:
-            return None
-        try:
+        use = Lock()
+        with use:
+            if (entry := self.find(scope, ids, least, use=use)) is None:
+                return None
             prefix = entry.value.clone(entry.key.content.shared(ids))
-        finally:
-            self.cache.unpin(entry)
         prefix.resume(sequence)
         return prefix
 
@@ -206,8 +206,6 @@ class Prefixes:
             entry = self.cache.put(key, prefix, size, prefix.release)
         if entry is None:
             prefix.release()
-            return None
-        self.cache.unpin(entry)
         return entry
 
     def keep_copy(
@@ -233,10 +231,8 @@ class Prefixes:
 
     def bytes(self, scope: Scope | None, ids: list[int]) -> int:
         """The size of the entry that shares the most of ``ids``; 0 without any."""
-        if (entry := self.find(scope, ids, use=False)) is None:
-            return 0
-        self.cache.unpin(entry)
-        return entry.bytes
+        entry = self.find(scope, ids, counted=False)
+        return 0 if entry is None else entry.bytes
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry, if it is still stored."""
@@ -252,12 +248,13 @@ class Prefixes:
             return []
         found: dict[Beginning, Prefix] = {}
         for key in self.cache.keys(KIND, scope.tenant, scope.content):
-            count = key.content.shared(ids)
-            entry = self.cache.find(key) if count else None
-            if entry is not None:
-                prefix = entry.value.clone(count)
-                found[Beginning(tuple(prefix.ids), prefix.least)] = prefix
-                self.cache.unpin(entry)
+            if not (count := key.content.shared(ids)):
+                continue
+            use = Lock()
+            with use:
+                if (entry := self.cache.find(key, use)) is not None:
+                    prefix = entry.value.clone(count)
+                    found[Beginning(tuple(prefix.ids), prefix.least)] = prefix
         inside = [one for one in found if any(o != one and o.contains(one) for o in found)]
         for one in inside:
             found.pop(one).release()

@@ -7,6 +7,8 @@ from typing import Any
 from vlmfast.errors import VLMFastError
 
 _MAX_NEW_TOKENS = 1024  # if a task has no value
+_READ = ("num_beams", "temperature", "max_new_tokens", "do_sample", "top_p", "top_k", "until")
+_OF_OTHERS = ("image_aspect_ratio",)  # how LLaVA's own code prepares images
 _BETWEEN_EXAMPLES = "\n\n"  # lmms-eval's default
 
 
@@ -36,6 +38,14 @@ def generation_of(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
     until = [until] if isinstance(until, str) else until
     until = [stop for stop in until if stop and stop != _BETWEEN_EXAMPLES]
     return generation | ({"stop_strings": until} if until else {}), until
+
+
+def unread(arguments: dict[str, Any]) -> list[str]:
+    """The arguments of a task that have no effect and may have been meant to have one.
+
+    lmms-eval's own models ignore those that they do not know.
+    """
+    return [key for key in arguments if key not in _READ + _OF_OTHERS]
 
 
 def cut(text: str, until: list[str]) -> str:

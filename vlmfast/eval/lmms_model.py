@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import kind_of
 
 from .likelihood import likelihoods
-from .lmms_generation import cut, generation_of
+from .lmms_generation import cut, generation_of, unread
+
+LOG = logging.getLogger(__name__)
 
 # The messages of a round, or None after the last one; the earlier answers, which a task may change;
 # and the task's notes for the next round.
@@ -79,6 +82,7 @@ class _Model(lmms):
         kwargs: dict[str, Any] = {} if revision is None else {"revision": revision}
         self.vlm = VLM.from_pretrained(pretrained, device=device, dtype=dtype, **kwargs)
         self.recipe = self.vlm.recipe(str(recipe).replace(";", ","))
+        self._unread: set[str] = set()  # arguments of tasks that were named in the log
 
     @property
     def model(self) -> Any:
@@ -128,6 +132,9 @@ class _Model(lmms):
             bar = tqdm(prompts, total=number, disable=self.rank != 0, desc="vlmfast")
             for messages, arguments in bar:
                 generation, until = generation_of(arguments)
+                if new := [name for name in unread(arguments) if name not in self._unread]:
+                    LOG.warning("generation arguments without effect: %s", ", ".join(new))
+                    self._unread.update(new)
                 untils.append(until)
                 yield Request(messages=messages, recipe=self.recipe, generation=generation)
 

@@ -43,6 +43,7 @@ from .tasks import HIDDEN, Doc, Task, find_task
 # Stored with the times: also measured, or not needed for the score.
 _MEASURED = ("flops_prefill", "generated_tokens", "peak_memory_bytes")
 _READ_AHEAD = 4  # requests per batch row: finished rows are refilled from them
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of PEFT
 _PROBES = 3  # images or videos that a recipe must refuse
 
 LOG = logging.getLogger(__name__)
@@ -431,7 +432,10 @@ def prompt_hash(vlm: Any, question: str, media: dict[str, Any], generation: dict
 
 
 def weights_sha256(vlm: Any) -> str | None:
-    """SHA-256 over name, dtype, shape and bytes of every weight; None without a model."""
+    """SHA-256 over name, dtype, shape and bytes of every weight; None without a model.
+
+    Of adapters also over which are active, disabled or merged, and their scaling.
+    """
     return None if getattr(vlm, "model", None) is None else _sha256(vlm.model)
 
 
@@ -447,6 +451,10 @@ def _sha256(module: torch.nn.Module) -> str:
         flat = tensor.detach().cpu().contiguous().flatten()
         if flat.numel():
             digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    for name, part in module.named_modules():
+        state = {key: vars(part)[key] for key in _ADAPTERS if key in vars(part)}
+        if state:
+            digest.update(f"{name} {state}\n".encode())
     return digest.hexdigest()
 
 

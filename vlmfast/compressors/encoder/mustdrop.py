@@ -256,10 +256,18 @@ class MustDrop(Stage):
         choices=tuple(PUBLISHED),
     )
     global_thr: float | None = param(
-        None, "minimum fraction of the text's attention; replaces the published one", ge=0.0, le=1.0
+        None,
+        "minimum fraction of the text's attention; replaces the published one",
+        ge=0.0,
+        le=1.0,
+        excludes=("published",),
     )
     individual_thr: float | None = param(
-        None, "minimum attention of one text token; replaces the published one", ge=0.0, le=1.0
+        None,
+        "minimum attention of one text token; replaces the published one",
+        ge=0.0,
+        le=1.0,
+        excludes=("published",),
     )
     saliency: str = saliency_param()
     cache: bool = param(True, "from the first filter on, cache only what the last filter keeps")
