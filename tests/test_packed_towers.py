@@ -169,3 +169,38 @@ def test_images_of_a_size_are_a_batch(case, implementation) -> None:
     with mixed_up(vlm), features(vlm) as control:
         asked(vlm, **media)
     apart(torch.cat(got), torch.cat(control), terms=terms(vlm, 2000))
+
+
+EACH = dict.fromkeys(["mistral3", "lfm2_vl", "qwen3_vl", *BUILD])
+
+
+@contextmanager
+def entering(vlm: VLM) -> Iterator[list[Tensor]]:
+    """The rows that enter the language model."""
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    layer = vlm.adapter.decoder.layers[0]
+    with layer.register_forward_pre_hook(hook, with_kwargs=True):
+        yield found
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("name", EACH)
+def test_calls_do_not_grow_with_the_images(name) -> None:
+    """Six images of two sizes: at most three calls a block, and Hugging Face's features."""
+    if name == "smolvlm":
+        pytest.importorskip("num2words")
+    vlm = VLM(*BUILD[name]())
+    images = [make_image(*s, i) for i, s in enumerate([(60, 44), (40, 64)] * 3)]
+    with entering(vlm) as want:
+        wanted = generated(vlm, images=images)
+    with counted(vlm) as calls, entering(vlm) as got:
+        assert asked(vlm, images=images) == wanted
+    assert calls and max(calls.values()) <= 3
+    close(got[0], want[0], terms=4 * 512)
+    with entering(vlm) as control:  # images of one size change places
+        generated(vlm, images=[images[i] for i in (2, 1, 4, 3, 0, 5)])
+    apart(got[0], control[0], terms=4 * 512)

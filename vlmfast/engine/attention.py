@@ -563,7 +563,11 @@ def vision_attention(
             if keys is not None:
                 keys = keys.gather(1, context.merged[..., None].expand(-1, -1, keys.shape[2]))
         if context.chunks is not None:
-            context.chunks.setdefault(layer, []).append((stats, keys))
+            found = context.chunks.setdefault(layer, [])
+            for view in range(len(key)):
+                here = slice(view, view + 1)
+                of = None if keys is None else keys[here]
+                found.append((None if stats is None else stats[here], of))
         else:
             if stats is not None:
                 context.stats[layer] = stats

@@ -327,7 +327,7 @@ def _request_rows(
     own = stage.vision_stats(depth)
     family = adapter.config.model_type
     for layer, request in own.items():
-        if adapter.packed or adapter.one_by_one or not adapter.global_blocks():
+        if adapter.packed or adapter.by_size or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
                 f"view, which {family} does not expose"
@@ -375,7 +375,7 @@ def _context(
         items=items,
         requests=dict(wanted.requests),
         specials=adapter.specials(),
-        chunks={} if adapter.packed or adapter.one_by_one else None,
+        chunks={} if adapter.packed or adapter.by_size else None,
         **more,
     )
 
