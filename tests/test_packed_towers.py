@@ -204,3 +204,72 @@ def test_calls_do_not_grow_with_the_images(name) -> None:
     with entering(vlm) as control:  # images of one size change places
         generated(vlm, images=[images[i] for i in (2, 1, 4, 3, 0, 5)])
     apart(got[0], control[0], terms=4 * 512)
+
+
+READS = {
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.cpu,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.nonzero,
+    Tensor.unique_consecutive,
+    torch.unique_consecutive,
+    torch.repeat_interleave,
+}
+
+
+class Reads(TorchFunctionMode):
+    """The functions that read a tensor on the host, or whose shape depends on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def read_in_tower(vlm: VLM) -> Iterator[list[str]]:
+    """What the host reads during forward passes of the tower."""
+    reads = Reads()
+
+    def enter(*_: Any) -> None:
+        reads.__enter__()
+
+    def leave(*_: Any) -> None:
+        reads.__exit__(None, None, None)
+
+    tower = vlm.adapter.tower()
+    with tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave):
+        yield reads.found
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_host_reads_nothing_in_the_tower(name) -> None:
+    vlm = VLM(*BUILD[name]())
+    media = {"images": [make_image(60, 44), make_image(40, 64)]}
+    with read_in_tower(vlm) as reads:
+        generated(vlm, **media)
+    assert len(reads) > 3 * len(vlm.adapter.vision_blocks())  # control: three for each block
+    with read_in_tower(vlm) as reads:
+        asked(vlm, **media)
+    assert reads == []
+
+
+def test_arguments_of_the_tower_follow_its_attributes() -> None:
+    """They are kept by size, and are others where a window is."""
+    vlm = build_real()
+    image = make_image(280, 224)
+    with features(vlm) as before:
+        asked(vlm, images=image)
+    vlm.model.base_model.visual.window_size = 4 * PATCH
+    with features(vlm) as want:
+        wanted = generated(vlm, images=image)
+    with features(vlm) as got:
+        assert asked(vlm, images=image) == wanted
+    close(got[0], want[0], terms=terms(vlm, 320))
+    apart(got[0], before[0], terms=terms(vlm, 320))
