@@ -349,6 +349,7 @@ def test_received_attention_of_packed_images():
         apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["lfm2_vl", "mistral3", "qwen2_5_vl"])
 def test_saliency_of_an_image_does_not_depend_on_the_others(name):
     """Images of one size pass through the tower together, out of their order."""

@@ -168,12 +168,14 @@ def encode(
     count = max(item.views[1] for item in items)
     views = count if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
+    # A replay calls no hooks. The projector of a packed tower is inside the tower.
+    capture &= not inside and not (adapter.packed and "norm" in sources)
     with (
         active(context),
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        captured(adapter, context, cls, views) if capture and not inside else nullcontext(),
+        captured(adapter, context, cls, views) if capture else nullcontext(),
         gated(adapter, wanted.views, context, cls, partial(_of_bases, adapter, wanted)) as gate,
         _projected(adapter, "norm" in sources, gate) as projected,
         loaded(adapter.model.base_model),

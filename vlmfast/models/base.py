@@ -134,7 +134,8 @@ class Adapter:
     token_rows: ClassVar[bool] = False
     prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     min_drop_layer: int = 0
-    # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
+    # Whether the tower depends on the shape of the pixels, and on tensors that are the same objects
+    # for images of the same sizes, alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
 
     def __init__(self, model: Model, processor: ProcessorMixin) -> None:

@@ -52,7 +52,7 @@ class FamilyAdapter(Adapter):
     beside: ClassVar[tuple[str, ...]] = ("second_per_grid_ts", "mm_token_type_ids")
     processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
-    packed = True
+    packed = fixed_tower = True
     whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
     grid_on_device: ClassVar[bool] = (
         False  # whether the tower computes with the grids of its images
