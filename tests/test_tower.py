@@ -31,7 +31,7 @@ def repeated(run):
 
 
 def recorded(run):
-    """Replays the operations of a pass, and refuses those that a capture refuses."""
+    """Replays the operations of a forward pass, and refuses those that a capture refuses."""
     run()  # libraries and caches
     with Recording() as recording:
         made = run()
