@@ -111,6 +111,20 @@ def test_packed_towers_are_captured_by_the_sizes_of_images(name: str) -> None:
     assert "forward" not in vars(vlm.adapter.tower())
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", PACKED)
+def test_videos_are_captured_once(name: str) -> None:
+    plain, vlm = (VLM(*builders()[name](), prefix_cache_bytes=0) for _ in range(2))
+    captures = []
+    towers = vlm.adapter.kept["towers"] = Towers(record=lambda r: captures.append(0) or recorded(r))
+    for seed in range(4):
+        video = [make_image(48, 48, 4 * seed + i) for i in range(4)]
+        given = {"video": video, "num_frames": 4, "max_new_tokens": 3}
+        wanted, got = (model.ask("what ?", **given) for model in (plain, vlm))
+        assert got.token_ids == wanted.token_ids and towers.replayed == seed
+    assert len(captures) == 1
+
+
 def test_large_packed_images_are_not_captured(monkeypatch) -> None:
     from vlmfast.engine import tower
 

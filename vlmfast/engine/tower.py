@@ -81,16 +81,18 @@ class Towers:
         ----------
         pixels : Tensor, (V, C, H, W), or (S, C) of a packed tower
         given : dict
-            Its tensors are the same objects for inputs of the same sizes, and do not change.
+            Apart from ``grid_thw``, its tensors are the same objects for inputs of the same sizes.
         views : int
             Rows whose CLS token is collected.
         state : tuple
             What else decides about the output: weights and autocast.
         """
         requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
+        # The grids follow from the other arguments, and GLM-4V makes them anew for each video.
         options = tuple(
             (name, id(value) if isinstance(value, Tensor) else str(value))
             for name, value in sorted(given.items())
+            if name != "grid_thw"
         )
         key = (tuple(pixels.shape), pixels.dtype, requests, views, options, state)
         if key not in self._met:  # a shape that occurs once is not worth a graph
