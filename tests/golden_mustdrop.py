@@ -91,7 +91,7 @@ def video_blocks(data: Reader) -> nn.ModuleList:
             patch_size=14,
         )
     ).eval()
-    tower.set_attn_implementation(VISION)
+    tower.config._attn_implementation = VISION
     blocks = getattr(tower, "vision_model", tower).encoder.layers
     blocks.load_state_dict(data.under(prefix))
     return blocks

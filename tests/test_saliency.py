@@ -349,6 +349,27 @@ def test_received_attention_of_packed_images():
         apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", ["lfm2_vl", "mistral3", "qwen2_5_vl"])
+def test_saliency_of_an_image_does_not_depend_on_the_others(name):
+    """Images of one size pass through the tower together, out of their order."""
+    vlm = VLM(*tiny_families.builders()[name]())
+    asked = tuple(SaliencyRequest(source=source, keys=True) for source in ("received", "norm"))
+    images = [make_image(0), make_image(1, 40, 64), make_image(2)]
+    _, stats = looked(vlm, *asked, images=images)
+    for number, image in enumerate(images):
+        _, alone = looked(vlm, *asked, images=image)
+        for request in asked:
+            got = stats.salient(request, stats.items[number])
+            want = alone.salient(request, alone.items[0])
+            for one, other in ((got.rows, want.rows), (got.keys, want.keys)):
+                close(one, other, terms=4 * 512)
+            if number != 1:  # another image of this size
+                control = stats.salient(request, stats.items[2 - number])
+                apart(got.rows, control.rows, terms=4 * 512)
+                apart(got.keys, control.keys, terms=4 * 512)
+
+
 def test_windowed_tower_has_no_received_attention():
     vlm = VLM(*BUILD["qwen2_5_vl"]())
     vlm.model.config.vision_config.fullatt_block_indexes = []

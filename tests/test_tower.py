@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from cpu_graph import Recording
+from tiny_families import builders
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.engine.tower import _SHAPES, Towers
@@ -26,6 +28,14 @@ def repeated(run):
             mine.copy_(new)
 
     return made, replay
+
+
+def recorded(run):
+    """Replays the operations of a forward pass, and refuses those that a capture refuses."""
+    run()  # libraries and caches
+    with Recording() as recording:
+        made = run()
+    return made, recording.replay
 
 
 @pytest.fixture(params=[build_llava, build_llava_next], ids=["llava", "llava-next"])
@@ -71,6 +81,60 @@ def test_passes_over_chosen_views_are_captured(recipe: str) -> None:
         assert torch.equal(got.trace.depth, wanted.trace.depth)
         # A single crop has the shape of the base view, whose graph it shares.
         assert towers.replayed == 2 * seed + ("0.25" in recipe)
+
+
+PACKED = ["qwen2_5_vl", "qwen3_vl", "glm4v", "qwen2_vl", "qwen3_5"]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_towers_are_captured_by_the_sizes_of_images(name: str) -> None:
+    """Two images of other sizes than a third, with statistics of each."""
+    plain, vlm = (VLM(*builders()[name](), prefix_cache_bytes=0) for _ in range(2))
+    towers = vlm.adapter.kept["towers"] = Towers(record=recorded)
+    for recipe in ("none", "hired:0.4,saliency=received"):
+        towers.replayed = 0
+        for seed in range(3):
+            images = [make_image(64, 48, seed), make_image(48, 64, seed + 9)]
+            for number, media in enumerate((images, images[:1])):
+                given = {"images": media, "recipe": recipe, "max_new_tokens": 5}
+                wanted, got = (model.ask("what ?", **given) for model in (plain, vlm))
+                assert got.token_ids == wanted.token_ids
+                assert torch.equal(got.trace.depth, wanted.trace.depth)
+                assert towers.replayed == 2 * seed - (1 - number) * (seed > 0)
+    replayed = towers.replayed
+    for _ in range(3):  # the norm of what enters the projector, inside the tower
+        given = {"images": make_image(64, 48), "recipe": "hired:0.4,saliency=norm"}
+        wanted, got = (model.ask("what ?", max_new_tokens=5, **given) for model in (plain, vlm))
+        assert torch.equal(got.trace.depth, wanted.trace.depth)
+    assert towers.replayed == replayed
+    assert "forward" not in vars(vlm.adapter.tower())
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("name", PACKED)
+def test_videos_are_captured_once(name: str) -> None:
+    plain, vlm = (VLM(*builders()[name](), prefix_cache_bytes=0) for _ in range(2))
+    captures = []
+    towers = vlm.adapter.kept["towers"] = Towers(record=lambda r: captures.append(0) or recorded(r))
+    for seed in range(4):
+        video = [make_image(48, 48, 4 * seed + i) for i in range(4)]
+        given = {"video": video, "num_frames": 4, "max_new_tokens": 3}
+        wanted, got = (model.ask("what ?", **given) for model in (plain, vlm))
+        assert got.token_ids == wanted.token_ids and towers.replayed == seed
+    assert len(captures) == 1
+
+
+def test_large_packed_images_are_not_captured(monkeypatch) -> None:
+    from vlmfast.engine import tower
+
+    monkeypatch.setattr(tower, "_PATCHES", 31)
+    vlm = VLM(*builders()["qwen2_5_vl"](), prefix_cache_bytes=0)
+    towers = vlm.adapter.kept["towers"] = Towers(record=repeated)
+    for size, replays in (((64, 48), 0), ((32, 48), 2)):  # 48 and 24 patches
+        for seed in range(3):
+            vlm.ask("what ?", images=make_image(*size, seed), max_new_tokens=1)
+        assert towers.replayed == replays
 
 
 @pytest.mark.cases(1)

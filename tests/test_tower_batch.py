@@ -61,8 +61,7 @@ def test_answers_are_those_of_one_prompt(family: str, passes: Any) -> None:
     vlm.engine.tower_batch_bytes = PLENTY
     answers = vlm.ask_many(requests, batch_size=4)
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
-    together = not vlm.adapter.one_by_one
-    assert (len(counts) == 1) is together
+    assert len(counts) == 1
     for answer, other in zip(answers, expected, strict=True):
         for name in (
             "vision_passes",

@@ -6,6 +6,7 @@ is far from uniform. Each builder returns model and processor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,8 +130,28 @@ def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
     }
 
 
-def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Windows of 2 x 2 tokens, full attention in blocks 1 and 3."""
+def build_qwen2_5_vl(
+    seed: int = 0,
+    *,
+    patch: int = PATCH,
+    window: int = 4 * PATCH,
+    blocks: int = 4,
+    full: Sequence[int] = (1, 3),
+    largest: int = 64 * 64,
+) -> tuple[nn.Module, Any]:
+    """Windows of 2 x 2 tokens, full attention in blocks 1 and 3.
+
+    Parameters
+    ----------
+    patch, window : int
+        Their sides in pixels.
+    blocks : int
+        Of the vision tower.
+    full : sequence of int
+        Those that attend to the whole image.
+    largest : int
+        Most pixels of an image.
+    """
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
@@ -141,18 +162,18 @@ def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
 
     tokens = tokenizer(**QWEN)
     vision = {
-        "depth": 4,
+        "depth": blocks,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "patch_size": PATCH,
-        "window_size": 4 * PATCH,
-        "fullatt_block_indexes": [1, 3],
+        "patch_size": patch,
+        "window_size": window,
+        "fullatt_block_indexes": list(full),
         "out_hidden_size": 64,
     }
     config = Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
-    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-    sizes = {"patch_size": PATCH, "size": size}
+    size = {"shortest_edge": 16 * 16, "longest_edge": largest}
+    sizes = {"patch_size": patch, "size": size}
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         video_processor=Qwen2VLVideoProcessor(**sizes),

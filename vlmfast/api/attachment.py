@@ -429,9 +429,9 @@ def _check_padded(adapter: Adapter, batch: dict[str, Tensor]) -> None:
 def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
     """Check views (..., C, H, W) against the input shape of the tower."""
     vision = adapter.config.vision_config
-    # Where the tower runs image by image, this is only the largest side.
-    side = None if adapter.one_by_one else adapter.view_size()
-    if side is None and not adapter.one_by_one:
+    # Where the tower runs for each size of images, this is only the largest side.
+    side = None if adapter.by_size else adapter.view_size()
+    if side is None and not adapter.by_size:
         crop = getattr(adapter.processor.image_processor, "crop_size", None)
         side = None if crop is None else (crop["height"], crop["width"])
     channels = getattr(vision, "num_channels", 3)

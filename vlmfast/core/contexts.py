@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .drafting import Observer, SlotList
 from .former import FormerAttribute
 from .layout import TokenLayout
+from .packing import Packing
 from .statistics import ItemGeometry, StatRequest
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ class VisionContext:
     merged : Tensor, int64, (views, rows), optional
         For each row that entered the tower (CLS first), the row that it is part of now. A stage
         with `InEncoderStage.cells` sees the same of CLS and cells.
-    sizes : iterator of Tensor, each float32, (n,), optional
+    sizes : Tensor, float32, (S,), optional
         For towers that pack all images in one row: how many of the rows that entered each row now
-        represents; chunk by chunk, as the running block attends to them.
+        represents.
     lengths : Tensor, int64, (views,), optional
         Valid rows of each view, where merging left different numbers; the others, at the end, are
         padding.
@@ -69,6 +70,9 @@ class VisionContext:
         order, where rows are not in that order.
     numbers : list of int, optional
         Of the views in the current forward pass, where these are not all of its images.
+    packings : list of (Tensor, Packing)
+        For towers that pack all images in one row: the boundaries, int32, (parts + 1,), within
+        which blocks attend, and how these parts are batched.
     """
 
     depth: int = 0
@@ -83,11 +87,21 @@ class VisionContext:
     keys: dict[int, Tensor] = field(default_factory=dict)
     chunks: dict[int, list[tuple[Tensor | None, Tensor | None]]] | None = None
     merged: Tensor | None = None
-    sizes: Iterator[Tensor] | None = None
+    sizes: Tensor | None = None
     lengths: Tensor | None = None
     raster: Tensor | None = None
     numbers: list[int] | None = None
+    packings: list[tuple[Tensor, Packing]] = field(default_factory=list)
     repair = FormerAttribute("proportional_attention")
+
+    def packing(self, ends: Tensor) -> Packing:
+        """How the parts between these boundaries are batched; read from the device once."""
+        for known, packing in self.packings:
+            if known is ends:
+                return packing
+        made = Packing.of(ends.diff().tolist(), ends.device)
+        self.packings.append((ends, made))
+        return made
 
 
 @dataclass

@@ -31,6 +31,7 @@ from vlmfast.core.contexts import (
     current_context,
 )
 from vlmfast.core.drafting import Observer, SlotList
+from vlmfast.core.packing import Packing, PartBatch
 from vlmfast.core.placement import device_of
 from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
@@ -46,8 +47,10 @@ from .joint import JointCache
 from .kv_layer import KVLayer
 from .restore import Changes
 
-# No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
-TEXT, VISION = "vlmfast_text", "vlmfast_vision"
+# transformers tests these names for "flash", "sdpa" and "/". With "flash", towers that pack their
+# images in one row call attention once per block, with the boundaries of the parts that attend to
+# themselves, instead of part by part.
+TEXT, VISION = "vlmfast_text", "vlmfast_vision_flash"
 
 if TYPE_CHECKING:
 
@@ -517,9 +520,16 @@ def vision_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of the vision tower, (V, H, N, D) each; statistics only where requested."""
+    """Attention of the vision tower, (V, H, N, D) each; statistics only where requested.
+
+    Towers that pack all images in one row, (1, H, S, D), pass the boundaries of its parts as
+    ``cu_seq_lens_q``.
+    """
     context = _context(kwargs)
     assert isinstance(context, VisionContext)
+    if (ends := kwargs.get("cu_seq_lens_q")) is not None:
+        packing = context.packing(ends)
+        return _packed(module, query, key, value, packing, context, scaling, dropout), None
     n = key.shape[2]
     if context.lengths is not None:
         valid = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
@@ -536,9 +546,6 @@ def vision_attention(
         everything = torch.ones_like(bias, dtype=torch.bool)
         mask = everything if attention_mask is None else attention_mask
         attention_mask = _with_bias(mask, bias, query.dtype)
-    elif context.sizes is not None:
-        bias = next(context.sizes).log()[None, None, None]
-        attention_mask = bias.to(query.dtype)
     layer = context.modules.get(id(module), -1)
     if (request := context.requests.get(layer)) is not None:
         # A mask for each head is no padding: the tower adds it to its logits.
@@ -548,9 +555,7 @@ def vision_attention(
         elif padding is not None:
             visible = _visible_keys(padding).expand(len(key), n)
         stats = _vision_rows(request, query, key, visible, bias, scaling, context.specials, own)
-        keys = None
-        if request.keys:
-            keys = key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
+        keys = _shown_keys(request, key)
         if context.merged is not None:  # back to the rows that entered the tower
             if stats is not None:
                 rows = context.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
@@ -558,7 +563,11 @@ def vision_attention(
             if keys is not None:
                 keys = keys.gather(1, context.merged[..., None].expand(-1, -1, keys.shape[2]))
         if context.chunks is not None:
-            context.chunks.setdefault(layer, []).append((stats, keys))
+            found = context.chunks.setdefault(layer, [])
+            for view in range(len(key)):
+                here = slice(view, view + 1)
+                of = None if keys is None else keys[here]
+                found.append((None if stats is None else stats[here], of))
         else:
             if stats is not None:
                 context.stats[layer] = stats
@@ -567,6 +576,50 @@ def vision_attention(
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    context: VisionContext,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of a tower within the parts of a row, (1, S, H, D)."""
+    bias = None if context.sizes is None else context.sizes.log()
+    layer = context.modules.get(id(module), -1)
+    if (request := context.requests.get(layer)) is not None:
+        assert context.chunks is not None
+        lengths, found = packing.lengths, context.chunks.setdefault(layer, [])
+        shown = _shown_keys(request, key)
+        own = (None,) * len(lengths) if bias is None else bias[None, None, None].split(lengths, 3)
+        keys = (None,) * len(lengths) if shown is None else shown.split(lengths, 1)
+        parts = zip(query.split(lengths, 2), key.split(lengths, 2), own, keys, strict=True)
+        for q, k, added, of in parts:
+            rows = _vision_rows(request, q, k, None, added, scaling, context.specials)
+            found.append((rows, of))
+
+    def attention(batch: PartBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = batch.mask
+        if bias is not None:
+            added = batch.take(bias)[:, None, None]
+            seen = torch.ones_like(added, dtype=torch.bool) if mask is None else mask
+            mask = _with_bias(seen, added, query.dtype)
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
+        )[0]
+
+    return packing.attend(attention, query, key, value)
+
+
+def _shown_keys(request: StatRequest, key: Tensor) -> Tensor | None:
+    """The keys of a block that stages see, float32, (V, N, d)."""
+    if not request.keys:
+        return None
+    return key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
 
 
 def _visible_keys(mask: Tensor) -> Tensor:

@@ -299,7 +299,7 @@ class Packed:
         if (tables := kwargs.get("position_embeddings")) is not None:
             kwargs["position_embeddings"] = tuple(table[self.rows] for table in tables)
         if self.context.proportional_attention:
-            self.context.sizes = iter(self.sizes.split((left[1:] - left[:-1]).tolist()))
+            self.context.sizes = self.sizes
         return args, kwargs
 
     def note(self, index: int) -> None:

@@ -1,10 +1,10 @@
 """The vision tower as CUDA graphs, one for each input shape that occurs twice.
 
 A tower of two dozen blocks launches about three hundred small kernels; for one image, launching
-them takes longer than running them. Its input has few shapes: a number of views of one size. A
-graph contains the whole forward pass, statistics and projected CLS token included. Its outputs are
-copied, because the next replay overwrites them. Stages between the blocks are called from Python,
-so a tower with such stages runs without a graph.
+them takes longer than running them. Its input has few shapes: a number of views of one size, or the
+patches of images of the same sizes as before. A graph contains the whole forward pass, statistics
+and projected CLS token included. Its outputs are copied, because the next replay overwrites them.
+Stages between the blocks are called from Python, so a tower with such stages runs without a graph.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from .mode import Mode
 
 _WARM_UP = 1  # forward passes before a capture, in which libraries allocate their workspaces
 _SHAPES = 8  # graphs that are kept
+_MET = 64  # shapes that are remembered
+_PATCHES = 4096  # of images in one row; with more, running takes longer than launching
 
-Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], list[Tensor]]
+Chunks = dict[int, list[tuple[Tensor | None, Tensor | None]]]
+Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], Chunks, list[Tensor]]
 Record = Callable[[Callable[[], Made]], tuple[Made, Callable[[], None]]]
 
 
@@ -57,9 +60,10 @@ class Towers:
     def __init__(self, record: Record | None = None) -> None:
         self.record = record or cuda_graph
         self.replayed = 0
-        self._met: set[tuple] = set()
+        self._met: OrderedDict[tuple, None] = OrderedDict()
         self._now: tuple[VisionContext, list[Tensor]]  # filled by the current forward pass
-        self._kept: OrderedDict[tuple, tuple[Tensor, Made, Callable[[], None]]] = OrderedDict()
+        # With the tensors whose addresses the graph reads.
+        self._kept: OrderedDict[tuple, tuple[Tensor, Any, Made, Callable[[], None]]] = OrderedDict()
 
     def pass_of(
         self,
@@ -75,17 +79,26 @@ class Towers:
 
         Parameters
         ----------
-        pixels : Tensor, (V, C, H, W)
+        pixels : Tensor, (V, C, H, W), or (S, C) of a packed tower
+        given : dict
+            Apart from ``grid_thw``, its tensors are the same objects for inputs of the same sizes.
         views : int
             Rows whose CLS token is collected.
         state : tuple
             What else decides about the output: weights and autocast.
         """
         requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
-        options = str(sorted(given.items()))
+        # The grids follow from the other arguments, and GLM-4V makes them anew for each video.
+        options = tuple(
+            (name, id(value) if isinstance(value, Tensor) else str(value))
+            for name, value in sorted(given.items())
+            if name != "grid_thw"
+        )
         key = (tuple(pixels.shape), pixels.dtype, requests, views, options, state)
         if key not in self._met:  # a shape that occurs once is not worth a graph
-            self._met.add(key)
+            self._met[key] = None
+            while len(self._met) > _MET:
+                self._met.popitem(last=False)
             return forward(pixels, **given)
         self._now = context, cls
         if key not in self._kept:
@@ -96,20 +109,27 @@ class Towers:
                 context.stats.clear()
                 context.keys.clear()
                 cls.clear()
+                earlier = context.chunks  # of other calls of the tower
+                context.chunks = None if earlier is None else {}
                 output = forward(own, **given)
-                return output, dict(context.stats), dict(context.keys), list(cls)
+                chunks, context.chunks = context.chunks or {}, earlier
+                return output, dict(context.stats), dict(context.keys), chunks, list(cls)
 
-            self._kept[key] = (own, *self.record(run))
+            read = given, context.packings
+            self._kept[key] = (own, read, *self.record(run))
             while len(self._kept) > _SHAPES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        own, made, replay = self._kept[key]
+        own, _, made, replay = self._kept[key]
         own.copy_(pixels)
         replay()
         self.replayed += 1
-        output, stats, keys, tokens = tree_map_only(Tensor, Tensor.clone, made)
+        output, stats, keys, chunks, tokens = tree_map_only(Tensor, Tensor.clone, made)
         context.stats.update(stats)
         context.keys.update(keys)
+        for layer, parts in chunks.items():
+            assert context.chunks is not None
+            context.chunks.setdefault(layer, []).extend(parts)
         cls[:] = tokens
         return output
 
@@ -133,7 +153,7 @@ def captured(
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def replayed(pixel_values: Tensor, *args: Any, **given: Any) -> Any:
-            if args:
+            if args or (adapter.packed and len(pixel_values) > _PATCHES):
                 return forward(pixel_values, *args, **given)
             return towers.pass_of(forward, pixel_values, given, context, cls, views, state)
 

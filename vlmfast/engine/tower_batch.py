@@ -44,7 +44,7 @@ def chosen(
     list of Sequence
         Empty where ``first`` is encoded alone.
     """
-    if adapter.one_by_one or (asked := _asked(adapter, first)) is None:
+    if (asked := _asked(adapter, first)) is None:
         return []
     found, left = [first], limit - feature_bytes(adapter, first.inputs)
     images = _digests(first.inputs)

@@ -168,12 +168,14 @@ def encode(
     count = max(item.views[1] for item in items)
     views = count if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
+    # A replay calls no hooks. The projector of a packed tower is inside the tower.
+    capture &= not inside and not (adapter.packed and "norm" in sources)
     with (
         active(context),
         _unused_skipped(adapter, context),
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
-        captured(adapter, context, cls, views) if capture and not inside else nullcontext(),
+        captured(adapter, context, cls, views) if capture else nullcontext(),
         gated(adapter, wanted.views, context, cls, partial(_of_bases, adapter, wanted)) as gate,
         _projected(adapter, "norm" in sources, gate) as projected,
         loaded(adapter.model.base_model),
@@ -327,7 +329,7 @@ def _request_rows(
     own = stage.vision_stats(depth)
     family = adapter.config.model_type
     for layer, request in own.items():
-        if adapter.packed or adapter.one_by_one or not adapter.global_blocks():
+        if adapter.packed or adapter.by_size or not adapter.global_blocks():
             raise adapter.refusal(
                 f"{stage.name} reads the attention of single blocks of the vision tower, view by "
                 f"view, which {family} does not expose"
@@ -375,7 +377,7 @@ def _context(
         items=items,
         requests=dict(wanted.requests),
         specials=adapter.specials(),
-        chunks={} if adapter.packed or adapter.one_by_one else None,
+        chunks={} if adapter.packed or adapter.by_size else None,
         **more,
     )
 

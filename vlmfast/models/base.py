@@ -124,7 +124,7 @@ class Adapter:
     # Of a prompt's images: 5 if each has several views, 3 if each is a sequence of patches.
     pixel_dims: ClassVar[int] = 4
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
-    one_by_one: ClassVar[bool] = False  # whether `encode` runs the tower image by image
+    by_size: ClassVar[bool] = False  # whether `encode` runs the tower for each size of images
     blocks: ClassVar[bool] = True  # whether a video can be read block by block, as images
     # Whether the tower and the projector take one row of a batch for each view, so that views can
     # be left out; and whether images may have crops there.
@@ -134,7 +134,8 @@ class Adapter:
     token_rows: ClassVar[bool] = False
     prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     min_drop_layer: int = 0
-    # Whether the tower depends on the input's shape alone, so that it can be captured in a graph.
+    # Whether the tower depends on the shape of the pixels, and on tensors that are the same objects
+    # for images of the same sizes, alone, so that it can be captured in a graph.
     fixed_tower: ClassVar[bool] = False
 
     def __init__(self, model: Model, processor: ProcessorMixin) -> None:

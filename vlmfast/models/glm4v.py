@@ -22,7 +22,7 @@ from .qwen2_5_vl import FamilyAdapter as Qwen
 class FamilyAdapter(Qwen):
     beside = ("mm_token_type_ids",)
     processors = ("Glm4vProcessor",)
-    whole_steps = True
+    whole_steps = grid_on_device = True
 
     def modalities(self, ids: Tensor) -> Tensor:
         starts, ends = (

@@ -10,6 +10,7 @@ follow each other there.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from vlmfast.errors import ModelError
 from ._media import Media, runs
 from .base import Encoded, Part
 from .internvl import tile_box
-from .mistral3 import Shaped
+from .mistral3 import Shaped, in_order, passing
 
 _TILE = re.compile(r"<\|img_row_(\d+)_col_(\d+)\|>\s*$")
 
@@ -61,10 +62,12 @@ class FamilyAdapter(Shaped):
         unpadded = ("pixel_values", "pixel_attention_mask")
         return own | {key: own[key][:, :most] for key in unpadded}
 
-    def features(self, tensors: dict[str, Tensor]) -> Tensor:
+    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         output = self.model.base_model.get_image_features(*(tensors[key] for key in self.tensors))
-        (features,) = output.pooler_output
-        return features
+        return list(output.pooler_output)
+
+    def views(self, items: Sequence[ItemGeometry]) -> list[tuple[int, int]]:
+        return [_grid(item, view) for item in items for view in range(*item.views)]
 
     # --- tiles -----------------------------------------------------------------------------------
 
@@ -146,11 +149,11 @@ class FamilyAdapter(Shaped):
         return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features, layouts = [], []
+        features, layouts, of_view = [], [], self.encoded(inputs)
         for i, item in enumerate(context.items):
             *tiles, whole = range(*item.views)
             views = (*enumerate(tiles, 1), (0, whole))
-            features.append(torch.cat([self.features(self.own(inputs, view)) for _, view in views]))
+            features.append(torch.cat([of_view[view] for _, view in views]))
             layouts.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
         stats = VisionStats(context.items, {})
         return Encoded(features, layouts, stats, [()] * len(features))
@@ -178,7 +181,8 @@ class FamilyAdapter(Shaped):
 
     def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         assert context.chunks is not None
-        chunks = [(rows, keys) for rows, keys in context.chunks[layer] if rows is not None]
+        ordered = in_order(context.chunks[layer], self.views(context.items))
+        chunks = [(rows, keys) for rows, keys in ordered if rows is not None]
         found = []
         for item in context.items:
             own = [chunks[view] for view in self.whole_first(item)]
@@ -188,12 +192,17 @@ class FamilyAdapter(Shaped):
         return found
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
-        m, found = self.merge(), []
+        grids, m, parts, found = self.views(items), self.merge(), list[Tensor](), []
+        for call in calls:
+            # The tokens of several views of one size may stand side by side.
+            patches = math.prod(grids[passing(grids)[len(parts)]]) * m**2
+            parts += call[0].chunk(call[0].shape[:2].numel() // patches, 1)
+        of_view = in_order(parts, grids)
         for item in items:
             views = []
             for view in self.whole_first(item):
-                rows = calls[view][0]
-                down, across = _grid(item, view)
+                rows = of_view[view]
+                down, across = grids[view]
                 if len(rows) == m:  # the patches of each token side by side
                     rows = rows.unflatten(1, (down, across, m)).permute(1, 0, 2, 3, 4)
                 views.append(rows.reshape(1, down * across * m * m, -1).transpose(1, 2))

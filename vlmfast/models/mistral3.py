@@ -1,12 +1,14 @@
 """Mistral Small 3.1 and 3.2, with the tower of Pixtral: images keep their aspect ratio.
 
 A visual token consists of 2 x 2 patches; a token of text stands between the rows of an image. The
-tower attends within each image, and images pass through it one by one.
+tower attends within each image, and images of one size pass through it together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from .base import Adapter, Encoded, Part
 class Shaped(Adapter):
     """Families whose images have grids of their own, without crops."""
 
-    blocks, one_by_one = False, True
+    blocks, by_size = False, True
 
     def merge(self) -> int:
         """Rows, and columns, of patches in a visual token."""
@@ -36,9 +38,22 @@ class Shaped(Adapter):
         """The tensors of one image, without what pads it to others."""
         raise NotImplementedError(f"{type(self).__name__}.own")
 
-    def features(self, tensors: dict[str, Tensor]) -> Tensor:
-        """Features (N, D) of one image."""
+    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Features (N, D) of each of some images of one size."""
         raise NotImplementedError(f"{type(self).__name__}.features")
+
+    def views(self, items: Sequence[ItemGeometry]) -> list[tuple[int, int]]:
+        """Rows and columns of visual tokens of each view."""
+        return [item.patches for item in items]
+
+    def encoded(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Features (N, D) of each view, which passes through the tower with those of its size."""
+        grids = self.grids(tensors)
+        found: list[Tensor] = []
+        for batch in _by_size(grids):
+            parts = [self.own(tensors, view) for view in batch]
+            found += self.features({key: torch.cat([of[key] for of in parts]) for key in parts[0]})
+        return in_order(found, grids)
 
     def specials(self) -> int:
         return 0
@@ -54,11 +69,14 @@ class Shaped(Adapter):
 
     def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
         assert context.chunks is not None
-        chunks = context.chunks[layer]
+        chunks = in_order(context.chunks[layer], self.views(context.items))
         return [(rows[:, :, 0], keys) for rows, keys in chunks if rows is not None]
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
-        return [call.flatten(0, -2)[None] for call in calls]
+        grids, m = self.views(items), self.merge()
+        counts = [math.prod(grids[view]) * m**2 for view in passing(grids)]
+        parts = torch.cat([call.flatten(0, -2) for call in calls]).split(counts)
+        return [part[None] for part in in_order(parts, grids)]
 
     def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
         (rows, columns), m = item.patches, self.merge()
@@ -104,8 +122,7 @@ class Shaped(Adapter):
         return padded
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features = [self.features(self.own(inputs, i)) for i in range(len(context.items))]
-        layouts = []
+        features, layouts = self.encoded(inputs), []
         for i, geometry in enumerate(context.items):
             rows, columns = geometry.patches
             raster = torch.arange(rows * columns, device=self.device)
@@ -138,11 +155,36 @@ class FamilyAdapter(Shaped):
         pixels = tensors["pixel_values"][i : i + 1, :, :height, :width]
         return {"pixel_values": pixels, "image_sizes": sizes}
 
-    def features(self, tensors: dict[str, Tensor]) -> Tensor:
+    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        # Not every release of transformers passes the boundaries of the images on to attention.
+        (rows, columns), *more = self.grids(tensors)
+        ends = torch.arange(len(more) + 2, dtype=torch.int32, device=self.device) * rows * columns
         # Hugging Face's code takes the only token of an image for an axis of length 1, unless the
         # tokens have one.
         with self.projector().register_forward_hook(lambda module, args, output: output[None]):
             output = self.model.base_model.get_image_features(
-                tensors["pixel_values"], image_sizes=tensors["image_sizes"]
+                tensors["pixel_values"],
+                image_sizes=tensors["image_sizes"],
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
             )
-        return torch.cat(list(output.pooler_output))
+        return list(output.pooler_output)
+
+
+def _by_size(grids: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The views of each size, which pass through the tower together."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for view, grid in enumerate(grids):
+        found.setdefault(grid, []).append(view)
+    return list(found.values())
+
+
+def passing(grids: Sequence[tuple[int, int]]) -> list[int]:
+    """The views in the order in which they pass through the tower."""
+    return [view for batch in _by_size(grids) for view in batch]
+
+
+def in_order(found: Sequence[Any], grids: Sequence[tuple[int, int]]) -> list[Any]:
+    """What was found of each view in the order of `passing`, in the order of the views."""
+    by_view = dict(zip(passing(grids), found, strict=True))
+    return [by_view[view] for view in range(len(grids))]

@@ -7,21 +7,43 @@ layout.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Numbering, TokenLayout
+from vlmfast.core.packing import Packing
 from vlmfast.core.saliency import window_order
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.media.info import FrameTimes
 
 from ._media import Media
 from .base import Adapter, Encoded, Part
+
+_SIZES = 8  # of prompts, for which arguments of the tower are kept
+# Attributes of towers that these arguments depend on.
+_SETTINGS = (
+    "spatial_merge_size",
+    "window_size",
+    "patch_size",
+    "num_grid_per_side",
+    "interpolation_mode",
+    "interpolation_align_corners",
+)
+
+Grids = tuple[tuple[int, int, int], ...]  # steps, rows and columns of patches of each image
+Sized = tuple[Tensor, dict[str, Any], list[tuple[Tensor, Packing]]]
 
 
 class FamilyAdapter(Adapter):
@@ -30,8 +52,11 @@ class FamilyAdapter(Adapter):
     beside: ClassVar[tuple[str, ...]] = ("second_per_grid_ts", "mm_token_type_ids")
     processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
     attention = "attn"
-    packed = True
+    packed = fixed_tower = True
     whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
+    grid_on_device: ClassVar[bool] = (
+        False  # whether the tower computes with the grids of its images
+    )
 
     def visual(self, ids: Tensor) -> Tensor:
         return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
@@ -193,28 +218,78 @@ class FamilyAdapter(Adapter):
         return found
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        images, videos = self._tower("image", inputs), self._tower("video", inputs)
         whole = self.video_tensors[0] in inputs
-        parts = [next(videos if whole and item.video >= 0 else images) for item in context.items]
+        kinds = ["video" if whole and item.video >= 0 else "image" for item in context.items]
+        features = {
+            kind: self._tower(
+                inputs,
+                context,
+                kind,
+                [item for item, of in zip(context.items, kinds, strict=True) if of == kind],
+            )
+            for kind in ("image", "video")
+        }
+        parts = [next(features[kind]) for kind in kinds]
         layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 
-    def _tower(self, kind: str, inputs: dict[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _tower(
+        self,
+        inputs: dict[str, Tensor],
+        context: VisionContext,
+        kind: str,
+        items: list[ItemGeometry],
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Features of each image, or of each time step of each video, level by level."""
-        pixels = inputs.get(self.tensors[0] if kind == "image" else self.video_tensors[0])
-        if pixels is None:
+        if not items:
             return iter(())
-        grid = inputs[f"{kind}_grid_thw"]
-        output: Any = getattr(self.model.base_model, f"get_{kind}_features")(pixels, grid)
+        merge = self.config.vision_config.spatial_merge_size
+        grids = tuple(
+            (of.frame[1] if kind == "video" else 1, *(n * merge for n in of.patches))
+            for of in items
+            if kind == "image" or of.frame[0] == 0
+        )
+        grid, given, packings = self._sized(grids)
+        context.packings += packings
+        pixels = inputs[(self.tensors if kind == "image" else self.video_tensors)[0]]
+        encode = getattr(self.model.base_model, f"get_{kind}_features")
+        output: Any = encode(pixels, grid, **{f"{kind}_{key}": of for key, of in given.items()})
         deep = getattr(output, "deepstack_features", None) or ()
         levels = [
             of if isinstance(of, Tensor) else torch.cat(list(of))
             for of in (output.pooler_output, *deep)
         ]
-        merge = self.config.vision_config.spatial_merge_size
-        counts = [h * w // merge**2 for t, h, w in grid.tolist() for _ in range(t)]
+        counts = [math.prod(item.patches) for item in items]
         return zip(*(level.split(counts) for level in levels), strict=True)
+
+    def _sized(self, grids: Grids) -> Sized:
+        """What depends on the sizes of images alone; kept for the last sizes."""
+        tower: Any = self.tower()
+        settings = {name: getattr(tower, name) for name in _SETTINGS if hasattr(tower, name)}
+        known = self.kept.setdefault("sized", OrderedDict())
+        key = grids, self.device, *settings.items()
+        if key not in known:
+            with torch.inference_mode(False):  # a later pass may need gradients
+                known[key] = self._new_sized(grids, settings)
+            while len(known) > _SIZES:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return known[key]
+
+    def _new_sized(self, grids: Grids, settings: dict[str, Any]) -> Sized:
+        grid = torch.tensor(grids)
+        given = _tower_inputs(grid, **settings)
+        names = [name for name in ("cu_seqlens", "cu_window_seqlens") if name in given]
+        lengths = [given[name].diff().tolist() for name in names]
+        given = {
+            name: of.to(self.device) if isinstance(of, Tensor) else of for name, of in given.items()
+        }
+        packings = [
+            (given[name], Packing.of(of, self.device))
+            for name, of in zip(names, lengths, strict=True)
+        ]
+        return grid.to(self.device) if self.grid_on_device else grid, given, packings
 
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         rows, columns = geometry.patches
@@ -222,6 +297,41 @@ class FamilyAdapter(Adapter):
         none = torch.zeros_like(raster)
         kind = torch.full_like(raster, int(self.kind))
         return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)
+
+
+def _tower_inputs(
+    grid: Tensor,
+    spatial_merge_size: int,
+    window_size: int | None = None,
+    patch_size: int = 0,
+    num_grid_per_side: int | None = None,
+    interpolation_mode: str = "",
+    interpolation_align_corners: bool = False,
+) -> dict[str, Any]:
+    """Arguments that a tower otherwise computes from ``grid`` (N, 3), with reads by the host."""
+    ends = get_vision_cu_seqlens(grid)
+    given: dict[str, Any] = {
+        "position_ids": get_vision_position_ids(grid, spatial_merge_size),
+        "cu_seqlens": ends,
+        "max_seqlen": int(ends.diff().max()),
+    }
+    if window_size is not None:
+        index, ends = get_vision_window_index(grid, spatial_merge_size, window_size, patch_size)
+        given |= {
+            "window_index": index,
+            "cu_window_seqlens": ends,
+            "max_window_seqlen": int(ends.diff().max()),
+        }
+    if num_grid_per_side is not None:
+        index, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side,
+            interpolation_mode,
+            interpolation_align_corners,
+            spatial_merge_size,
+        )
+        given |= {"interp_indices": index, "interp_weights": weights}
+    return given
 
 
 def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:
