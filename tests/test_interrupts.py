@@ -357,12 +357,15 @@ def signalled(seconds: float) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=send)
+    # Shells without job control start background jobs, such as this test, without SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
