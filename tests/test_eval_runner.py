@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from eval_fakes import FakeVLM, meta
+from interrupts import interrupted, lines_of
+from vlmfast.core import files as files_module
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
@@ -167,6 +170,31 @@ def test_killed_and_resumed_run_equals_an_undisturbed_one(tmp_path, whole, kills
     timings = [json.loads(line) for line in (file.parent / "timings.jsonl").open()]
     assert {t["doc_id"] for t in timings} == {json.loads(line)["doc_id"] for line in whole}
     assert len(read(file.parent).meta["resumed"]) == len(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"session": True}, {"batch_size": 3}], ids=str)
+def test_run_interrupted_at_some_lines_equals_an_undisturbed_one(tmp_path, more):
+    def run(name, vlm):
+        return evaluate(vlm, "shapes", out=tmp_path / name, limit=1, **more)
+
+    whole = run("whole", FakeVLM())
+    files = (str(Path(store.__file__).parent), files_module.__file__)
+    found = lines_of(lambda: run("other", FakeVLM()), *files)
+    assert len(found) > 300
+    for number, line in enumerate(random.Random(0).sample(found, 40)):
+        vlm, name = FakeVLM(), str(number)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(lambda vlm=vlm, name=name: run(name, vlm), line)
+        samples = tmp_path / name / "shapes" / whole.path.name / "samples.jsonl"
+        kept = len(lines(samples.parent)) if samples.exists() else 0
+        again = FakeVLM()
+        resumed = run(name, again)
+        assert lines(resumed.path) == lines(whole.path), line
+        assert set(resumed.timings) == set(whole.timings), line
+        if not more:
+            assert len(vlm.asked) - 1 <= kept <= len(vlm.asked), line
+            assert len(again.asked) == 21 - kept, line
 
 
 @pytest.mark.cases(4)

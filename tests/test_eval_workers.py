@@ -286,6 +286,32 @@ def test_two_shards_one_killed_and_repeated_give_the_bytes_of_a_whole_run(tmp_pa
     assert (tmp_path / "half" / "report.json").read_bytes() != written[1][1]
 
 
+# --- interrupted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("--batch-size", "3"), ("--shard", "0/1")])
+def test_interrupted_command_says_so_and_resumes(tmp_path, whole, monkeypatch, more):
+    """Nothing is lost that was answered; of a batch, the answers of the one that was cut short."""
+    from vlmfast.cli import main
+    from vlmfast.eval import commands
+
+    def interrupt(question: str) -> bool:
+        if len(vlm.asked) == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    vlm = FakeVLM(fail=interrupt)
+    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    words = ["eval", "shapes", "--limit", str(LIMIT), "--out", str(tmp_path), *more]
+    assert main(words) == 130
+    kept = len(read(tmp_path / "shapes" / "none").samples)
+    assert kept == (24 if "--batch-size" in more else 29)
+    vlm = FakeVLM()
+    assert main(words) == 0
+    assert len(vlm.asked) == DOCS - kept
+    assert read(tmp_path / "shapes" / "none").samples == whole.samples
+
+
 # --- killed --------------------------------------------------------------------------------------
 
 KILLED = """

@@ -73,8 +73,9 @@ def evaluate(
 ) -> Results:
     """Answer the questions of a task with a model under a recipe.
 
-    Every answer is saved immediately. An interrupted run is resumed, a larger ``limit`` adds
-    samples to the existing ones, and no sample is computed twice.
+    Every answer is saved immediately, in batches with those beside it. An interrupted run is
+    resumed, a larger ``limit`` adds samples to the existing ones, and no saved sample is computed
+    twice.
 
     Parameters
     ----------
