@@ -67,10 +67,10 @@ class Packing:
         if len(set(lengths)) == 1:
             return Packing(tuple(lengths), (PartBatch(len(lengths), lengths[0]),), None)
         longest = max(lengths)
+        padded = max((n for n in lengths if n <= _SHORT and n < longest), default=0)
         groups: dict[int, list[int]] = defaultdict(list)  # parts by the length of their batch
-        short = [n for n in lengths if n <= _SHORT and n < longest]
         for part, n in enumerate(lengths):
-            groups[max(short) if n in short else n].append(part)
+            groups[max(n, padded)].append(part)
         batches, back, first = [], torch.empty(starts[-1], dtype=torch.int64), 0
         for length, parts in groups.items():
             own = torch.tensor([lengths[part] for part in parts])[:, None]

@@ -88,7 +88,7 @@ class Towers:
             What else decides about the output: weights and autocast.
         """
         requests = tuple(sorted((layer, str(r)) for layer, r in context.requests.items()))
-        # The grids follow from the other arguments, and GLM-4V makes them anew for each video.
+        # The grids follow from the other arguments; GLM-4V makes a new tensor for each video.
         options = tuple(
             (name, id(value) if isinstance(value, Tensor) else str(value))
             for name, value in sorted(given.items())

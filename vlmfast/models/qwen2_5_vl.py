@@ -54,9 +54,7 @@ class FamilyAdapter(Adapter):
     attention = "attn"
     packed = fixed_tower = True
     whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
-    grid_on_device: ClassVar[bool] = (
-        False  # whether the tower computes with the grids of its images
-    )
+    grid_on_device: ClassVar[bool] = False  # whether the tower computes with the grids of images
 
     def visual(self, ids: Tensor) -> Tensor:
         return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
@@ -270,7 +268,7 @@ class FamilyAdapter(Adapter):
         known = self.kept.setdefault("sized", OrderedDict())
         key = grids, self.device, *settings.items()
         if key not in known:
-            with torch.inference_mode(False):  # a later pass may need gradients
+            with torch.inference_mode(False):  # later calls may need gradients
                 known[key] = self._new_sized(grids, settings)
             while len(known) > _SIZES:
                 known.popitem(last=False)
@@ -278,6 +276,7 @@ class FamilyAdapter(Adapter):
         return known[key]
 
     def _new_sized(self, grids: Grids, settings: dict[str, Any]) -> Sized:
+        """`_sized` for a tower with these `_SETTINGS`."""
         grid = torch.tensor(grids)
         given = _tower_inputs(grid, **settings)
         names = [name for name in ("cu_seqlens", "cu_window_seqlens") if name in given]
