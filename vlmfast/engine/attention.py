@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -44,6 +49,7 @@ from vlmfast.models.rope import rotary_by_length
 
 from .joint import JointCache
 from .kv_layer import KVLayer
+from .modules import Modules
 from .restore import Changes
 
 # No "flash", "sdpa" or "/" in these names: transformers tests for such substrings.
@@ -774,6 +780,7 @@ def received_logits(
 # Attention is switched in these config objects, which several models may share, so the locks belong
 # to them. They are kept by identity, because configs compare by value and cannot be hashed.
 _SWITCHES = ("text_config", "vision_config")
+_ATTENTION = "_attn_implementation_internal"  # without those of the parts of a config
 _LOCKS: dict[int, tuple[ReferenceType, AbstractContextManager]] = {}
 _GUARD = threading.Lock()
 
@@ -800,7 +807,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
     changes = Changes()
     try:
         try:
-            switch(model, changes)
+            switch(model, Modules((model,)), changes)
             yield
         except Exception:
             raise
@@ -813,26 +820,48 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
         changes.undo()
 
 
-def switch(model: PreTrainedModel, changes: Changes) -> None:
+def switch(model: PreTrainedModel, modules: Modules, changes: Changes) -> None:
     """Prepare ``model`` for the engine in this thread until ``changes`` are undone.
 
     It uses vlmfast's attention and `LengthRotary`, its device is the current one, and gradient
     checkpointing, under which layers get no cache, is suspended. Other threads wait.
+
+    Parameters
+    ----------
+    modules : Modules
+        All modules of the model.
     """
-    device, modules = device_of(model.get_input_embeddings()), list(model.modules())
+    device = device_of(model.get_input_embeddings())
     changes.hold(_locks_of(model))
-    changes.note_modules(modules)
+    changes.note_modules(modules.states)
     changes.note_thread("cpu" if device is None else device.type)
     changes.enter(_current(device))
     # Hugging Face enables checkpointing by an attribute of the instance.
-    for module in modules:
-        if vars(module).get("gradient_checkpointing"):
-            changes.add(partial(vars(module).__setitem__, "gradient_checkpointing", True))
-            vars(module)["gradient_checkpointing"] = False
+    for own in [own for own in modules.states if own.get("gradient_checkpointing")]:
+        changes.add(partial(own.__setitem__, "gradient_checkpointing", True))
+        own["gradient_checkpointing"] = False
     changes.enter(rotary_by_length(model.get_decoder()))
-    before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
-    changes.add(lambda: model.set_attn_implementation(before))
-    model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
+    for config, name in _switchable(model, modules):
+        changes.add(partial(setattr, config, _ATTENTION, getattr(config, _ATTENTION)))
+        setattr(config, _ATTENTION, name)
+
+
+def _switchable(model: PreTrainedModel, modules: Modules) -> list[tuple[PreTrainedConfig, str]]:
+    """The configs of which modules read the name of their attention, and the engine's names.
+
+    They are those that ``set_attn_implementation`` would set, which looks at all modules twice for
+    each request.
+    """
+    names = dict(zip(_SWITCHES, (TEXT, VISION), strict=True))
+    found = [(getattr(model.config, key), name) for key, name in names.items()]
+    for config, name in found:  # the configs of parts follow
+        parts = [getattr(config, key, None) for key in config.sub_configs]
+        found += [(part, name) for part in parts if part is not None]
+    # Those of classes that have other attention of their own.
+    fixed = [
+        of.config for of in modules.of(PreTrainedModel) if not of._can_set_attn_implementation()
+    ]
+    return [(config, name) for config, name in found if all(config is not own for own in fixed)]
 
 
 def _current(device: torch.device | None) -> AbstractContextManager:
