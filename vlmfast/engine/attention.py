@@ -196,7 +196,7 @@ def _dense(
     if bias is not None:
         n = key.shape[2]
         context.cache.layers[module.layer_idx].bias = bias
-        if attention_mask is None and _kernels(query, key):
+        if attention_mask is None and has_kernels(query, key):
             return biased_attention(query, key, value, bias, scaling).transpose(1, 2)
         if attention_mask is None:
             attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
@@ -239,7 +239,8 @@ def _cached(
         return _listed(query, layer, context.views[0][index], sliding, scaling)
     plain = not layer.segments and layer.attention_mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
-    dense = plain and not (tokens <= _FEW and _kernels(query, key))
+    kernels = has_kernels(query, key) if context.kernels is None else context.kernels
+    dense = plain and not (tokens <= _FEW and kernels)
     alone = alone and len(query) == 1
     if dense and layer.prefix and not (sliding and layer.rank is not None):
         attend = partial(_last, module, layer, sliding, scaling, dropout, alone)
@@ -247,12 +248,7 @@ def _cached(
             return attend(query, key, value, layer.max_lengths[0] + 1)
         if alone and context.tree is not None and query.dtype.itemsize == 2:
             return _by_node(query, key, value, context.tree[0], layer.max_lengths[0], attend)
-    if (
-        context.ancestors is not None
-        and layer.attention_mass is None
-        and not sliding
-        and _kernels(query, key)
-    ):
+    if context.ancestors is not None and layer.attention_mass is None and not sliding and kernels:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         own = key.gather(2, at), value.gather(2, at)
@@ -309,9 +305,9 @@ def _last(
     end: int,
 ) -> Tensor:
     """Attention of one token of each row over the first ``end`` slots, the last one its own."""
-    visible = slice(max(end - layer.window, 0) if sliding and layer.window else 0, end)
-    key, value = key[:, :, visible], value[:, :, visible]
-    bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
+    start = max(end - layer.window, 0) if sliding and layer.window else 0
+    key, value = (x.narrow(2, start, end - start) for x in (key, value))
+    bias = None if layer.bias is None else layer.bias[:, :, None, start:end].to(query.dtype)
     if not alone:
         return _buffer_attention(query, key, value, bias, scaling)
     # A single row: Hugging Face's own call on these slots is bit-identical.
@@ -373,7 +369,7 @@ def _listed(
     """Attention of one new token of each row over some slots of the tail, (B, 1, Hq, D)."""
     end, start = layer.length + 1, torch.minimum(view.start, layer.length)
     lists = view.slots, view.counts, start, end, view.new(layer.max_lengths) + 1
-    if not sliding and _kernels(query, layer.keys):
+    if not sliding and has_kernels(query, layer.keys):
         given = query, layer.keys, layer.values, *lists, scaling, layer.bias
         return decode_slots(*given)[0].transpose(1, 2)
     at, mask = gathered(*lists)
@@ -668,9 +664,9 @@ def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
     raise ValueError(f"the language model has no {request.rows!r} rows")
 
 
-def _kernels(query: Tensor, key: Tensor) -> bool:
+def has_kernels(*tensors: Tensor) -> bool:
     """Whether attention runs on the project's kernels: not where gradients are needed."""
-    return not torch.is_grad_enabled() and use_triton("attention", query, key)
+    return not torch.is_grad_enabled() and use_triton("attention", *tensors)
 
 
 def attention_rows(

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from .modules import modules_of
 from .tower import replaced
 
 Forward = Callable[..., Any]
+_forward = attrgetter("forward")
 
 
 class StepModules:
@@ -57,7 +59,7 @@ class StepModules:
         self._states = [*map(vars, outer), *found.states]
         self._forwards = [own.get("forward") for own in self._states]
         kinds: set[type[nn.Module]] = {type(module) for module in (*outer, *found.all)}
-        self._classes = {kind: kind.forward for kind in kinds}
+        self._classes = list(kinds), [kind.forward for kind in kinds]
         self.around = {name: module for name, module in around.items() if _is_changed(module)}
         self.own_code = bool(self.around) or users_calls(*found.all)
 
@@ -71,7 +73,8 @@ class StepModules:
         """Whether nothing has been put on a module since, or may have been removed."""
         if self.own_code or self._hooks != RemovableHandle.next_id:
             return False
-        if any(kind.forward is not forward for kind, forward in self._classes.items()):
+        kinds, forwards = self._classes
+        if not all(map(is_, map(_forward, kinds), forwards)):
             return False
         return self._forwards == [own.get("forward") for own in self._states]
 
