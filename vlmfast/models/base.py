@@ -281,7 +281,7 @@ class Adapter:
     def _embedding(self) -> nn.Embedding:
         # Adapters of PEFT may replace it at any time, and the head too. The language model finds it
         # at once, the whole model after a search.
-        return self.decoder.get_input_embeddings()
+        return cast("nn.Embedding", self.decoder.get_input_embeddings())
 
     @property
     def _head(self) -> nn.Linear:
