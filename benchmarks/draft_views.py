@@ -260,7 +260,7 @@ def recorded(view: str, keep: float) -> list[float]:
     return [took / of for took, of in pairs if of]
 
 
-def ratio(pairs: list[list[float]], draws: int = 4000) -> dict[str, float] | None:
+def ratio(pairs: Many[Many[float]], draws: int = 4000) -> dict[str, float] | None:
     """Sum of the first values over the sum of the second values, with its 95 % interval."""
     times = np.array(pairs)
     if not times.sum(0).all():

@@ -223,7 +223,9 @@ def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         module.Structure, "__init__", lambda own, *given: (made.append(own), build(own, *given))[0]
     )
-    monkeypatch.setattr(module, "_samples", lambda of: transfers.append(len(of)) or samples(of))
+    monkeypatch.setattr(
+        module, "_samples", lambda *parts: transfers.append(len(parts)) or samples(*parts)
+    )
     vlm = VLM(*build_llava())
     image = make_image(60, 44)
     questions = ("what is here ?", "is there more ?")
@@ -239,10 +241,27 @@ def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(transfers) == 2 * (1 + 2)
 
 
+def test_a_request_reads_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes and images that are not stored yet are looked up with one fingerprint."""
+    read: list[Tensor] = []
+    samples, vlm = module._samples, VLM(*build_llava())
+    monkeypatch.setattr(
+        module,
+        "_samples",
+        lambda *parts: read.extend(t for p in parts for t in p[0]) or samples(*parts),
+    )
+    for seed in range(2):
+        read.clear()
+        answer = vlm.ask("what is here ?", make_image(60, 44, seed=seed), max_new_tokens=2)
+        assert answer.stats.cached_tokens == 0
+        assert len(read) == len({*map(id, read)})
+        assert {*map(id, vlm.model.parameters())} <= {*map(id, read)}
+
+
 @pytest.mark.parametrize("change", ["through data", "half of the entries", "a buffer"])
 def test_version_counters_alone_miss_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without the samples of the content these changes are not noticed."""
-    monkeypatch.setattr(module, "_samples", lambda tensors: iter(()))
+    monkeypatch.setattr(module, "_samples", lambda *parts: [b""] * len(parts))
     model = net()
     before = fingerprint(model)
     CHANGES[change](model)
@@ -422,7 +441,7 @@ def test_every_layout_and_dtype_is_read(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [*range(14, 40), 127, 511, 1023, 4096, 4099])
 def test_samples_are_spread_over_the_whole_tensor(size: int) -> None:
     flat = torch.arange(size, dtype=torch.int64).reshape(1, -1)
-    (found,) = module._samples([flat])
+    (found,) = module._samples(([flat], module.Layouts([flat])))
     chosen = torch.frombuffer(bytearray(found), dtype=torch.int64)
     if flat.nbytes < module._WHOLE:
         assert chosen.tolist() == list(range(size))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def steps(family: str, layers: int) -> list[Counter[str]]:
         vlm,
         batch,
         kept.copy,
-        lambda: kept.update(step_modules=replace(kept["step_modules"], kind=None)),
+        lambda: setattr(kept["step_modules"], "kind", None),
     )
     return [Counter(names) for names in found]
 

@@ -432,7 +432,7 @@ def test_changed_model_is_not_answered_from_old_features(
     assert after.token_ids != before, "the change does not matter"
     # Control: without fingerprint and settings the old features answer.
     llava.prefix_cache.clear()
-    monkeypatch.setattr(features, "fingerprint", lambda *modules, **more: b"")
+    monkeypatch.setattr(features, "fingerprints", lambda *parts, **more: [b""] * len(parts))
     monkeypatch.setattr(features, "settings_of", lambda adapter: "")
     asked(llava, image)
     CHANGES["weight.data"](llava)

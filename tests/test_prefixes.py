@@ -289,7 +289,7 @@ def test_an_open_session_notices_changed_weights(
         vlm = VLM(*build_llava(dtype=torch.float64))
         with monkeypatch.context() as patch, vlm.session(images=IMAGE, history=history) as session:
             if constant:
-                patch.setattr(prefixes, "fingerprint", lambda *modules, **more: b"")
+                patch.setattr(prefixes, "fingerprints", lambda *parts, **more: [b""] * len(parts))
             session.ask(QUESTIONS[0], max_new_tokens=6)
             halved(vlm)
             messages = session.messages if history else []

@@ -122,15 +122,16 @@ def test_locks_are_freed_with_their_configs() -> None:
 
 def test_a_model_that_cannot_be_restored_keeps_no_lock(monkeypatch) -> None:
     vlm = VLM(*build_llava(layers=2))
-    wanted, own = answers(vlm, 1), vlm.model.set_attn_implementation
+    config = vlm.model.config.text_config
+    wanted, own = answers(vlm, 1), type(config).__setattr__
 
-    def restored(kinds: dict[str, str]) -> None:
-        if kinds["text_config"] != attention.TEXT:
+    def restored(self: Any, name: str, value: Any) -> None:
+        if self is config and value == "sdpa":
             raise ArithmeticError("no restoring")
-        own(kinds)
+        own(self, name, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vlm.model, "set_attn_implementation", restored)
+        patch.setattr(type(config), "__setattr__", restored)
         with pytest.raises(ArithmeticError, match="no restoring"):
             answers(vlm, 1)
     assert free(vlm.model)

@@ -13,7 +13,7 @@ from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine import attention
+from vlmfast.engine import attention, forward
 from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
 from vlmfast.kernels.tree_verify import tree_verify_ref
@@ -29,7 +29,8 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[str] = []
         self.masks: list[int] = []
-        monkeypatch.setattr(attention, "_kernels", lambda query, key: not torch.is_grad_enabled())
+        for of in (attention, forward):
+            monkeypatch.setattr(of, "has_kernels", lambda *of: not torch.is_grad_enabled())
         monkeypatch.setattr(attention, "decode_mixed", self.decode)
         monkeypatch.setattr(attention, "tree_verify", tree_verify_ref)
         build = KVLayer.mask

@@ -260,6 +260,8 @@ class DecodeContext:
         The same as bits, for up to 64 tokens.
     lengths : Tensor, int64, (L, B, H), optional
         Slots of each layer's tail with the new token, where there is one for each row.
+    kernels : bool, optional
+        Whether attention runs on the project's kernels, where all layers are on one device.
     views : sequence of sequence of SlotList, optional
         By cache and layer, the slots that one new token of each row reads; all by default.
     observers : sequence of (int, Observer) or None, optional
@@ -270,6 +272,7 @@ class DecodeContext:
     tree: Tensor | None = None
     ancestors: Tensor | None = None
     lengths: Tensor | None = None
+    kernels: bool | None = None
     views: Sequence[Sequence[SlotList]] | None = None
     observers: Sequence[tuple[int, Observer] | None] | None = None
 

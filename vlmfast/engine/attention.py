@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -45,6 +50,7 @@ from vlmfast.models.rope import rotary_by_length
 
 from .joint import JointCache
 from .kv_layer import KVLayer
+from .modules import Modules
 from .restore import Changes
 
 # transformers tests these names for "flash", "sdpa" and "/". With "flash", towers that pack their
@@ -193,7 +199,7 @@ def _dense(
     if bias is not None:
         n = key.shape[2]
         context.cache.layers[module.layer_idx].bias = bias
-        if attention_mask is None and _kernels(query, key):
+        if attention_mask is None and has_kernels(query, key):
             return biased_attention(query, key, value, bias, scaling).transpose(1, 2)
         if attention_mask is None:
             attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
@@ -236,7 +242,8 @@ def _cached(
         return _listed(query, layer, context.views[0][index], sliding, scaling)
     plain = not layer.segments and layer.attention_mass is None
     # Few rows over a cache on a GPU: the decode kernel, which reads only slots in use.
-    dense = plain and not (tokens <= _FEW and _kernels(query, key))
+    kernels = has_kernels(query, key) if context.kernels is None else context.kernels
+    dense = plain and not (tokens <= _FEW and kernels)
     alone = alone and len(query) == 1
     if dense and layer.prefix and not (sliding and layer.rank is not None):
         attend = partial(_last, module, layer, sliding, scaling, dropout, alone)
@@ -244,12 +251,7 @@ def _cached(
             return attend(query, key, value, layer.max_lengths[0] + 1)
         if alone and context.tree is not None and query.dtype.itemsize == 2:
             return _by_node(query, key, value, context.tree[0], layer.max_lengths[0], attend)
-    if (
-        context.ancestors is not None
-        and layer.attention_mass is None
-        and not sliding
-        and _kernels(query, key)
-    ):
+    if context.ancestors is not None and layer.attention_mass is None and not sliding and kernels:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         own = key.gather(2, at), value.gather(2, at)
@@ -306,9 +308,9 @@ def _last(
     end: int,
 ) -> Tensor:
     """Attention of one token of each row over the first ``end`` slots, the last one its own."""
-    visible = slice(max(end - layer.window, 0) if sliding and layer.window else 0, end)
-    key, value = key[:, :, visible], value[:, :, visible]
-    bias = None if layer.bias is None else layer.bias[:, :, None, visible].to(query.dtype)
+    start = max(end - layer.window, 0) if sliding and layer.window else 0
+    key, value = (x.narrow(2, start, end - start) for x in (key, value))
+    bias = None if layer.bias is None else layer.bias[:, :, None, start:end].to(query.dtype)
     if not alone:
         return _buffer_attention(query, key, value, bias, scaling)
     # A single row: Hugging Face's own call on these slots is bit-identical.
@@ -370,7 +372,7 @@ def _listed(
     """Attention of one new token of each row over some slots of the tail, (B, 1, Hq, D)."""
     end, start = layer.length + 1, torch.minimum(view.start, layer.length)
     lists = view.slots, view.counts, start, end, view.new(layer.max_lengths) + 1
-    if not sliding and _kernels(query, layer.keys):
+    if not sliding and has_kernels(query, layer.keys):
         given = query, layer.keys, layer.values, *lists, scaling, layer.bias
         return decode_slots(*given)[0].transpose(1, 2)
     at, mask = gathered(*lists)
@@ -715,9 +717,9 @@ def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
     raise ValueError(f"the language model has no {request.rows!r} rows")
 
 
-def _kernels(query: Tensor, key: Tensor) -> bool:
+def has_kernels(*tensors: Tensor) -> bool:
     """Whether attention runs on the project's kernels: not where gradients are needed."""
-    return not torch.is_grad_enabled() and use_triton("attention", query, key)
+    return not torch.is_grad_enabled() and use_triton("attention", *tensors)
 
 
 def attention_rows(
@@ -827,6 +829,7 @@ def received_logits(
 # Attention is switched in these config objects, which several models may share, so the locks belong
 # to them. They are kept by identity, because configs compare by value and cannot be hashed.
 _SWITCHES = ("text_config", "vision_config")
+_ATTENTION = "_attn_implementation_internal"  # without those of the parts of a config
 _LOCKS: dict[int, tuple[ReferenceType, AbstractContextManager]] = {}
 _GUARD = threading.Lock()
 
@@ -853,7 +856,7 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
     changes = Changes()
     try:
         try:
-            switch(model, changes)
+            switch(model, Modules((model,)), changes)
             yield
         except Exception:
             raise
@@ -866,26 +869,48 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
         changes.undo()
 
 
-def switch(model: PreTrainedModel, changes: Changes) -> None:
+def switch(model: PreTrainedModel, modules: Modules, changes: Changes) -> None:
     """Prepare ``model`` for the engine in this thread until ``changes`` are undone.
 
     It uses vlmfast's attention and `LengthRotary`, its device is the current one, and gradient
     checkpointing, under which layers get no cache, is suspended. Other threads wait.
+
+    Parameters
+    ----------
+    modules : Modules
+        All modules of the model.
     """
-    device, modules = device_of(model.get_input_embeddings()), list(model.modules())
+    device = device_of(model.get_input_embeddings())
     changes.hold(_locks_of(model))
-    changes.note_modules(modules)
+    changes.note_modules(modules.states)
     changes.note_thread("cpu" if device is None else device.type)
     changes.enter(_current(device))
     # Hugging Face enables checkpointing by an attribute of the instance.
-    for module in modules:
-        if vars(module).get("gradient_checkpointing"):
-            changes.add(partial(vars(module).__setitem__, "gradient_checkpointing", True))
-            vars(module)["gradient_checkpointing"] = False
+    for own in [own for own in modules.states if own.get("gradient_checkpointing")]:
+        changes.add(partial(own.__setitem__, "gradient_checkpointing", True))
+        own["gradient_checkpointing"] = False
     changes.enter(rotary_by_length(model.get_decoder()))
-    before = {key: getattr(model.config, key)._attn_implementation for key in _SWITCHES}
-    changes.add(lambda: model.set_attn_implementation(before))
-    model.set_attn_implementation({"text_config": TEXT, "vision_config": VISION})
+    for config, name in _switchable(model, modules):
+        changes.add(partial(setattr, config, _ATTENTION, getattr(config, _ATTENTION)))
+        setattr(config, _ATTENTION, name)
+
+
+def _switchable(model: PreTrainedModel, modules: Modules) -> list[tuple[PreTrainedConfig, str]]:
+    """The configs of which modules read the name of their attention, and the engine's names.
+
+    They are those that ``set_attn_implementation`` would set, which looks at all modules twice for
+    each request.
+    """
+    names = dict(zip(_SWITCHES, (TEXT, VISION), strict=True))
+    found = [(getattr(model.config, key), name) for key, name in names.items()]
+    for config, name in found:  # the configs of parts follow
+        parts = [getattr(config, key, None) for key in config.sub_configs]
+        found += [(part, name) for part in parts if part is not None]
+    # Those of classes that have other attention of their own.
+    fixed = [
+        of.config for of in modules.of(PreTrainedModel) if not of._can_set_attn_implementation()
+    ]
+    return [(config, name) for config, name in found if all(config is not own for own in fixed)]
 
 
 def _current(device: torch.device | None) -> AbstractContextManager:

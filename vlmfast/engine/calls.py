@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,73 +28,63 @@ from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
 from .fused_kinds import LayerKind, kind_of
+from .modules import modules_of
 from .tower import replaced
 
 Forward = Callable[..., Any]
+_forward = attrgetter("forward")
 
 
-@dataclass(frozen=True, eq=False)
 class StepModules:
     """The modules of a decode step, as they were found.
 
     Parameters
     ----------
-    hooks : int
-        Hooks that had been registered on any module until then.
-    states : list of dict
-        Attributes of the modules.
-    forwards : list
-        The ``forward`` that was put on each, if any.
-    classes : dict of type to Any
-        Their classes, and the ``forward`` of each.
+    adapter : Adapter
+
+    Attributes
+    ----------
     around : dict of str to Module
         Those that contain the language model and have code of the user's, by name.
     own_code : bool
         Whether any of the modules has.
-    kind : LayerKind, optional
-        The layers, if `fused_step` serves them.
     """
 
-    hooks: int
-    states: list[dict[str, Any]]
-    forwards: list[Any]
-    classes: dict[type[nn.Module], Any]
-    around: dict[str, nn.Module]
-    own_code: bool
-    kind: LayerKind | None
+    def __init__(self, adapter: Adapter) -> None:
+        self._hooks = RemovableHandle.next_id  # as many had been registered until now
+        self._decoder, model, around = adapter.decoder, _model(adapter), _around(adapter)
+        parts = adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings()
+        found = modules_of(adapter, "step", *parts)
+        outer = list(around.values())
+        self._states = [*map(vars, outer), *found.states]
+        self._forwards = [own.get("forward") for own in self._states]
+        kinds: set[type[nn.Module]] = {type(module) for module in (*outer, *found.all)}
+        self._classes = list(kinds), [kind.forward for kind in kinds]
+        self.around = {name: module for name, module in around.items() if _is_changed(module)}
+        self.own_code = bool(self.around) or users_calls(*found.all)
+
+    @functools.cached_property
+    def kind(self) -> LayerKind | None:
+        """The layers, if `fused_step` serves them."""
+        return kind_of(self._decoder)
 
     @property
     def current(self) -> bool:
         """Whether nothing has been put on a module since, or may have been removed."""
-        if self.own_code or self.hooks != RemovableHandle.next_id:
+        if self.own_code or self._hooks != RemovableHandle.next_id:
             return False
-        if any(kind.forward is not forward for kind, forward in self.classes.items()):
+        kinds, forwards = self._classes
+        if not all(map(is_, map(_forward, kinds), forwards)):
             return False
-        return self.forwards == [state.get("forward") for state in self.states]
+        return self._forwards == [own.get("forward") for own in self._states]
 
 
 def step_modules(adapter: Adapter) -> StepModules:
     """The modules of a decode step, looked at again where something may have changed."""
-    known = adapter.kept.get("step_modules")
-    if known is not None and known.current:
-        return known
-    hooks, model = RemovableHandle.next_id, _model(adapter)
-    around, states = _around(adapter), dict[nn.Module, dict[str, Any]]()
-    parts = (adapter.decoder, model.get_input_embeddings(), model.get_output_embeddings())
-    for modules in (around.values(), *(part.modules() for part in parts)):
-        states |= {module: vars(module) for module in modules}
-    changed = {name: module for name, module in around.items() if _is_changed(module)}
-    found = StepModules(
-        hooks,
-        list(states.values()),
-        [state.get("forward") for state in states.values()],
-        {type(module): type(module).forward for module in states},
-        changed,
-        bool(changed) or any(map(users_calls, states)),
-        kind_of(adapter.decoder),
-    )
-    adapter.kept["step_modules"] = found
-    return found
+    known: StepModules | None = adapter.kept.get("step_modules")
+    if known is None or not known.current:
+        known = adapter.kept["step_modules"] = StepModules(adapter)
+    return known
 
 
 # --- the modules around the language model -------------------------------------------------------

@@ -49,6 +49,7 @@ from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
 from .mode import Mode, lasting
+from .modules import modules_of
 from .prefiller import Prefiller
 from .prefix_cache import prefix_cache_of
 from .rounds import Rounds, fail
@@ -292,7 +293,8 @@ class Engine:
         try:
             try:
                 while self._take_turn(turn, until, end):
-                    switch(self.adapter.model, turn.changes)
+                    model = self.adapter.model
+                    switch(model, modules_of(self.adapter, "model", model), turn.changes)
                     while self._unfinished and not until():
                         if time.monotonic() > end:
                             break

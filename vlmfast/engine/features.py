@@ -26,13 +26,15 @@ from vlmfast.core.snapshot import mapped
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.models.base import Adapter, Encoded, Part
 
-from .fingerprint import fingerprint, settings_sha256, structures_of
+from .fingerprint import fingerprint, fingerprints, settings_sha256, structures_of
 from .mode import Mode
 from .prefix_cache import Key, prefix_cache_of
 from .stats import Stats
 from .vision import Images, Wanted, encode
 
 KIND = "images"
+Modules = tuple[list[nn.Module], list[nn.Module]]
+
 _PROCESSORS = ("image_processor", "video_processor")
 _BLOCKS, _LEVELS = 64, 64  # of `with_digests`; normalised pixels are between about -2 and 3
 
@@ -177,6 +179,7 @@ def encoded(
     stats: Stats,
     trained: dict[str, nn.Module],
     ahead: Ahead | None = None,
+    tower: bytes | None = None,
 ) -> Images:
     """The images of a prompt after the vision tower; those in the prefix cache are not encoded.
 
@@ -188,9 +191,11 @@ def encoded(
         As in `Key`.
     ahead : Ahead, optional
         The images, if they were encoded before.
+    tower : bytes, optional
+        The result of `tower_fingerprint`, if nothing has run since.
     """
     cache = prefix_cache_of(adapter)
-    state = _state(adapter, wanted, trained) if cache.enabled else None
+    state = _state(adapter, wanted, trained, tower) if cache.enabled else None
     images = None if ahead is None or ahead.wanted != wanted else _taken(ahead, items, stats)
     if state is None:
         return images or encode(adapter, tensors, items, wanted, stats, trained)
@@ -287,7 +292,7 @@ def tower_state(adapter: Adapter, trained: dict[str, nn.Module]) -> Hashable:
     """
     given: dict[str, Any] = {"hooks": True, "training": True, "values": True}
     given["kept"] = structures_of(adapter)
-    weights = _of_tower(adapter, **given), fingerprint(*trained.values(), **given)
+    weights = tower_fingerprint(adapter, **given), fingerprint(*trained.values(), **given)
     return *weights, Mode.current(adapter.device).autocast, settings_of(adapter)
 
 
@@ -311,9 +316,15 @@ def settings_of_files(adapter: Adapter, *, language: bool) -> str:
     return hashlib.sha256(f"{model} {processor}".encode()).hexdigest()
 
 
-def _of_tower(adapter: Adapter, **given: Any) -> bytes | None:
+def tower_fingerprint(adapter: Adapter, **given: Any) -> bytes | None:
     """The `fingerprint` of the model without its language model."""
-    return fingerprint(adapter.model, skip=_language(adapter), **given)
+    return fingerprints(model_parts(adapter)[0], **given)[0]
+
+
+def model_parts(adapter: Adapter) -> tuple[Modules, Modules]:
+    """The model without its language model, and that, for `fingerprints`."""
+    language = _language(adapter)
+    return ([adapter.model], language), (language, [])
 
 
 def _language(adapter: Adapter) -> list[nn.Module]:
@@ -325,14 +336,19 @@ def _language(adapter: Adapter) -> list[nn.Module]:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def _state(adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module]) -> Hashable | None:
-    """All that features depend on except the images; ``None`` where they are not shared."""
+def _state(
+    adapter: Adapter, wanted: Wanted, trained: dict[str, nn.Module], tower: bytes | None = None
+) -> Hashable | None:
+    """All that features depend on except the images; ``None`` where they are not shared.
+
+    ``tower`` is as in `encoded`.
+    """
     training = adapter.model.training or torch.is_grad_enabled()
     if training or torch.is_inference_mode_enabled():  # whose tensors others cannot use
         return None
     mode = Mode.current(adapter.device)
     kept = structures_of(adapter)
-    weights = [_of_tower(adapter, kept=kept)]
+    weights = [tower_fingerprint(adapter, kept=kept) if tower is None else tower]
     if wanted.inside and trained:
         weights.append(fingerprint(*trained.values(), kept=kept))
     asked = (

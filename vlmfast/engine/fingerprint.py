@@ -18,6 +18,7 @@ import hashlib
 import marshal
 from array import array
 from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -111,24 +112,51 @@ def fingerprint(
     bytes or None
         ``None`` in the cases that ``hooks`` and ``training`` describe.
     """
-    structure = _structure(modules, tuple(skip), {} if kept is None else kept)
-    shared = (globally._global_forward_pre_hooks, globally._global_forward_hooks)
-    calls = _own_hooks(*shared) + structure.calls()
-    if (structure.training and not training) or (calls and not hooks):
-        return None
-    tensors, places = structure.weights()
-    numbers: list[int] = []
-    for tensor in tensors:
-        numbers += (id(tensor.dtype), *tensor.shape)
+    given = {"hooks": hooks, "training": training, "values": values, "addresses": addresses}
+    return fingerprints((modules, skip), kept=kept, **given)[0]
+
+
+def fingerprints(
+    *parts: tuple[Many[nn.Module], Iterable[nn.Module]],
+    hooks: bool = False,
+    training: bool = False,
+    values: bool = False,
+    addresses: bool = False,
+    kept: dict[Any, Structure] | None = None,
+) -> list[bytes | None]:
+    """The `fingerprint` of several parts, with one transfer from each device.
+
+    Parameters
+    ----------
+    *parts : (modules, skip)
+        Of each part.
+    hooks, training, values, addresses, kept
+        As in `fingerprint`.
+    """
+    kept = {} if kept is None else kept
+    shared = _own_hooks(globally._global_forward_pre_hooks, globally._global_forward_hooks)
+    digests: list[Any] = []
+    read: list[tuple[list[Tensor], Layouts]] = []
+    for modules, skip in parts:
+        structure = _structure(tuple(modules), tuple(skip), kept)
+        calls = shared + structure.calls()
+        if (structure.training and not training) or (calls and not hooks):
+            digests.append(None)
+            continue
+        tensors, places = structure.weights()
+        layouts = structure.layouts_of(tensors)
+        digest = structure.digest()
+        digest.update(repr((calls, structure.forwards(), () if values else places)).encode())
+        digest.update(layouts.kinds if values else layouts.described)
         if not values:
-            version = -1 if addresses or tensor.is_inference() else tensor._version
-            numbers += (tensor.data_ptr(), version, tensor.get_device(), *tensor.stride())
-    digest = hashlib.blake2b(structure.settings, digest_size=16)
-    digest.update(repr((calls, structure.forwards(), () if values else places)).encode())
-    digest.update(array("q", numbers))
-    for part in () if addresses else _samples(tensors):
-        digest.update(part)
-    return digest.digest()
+            digest.update(array("q", [tensor.data_ptr() for tensor in tensors]))
+            digest.update(array("q", [] if addresses else _versions(tensors)))
+        digests.append(digest)
+        read.append((tensors, layouts))
+    found = [digest for digest in digests if digest is not None]
+    for digest, samples in () if addresses else zip(found, _samples(*read), strict=True):
+        digest.update(samples)
+    return [None if digest is None else digest.digest() for digest in digests]
 
 
 def settings_sha256(*modules: nn.Module, skip: Iterable[nn.Module] = ()) -> str:
@@ -181,8 +209,10 @@ class Structure:
         self.training, self._portable = False, portable
         self._weights: list[Iterable[Tensor | None]] = []
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
-        self._calling: list[tuple[dict, dict, dict[str, Any]]] = []  # hooks, and all attributes
+        self._states: list[dict[str, Any]] = []  # attributes of modules
         self._kinds: dict[type[nn.Module], None] = {}
+        self._forwards: tuple[list[Any], list[tuple[int, bool]]] = [], []  # see `_classes`
+        self._layouts = Layouts([])
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
         self._parts: list[Iterable[Any]] = []
@@ -198,6 +228,11 @@ class Structure:
         self.training = training
         # In this version of the format equal values have equal bytes.
         self.settings = marshal.dumps(found, 2)
+        self._digest = hashlib.blake2b(self.settings, digest_size=16)
+
+    def digest(self) -> Any:
+        """A hash that contains the settings."""
+        return self._digest.copy()
 
     def changed(self) -> bool:
         """Whether an object in it is another one now."""
@@ -206,15 +241,31 @@ class Structure:
 
     def calls(self) -> list[int]:
         """Hooks and functions of the caller's own, see `_calls`; the engine has others."""
-        found = [_number_of(kind.forward) for kind in self._kinds if replaced_forward(kind)]
-        for before, after, state in self._calling:
-            if before or after or "forward" in state:
-                found += _calls(state)
+        found = [number for number, replaced in self._classes() if replaced]
+        for own in self._states:
+            if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
+                found += _calls(own)
         return found
 
     def forwards(self) -> list[int]:
         """The ``forward`` of each class, which may be replaced as well."""
-        return [_number_of(kind.forward) for kind in self._kinds]
+        return [number for number, _ in self._classes()]
+
+    def _classes(self) -> list[tuple[int, bool]]:
+        """For each class the number of its ``forward``, and whether a user has put it there."""
+        forwards = [kind.forward for kind in self._kinds]
+        known, found = self._forwards
+        if not known or not all(map(is_, forwards, known)):
+            found = [(_number_of(kind.forward), replaced_forward(kind)) for kind in self._kinds]
+            self._forwards = forwards, found
+        return found
+
+    def layouts_of(self, tensors: list[Tensor]) -> Layouts:
+        """The layouts of all tensors, those of the last call where they are the same."""
+        found = self._layouts
+        if not found.are_of(tensors):
+            found = self._layouts = Layouts(tensors)
+        return found
 
     def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
         """All tensors, and the places of weights that are on disk."""
@@ -257,7 +308,7 @@ class Structure:
         self._kinds[type(module)] = None
         children = state["_modules"]
         self._see(state.values(), children.values())
-        self._calling.append((state["_forward_pre_hooks"], state["_forward_hooks"], state))
+        self._states.append(state)
         self._weights += (state["_parameters"].values(), state["_buffers"].values())
         if state.get("_hf_hook") is not None:
             self._hooked.append(state)
@@ -399,27 +450,95 @@ def _inner(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in _inner(getattr(tensor, name))]
 
 
-@torch.no_grad()
-def _samples(tensors: list[Tensor]) -> Iterator[bytes]:
-    """Some elements of all tensors, with one transfer from each device."""
-    groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        size = tensor.numel()
-        if tensor.nbytes < _WHOLE:
-            chosen = tensor.reshape(-1)
-        elif tensor.is_contiguous():
-            step = int(_steps(size))
-            chosen = tensor.as_strided((_PLACES,), (step,), tensor.storage_offset())
-        else:
-            chosen = tensor.reshape(-1)[:: int(_steps(size))]
-        groups.setdefault((tensor.get_device(), tensor.dtype), []).append(chosen)
-    parts: dict[int, list[Tensor]] = {}
-    for (device, _), group in groups.items():
-        parts.setdefault(device, []).append(torch.cat(group).view(torch.uint8))
-    for part in parts.values():
-        yield torch.cat(part).cpu().numpy().tobytes()
+def _read(tensors: list[Tensor]) -> list[list[Any]]:
+    """What `Layouts` follow from."""
+    return [
+        [tensor.dtype for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.device for tensor in tensors],
+    ]
 
 
-def _steps(size: Any) -> Any:
+class Layouts:
+    """How tensors lie in memory, and which of their elements are read.
+
+    Parameters
+    ----------
+    tensors : list of Tensor
+
+    Attributes
+    ----------
+    described, kinds : bytes
+        Digests of dtype, shape, strides and device of each tensor, and of dtype and shape alone.
+    chosen : list of (shape, strides), or None
+        A view of each tensor; ``None`` where another one is needed, see `_spread`.
+    groups : list of (device, list of int)
+        Indices of the tensors of one device and dtype.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._read = _read(tensors)
+        dtypes, shapes, _, devices = self._read
+        self.described, self.kinds = _hash(repr(self._read)), _hash(repr((dtypes, shapes)))
+        self.chosen = [_view(tensor) for tensor in tensors]
+        found: dict[Any, list[int]] = {}
+        for index, kind in enumerate(zip(devices, dtypes, strict=True)):
+            found.setdefault(kind, []).append(index)
+        self.groups = [(device, indices) for (device, _), indices in found.items()]
+
+    def are_of(self, tensors: list[Tensor]) -> bool:
+        """Whether these tensors have the same."""
+        return _read(tensors) == self._read
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """Version counters; -1 for inference tensors, which have none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+@torch.inference_mode()
+def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
+    """Some elements of the tensors of each part, with one transfer from each device."""
+    chosen: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for number, (tensors, layouts) in enumerate(parts):
+        views = [
+            _spread(tensor) if view is None else tensor.as_strided(*view)
+            for tensor, view in zip(tensors, layouts.chosen, strict=True)
+        ]
+        for device, group in layouts.groups:
+            bits = torch.cat([views[n] for n in group]).view(torch.uint8)
+            chosen.setdefault(device, []).append((number, bits))
+    found = [b""] * len(parts)
+    for own in chosen.values():
+        data, first = torch.cat([bits for _, bits in own]).cpu().numpy(), 0
+        for number, bits in own:
+            stop = first + len(bits)
+            found[number] += data[first:stop].tobytes()
+            first = stop
+    return found
+
+
+def _view(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shape and strides of a view of some elements, where the tensor is contiguous."""
+    if tensor.nbytes < _WHOLE or not tensor.is_contiguous():
+        return None
+    return (_PLACES,), (_step(tensor),)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """All elements of a small tensor, some of any other one: 1-dimensional."""
+    flat = tensor.reshape(-1)
+    return flat if tensor.nbytes < _WHOLE else flat[:: _step(tensor)]
+
+
+def _step(tensor: Tensor) -> int:
     """The distance of samples; odd, so that they are not all in one column of a matrix."""
-    return (size // _PLACES - 1) | 1
+    return (tensor.numel() // _PLACES - 1) | 1

@@ -13,6 +13,7 @@ from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
+from .attention import has_kernels
 from .cache import KVCache
 from .calls import called, step_modules
 from .fused import fusable, fused_step
@@ -58,6 +59,8 @@ def forward(
     if tree is None and isinstance(cache, KVCache) and not cache.split:  # once for all layers
         context.lengths = cache.length + 1
     embeds = adapter.embed(tokens)
+    if not cache.split:
+        context.kernels = has_kernels(embeds)
     seen: dict[int, Tensor] = {}
 
     def run() -> Tensor:
@@ -92,16 +95,15 @@ def _modules(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`fused_step` through the model's own modules."""
     decoder = adapter.decoder
-    # What was compiled calls no hooks that came later. Lists of slots and observers change from one
-    # pass to the next.
-    hooks = offsets or aux_layers or step_modules(adapter).own_code
+    # Lists of slots and observers change from one pass to the next.
     compiled = adapter.decoding == "compile" and context.views is context.observers is None
+    # What was compiled calls no hooks that came later.
+    if compiled and not (offsets or aux_layers or step_modules(adapter).own_code):
+        decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
     with (
         shifted(adapter, cache, context, position),
-        capture_layer_inputs(decoder, aux_layers, context) as seen,
+        capture_layer_inputs(adapter.decoder, aux_layers, context) as seen,
     ):
-        if compiled and not hooks:
-            decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
         hidden = decoder(
             inputs_embeds=embeds,
             position_ids=position,

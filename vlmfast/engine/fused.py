@@ -38,9 +38,10 @@ def fusable(adapter: Adapter) -> bool:
 
     Kernels run on CUDA, or where ``VLMFAST_KERNELS=triton`` is set.
     """
-    if step_modules(adapter).kind is None:
+    weight = getattr(getattr(adapter.decoder, "norm", None), "weight", None)
+    if weight is None or not use_triton("fused_step", weight):
         return False
-    return use_triton("fused_step", adapter.decoder.norm.get_parameter("weight"))
+    return step_modules(adapter).kind is not None
 
 
 def fused_step(

@@ -131,10 +131,11 @@ class KVLayer(CacheLayerMixin):
         Hugging Face's own attention over this prefix is then bit-identical. On CUDA, shapes must
         not change between steps, so masks select the slots.
         """
+        lengths = self.max_lengths
         return (
-            self.even
-            and min(self.max_lengths) == max(self.max_lengths)
-            and self.device.type == "cpu"
+            self.device.type == "cpu"
+            and lengths.count(lengths[0]) == len(lengths)
+            and all(self.evens)
         )
 
     def extent(self, tokens: int) -> int:
@@ -285,7 +286,7 @@ class KVLayer(CacheLayerMixin):
 
     def outgrown(self, tokens: int) -> bool:
         """Whether ``tokens`` more do not fit in every row."""
-        return max(self.max_lengths) + tokens > self.capacity
+        return max(self.max_lengths) + tokens > self.keys.shape[2]
 
     def enlarged(self, tokens: int, row: int = 0) -> int:
         """The capacity with which ``tokens`` more fit in a row."""
@@ -314,24 +315,28 @@ class KVLayer(CacheLayerMixin):
     def _write(self, keys: Tensor, values: Tensor) -> None:
         tokens = keys.shape[2]
         self.reserve(tokens)
-        index = self.length[..., None] + torch.arange(tokens, device=self.device)
         if self.prefix:
-            new = slice(self.max_lengths[0], self.max_lengths[0] + tokens)
-            self.keys[:, :, new], self.values[:, :, new] = keys, values
+            for buffer, new in ((self.keys, keys), (self.values, values)):
+                buffer.narrow(2, self.max_lengths[0], tokens).copy_(new)
         else:
             rows, heads = (torch.arange(n, device=self.device) for n in keys.shape[:2])
-            at = rows[:, None, None], heads[:, None], index
+            at = rows[:, None, None], heads[:, None], self._next(tokens)
             self.keys[at], self.values[at] = keys, values  # much faster than `scatter_`
         if self.incoming is not None and self.bias is None:
-            nothing = torch.zeros(*index.shape[:2], 0, device=self.device)
+            nothing = torch.zeros(*keys.shape[:2], 0, device=self.device)
             self._move({"bias": nothing}, self.capacity)
         self.note(tokens)
         if self.incoming is not None and self.bias is not None:
+            index = self._next(tokens)
             self.bias.scatter_(2, index, self.incoming.to(self.bias.dtype).expand_as(index))
+
+    def _next(self, tokens: int) -> Tensor:
+        """The next ``tokens`` slots of each row and head, int64, (B, H, tokens)."""
+        return self.length[..., None] + torch.arange(tokens, device=self.device)
 
     def note(self, tokens: int) -> None:
         """Initialize what accompanies the keys and values of the next ``tokens`` slots."""
-        if all(x is None for x in (self.order, self.rank, self.attention_mass, self.bias)):
+        if self.order is self.rank is self.attention_mass is self.bias is None:
             return
         steps = torch.arange(tokens, device=self.device)
         index = self.length[..., None] + steps

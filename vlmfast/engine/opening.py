@@ -1,13 +1,13 @@
 """Opens sequences; nothing is computed yet.
 
-Hugging Face's ``generate`` prepares logits processors, stopping criteria and the generation config
-of each sequence; the engine calls them in the same order and with the same ids, so that tokens and
-random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
+Logits processors, stopping criteria and the generation config of each sequence are those that
+Hugging Face's ``generate`` prepares; the engine calls them in the same order and with the same ids,
+so that tokens and random numbers are those of Hugging Face's sampling loop (`engine.sampling`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
@@ -27,6 +27,10 @@ from .sampling import Sampler
 from .sequence import Sequence
 from .speculation import check, drafting
 from .stats import Stats, Trace
+
+_GENERATE = GenerationMixin.generate
+# Its arguments that are no settings.
+_APART = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
 def fitted(adapter: Adapter, recipe: Recipe) -> tuple[Recipe, Watch | None]:
@@ -82,16 +86,7 @@ def open_sequence(
         For the trace.
     """
     recipe, watch = fitted(adapter, recipe)
-    ids = inputs.tensors["input_ids"]
-    sampler = generate_of(adapter.model)(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        # Given, so that families with rotary state of their own do not compute and keep it.
-        position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
-        custom_generate=_prepared,
-        vlmfast_seed=seed,
-        **arguments,
-    )
+    sampler = sampler_of(adapter.model, inputs.tensors["input_ids"], arguments, seed)
     sampler.top_logprobs = top_logprobs
     return Sequence(
         inputs,
@@ -132,6 +127,63 @@ def generate_of(model: nn.Module) -> Callable[..., Any]:
     """Hugging Face's ``generate``; `attach` may have replaced that of the model."""
     of_class: Callable[..., Any] = getattr(type(model), "generate", GenerationMixin.generate)
     return partial(of_class, model)
+
+
+def sampler_of(
+    model: Any, ids: Tensor, arguments: Mapping[str, Any], seed: int | None = None
+) -> Sampler:
+    """What Hugging Face's ``generate`` prepares for the prompt ``ids``, int64, (1, S).
+
+    The methods of the model are called that ``generate`` calls for a decoding loop of the caller's.
+    What it does to inputs and cache, which the engine has prepared, takes most of its time. A class
+    with a ``generate`` of its own is asked for all of it.
+    """
+    if getattr(type(model), "generate", _GENERATE) is not _GENERATE:
+        return generate_of(model)(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            # Given, so that families with rotary state of their own do not compute and keep it.
+            position_ids=torch.arange(ids.shape[1], device=ids.device)[None],
+            custom_generate=_prepared,
+            vlmfast_seed=seed,
+            **arguments,
+        )
+    given = dict(arguments)
+    config, processors, criteria, allowed = (given.pop(name, None) for name in _APART)
+    before = [own for own in (config, model.generation_config) if own is not None]
+    unset = {
+        f"has_default_{name}": all(getattr(own, name) is None for own in before)
+        and given.get(name) is None
+        for name in ("max_length", "min_length")
+    }
+    config, others = model._prepare_generation_config(config, **given)
+    if others:
+        model._validate_model_kwargs(others)
+    model._validate_generation_mode(config.get_generation_mode(), config, {})
+    model._prepare_special_tokens(config, True, device=ids.device, batch_size=len(ids))
+    length = ids.shape[1]
+    config = model._prepare_generated_length(
+        generation_config=config,
+        model_input_name="input_ids",
+        inputs_tensor=ids,
+        input_ids_length=length,
+        **unset,
+    )
+    model._validate_generated_length(config, length, unset["has_default_max_length"])
+    processors = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=length,
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=allowed,
+        logits_processor=LogitsProcessorList() if processors is None else processors,
+        device=ids.device,
+        model_kwargs=others,
+    )
+    criteria = model._get_stopping_criteria(
+        generation_config=config,
+        stopping_criteria=StoppingCriteriaList() if criteria is None else criteria,
+    )
+    return Sampler(ids, processors, criteria, config, seed)
 
 
 def _prepared(

@@ -129,6 +129,8 @@ class Inputs:
         Whose entries of the prefix cache may be used, see `prefix_cache.Key`.
     ahead : Ahead, optional
         The images, if they were encoded before; set by `tower_batch.encode_ahead`.
+    tower : bytes, optional
+        The fingerprint of the tower, where nothing can run between it and the next `look`.
     """
 
     tensors: dict[str, Tensor]
@@ -142,6 +144,7 @@ class Inputs:
     hashed: list[Hashed] | None = None
     tenant: str = ""
     ahead: Ahead | None = None
+    tower: bytes | None = None
 
     def wait(self) -> None:
         """Hold the pixels in host memory; `vision.encode` moves them back."""
@@ -208,9 +211,9 @@ def look(
     start = clock(ids.device)
     wanted = Wanted.by(recipe, adapter, items)
     ahead, inputs.ahead = inputs.ahead, None  # its memory is free afterwards
-    images = encoded(
-        adapter, inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained, ahead
-    )
+    tower, inputs.tower = inputs.tower, None
+    given = inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
+    images = encoded(adapter, *given, ahead, tower)
     where = order[is_visual], position[:, is_visual]
     tokens = place(adapter, images, wanted, *where, stats, trace)
     stats.time_vision_s += clock(ids.device) - start

@@ -97,10 +97,12 @@ class Prefiller:
             reused = len(prefix.ids)
             self.count_prompt(sequence, reused=reused)
             logits = yield from self.extend_text(sequence, ids[:, reused:], chunk=size)
-        elif size is None:
-            reused, logits = 0, self.read(sequence)
         else:
-            reused, logits = 0, (yield from self.read_chunks(sequence, size))
+            reused, inputs.tower = 0, None if scope is None else scope.weights[0]
+            if size is None:
+                logits = self.read(sequence)
+            else:
+                logits = yield from self.read_chunks(sequence, size)
         # A copy of what is there already, with another question, is not worth its bytes.
         if scope is not None and 2 * reused < ids.shape[1]:
             at_once = size is None and prefix is None

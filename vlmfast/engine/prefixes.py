@@ -29,8 +29,8 @@ from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
 from .chunks import splits
-from .features import settings_of
-from .fingerprint import fingerprint, structures_of
+from .features import model_parts, settings_of
+from .fingerprint import fingerprints, structures_of
 from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
@@ -50,7 +50,7 @@ class Scope:
     tenant : str
     content : Hashable
     weights : tuple of bytes
-        The fingerprints of the model and of trained stages, a part of ``content``.
+        The fingerprints of tower, language model and trained stages, a part of ``content``.
     trained : tuple of Module
         These stages.
     """
@@ -143,11 +143,10 @@ class Prefixes:
         return Scope(tenant, content, weights, modules)
 
     def _weights(self, trained: tuple[nn.Module, ...]) -> tuple[bytes | None, ...]:
-        """Fingerprints of the model and of trained stages."""
-        kept = structures_of(self.adapter)
-        of_stages = [fingerprint(own, kept=kept) for own in trained]
+        """Fingerprints of the tower, the language model and trained stages."""
+        parts = *model_parts(self.adapter), *(([own], []) for own in trained)
         # What hooks do may change at any time.
-        return fingerprint(self.adapter.model, kept=kept), *of_stages
+        return tuple(fingerprints(*parts, kept=structures_of(self.adapter)))
 
     def find(
         self, scope: Scope | None, ids: list[int], least: int = 1, **more: Any

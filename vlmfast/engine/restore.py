@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -78,28 +78,29 @@ class Changes:
 
         self.add(undo)
 
-    def note_modules(self, modules: list[nn.Module]) -> None:
-        """After an interrupt, forwards of modules and their hooks will be those of now."""
-        before = [
-            (module, vars(module).get("forward"), [set(_hooks(module, name)) for name in _HOOKS])
-            for module in modules
-        ]
+    def note_modules(self, states: list[dict[str, Any]]) -> None:
+        """After an interrupt, forwards of modules and their hooks will be those of now.
+
+        Parameters
+        ----------
+        states : list of dict
+            The attributes of the modules.
+        """
+        forwards = {n: own["forward"] for n, own in enumerate(states) if "forward" in own}
+        first = RemovableHandle.next_id  # of the hooks that follow; numbers only grow
 
         def undo() -> None:
-            for module, forward, hooks in before if self.interrupted else ():
-                if forward is None:
-                    vars(module).pop("forward", None)
+            for n, own in enumerate(states) if self.interrupted else ():
+                if n in forwards:
+                    own["forward"] = forwards[n]
                 else:
-                    vars(module)["forward"] = forward
-                for name, known in zip(_HOOKS, hooks, strict=True):
-                    for number in _hooks(module, name).keys() - known:
-                        del _hooks(module, name)[number]
+                    own.pop("forward", None)
+                for name in _HOOKS:
+                    hooks = own.get(name) or {}
+                    for number in [number for number in hooks if number >= first]:
+                        del hooks[number]
 
         self.add(undo)
-
-
-def _hooks(module: nn.Module, name: str) -> dict[int, Any]:
-    return vars(module).get(name) or {}
 
 
 def _holding(lock: AbstractContextManager) -> Generator[None, None, None]:

@@ -27,6 +27,7 @@ from vlmfast.models.base import Adapter, Encoded
 from .between import between_blocks
 from .gate import Gate, gated
 from .jitter import jittered
+from .modules import modules_of
 from .stats import Stats, Trace
 from .tower import captured
 
@@ -517,7 +518,7 @@ def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     """
     used = max([*adapter.feature_blocks(), *context.requests])
     idle = adapter.vision_blocks()[used + 1 :]
-    if idle and any(map(users_calls, adapter.tower().modules())):
+    if idle and users_calls(*modules_of(adapter, "tower", adapter.tower()).all):
         idle = []
     before = [block.__dict__.get("forward") for block in idle]
     try:

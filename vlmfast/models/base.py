@@ -280,8 +280,9 @@ class Adapter:
 
     @property
     def _embedding(self) -> nn.Embedding:
-        # Adapters of PEFT may replace it at any time, and the head too.
-        return self.model.get_input_embeddings()
+        # Adapters of PEFT may replace it at any time, and the head too. The language model finds it
+        # at once, the whole model after a search.
+        return cast("nn.Embedding", self.decoder.get_input_embeddings())
 
     @property
     def _head(self) -> nn.Linear:
