@@ -781,6 +781,7 @@ def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[i
     return inside[0], got, streamed
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", LONG)
 def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkeypatch) -> None:
     images = [make_image(seed=seed) for seed in range(1, 5)]

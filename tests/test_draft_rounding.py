@@ -54,7 +54,7 @@ def answers(vlm: VLM, recipe: str, drafter: str, turns: int) -> tuple[list[int],
     return plain.token_ids, drafted.token_ids
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("turns", range(2))

@@ -225,6 +225,7 @@ def test_every_method_is_a_view_or_refused() -> None:
         assert f"view={name}" in reason and "allowed are topk" in reason
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("view", VIEWS)
 def test_pairs(models: Models, view: str) -> None:
     check_view(models, [case for case in QUICK if case[0] == view], tokens=10)

@@ -61,7 +61,7 @@ def test_batches_on_the_shipped_model(tmp_path, tiny):
 
     class Few(Shapes):
         def docs(self, limit, seed):
-            return [doc for doc in super().docs(limit, seed) if doc.kind == "question"][::3]
+            return [doc for doc in super().docs(limit, seed) if doc.kind == "question"][::6]
 
     for recipe in ("none", "random:budget=0.4", "snapkv:0.5"):
         alone, batch = (

@@ -124,6 +124,7 @@ def test_drafter_with_the_default_method(vlm):
     assert got.stats.rounds > 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -45,6 +45,7 @@ def overflowing(request: pytest.FixtureRequest) -> Iterator[VLM]:
     hook.remove()
 
 
+@pytest.mark.cases(40)
 @pytest.mark.parametrize("recipe", NAMES)
 def test_features_that_overflowed_are_answered_or_refused(overflowing: VLM, recipe: str) -> None:
     frames = [make_image(48, 48, seed=seed) for seed in range(4)]

@@ -16,48 +16,74 @@ ROOT = Path(vlmfast.__file__).parent.parent
 HEAVY = ("transformers", "PIL", "timm", "decord", "av", "open_clip", "triton", "torchvision")
 
 
-def python(code: str) -> str:
-    """Stdout of ``code`` in a fresh interpreter that finds this package."""
+def python(code: str, given: str = "") -> str:
+    """Stdout of ``code`` in a fresh interpreter that finds this package and reads `given`."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def loaded_after(code: str) -> set[str]:
-    """Top-level names of the modules that ``code`` loads."""
-    out = python(f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
-    return {name.partition(".")[0] for name in json.loads(out.splitlines()[-1])}
+def loaded(line: str) -> set[str]:
+    """Top-level names in a line of JSON."""
+    return {name.partition(".")[0] for name in json.loads(line)}
 
 
-def test_import_is_light() -> None:
-    assert not loaded_after("import vlmfast") & set(HEAVY)
+SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)), flush=True)"
+OVERLAY = "assert callable(vlmfast.overlay)"
+AFTER_TORCH = {  # what runs in processes that have imported torch alone, and its last line
+    "torch": SHOW,
+    "import": f"import vlmfast; {SHOW}",
+    "recipes": f"import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods(); {SHOW}",
+    # The module of that name must not shadow the function, in any order of access.
+    "overlay": f"import vlmfast; vlmfast.overlay; {OVERLAY}; {OVERLAY}; "
+    "from vlmfast import overlay; assert callable(overlay); print('right', flush=True)",
+    "overlays": f"import vlmfast; import vlmfast.api.overlays; {OVERLAY}; {OVERLAY}; "
+    "from vlmfast import overlay; assert callable(overlay); print('right', flush=True)",
+    **dict.fromkeys(
+        ("time 1", "time 2", "time 3"),
+        "import time; start = time.perf_counter(); import vlmfast; "
+        "print(time.perf_counter() - start, flush=True)",
+    ),
+}
 
 
-def test_parsing_recipes_is_light() -> None:
-    code = "import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods()"
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """Lines of `AFTER_TORCH`."""
+    code = (
+        "import json, os, sys, torch\n"
+        "for code in json.loads(sys.stdin.read()):\n"
+        "    if not os.fork():\n"
+        "        exec(code)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0, code\n"
+    )
+    lines = python(code, json.dumps(list(AFTER_TORCH.values()))).splitlines()
+    return dict(zip(AFTER_TORCH, lines, strict=True))
+
+
+def test_import_is_light(printed: dict[str, str]) -> None:
+    assert "torch" in loaded(printed["torch"]) and "vlmfast" in loaded(printed["import"])
+    assert not (loaded(printed["import"]) - loaded(printed["torch"])) & set(HEAVY)
+
+
+def test_parsing_recipes_is_light(printed: dict[str, str]) -> None:
     # Some releases of torch import triton.
-    assert not loaded_after(code) & (set(HEAVY) - {"triton"})
+    new = loaded(printed["recipes"]) - loaded(printed["torch"])
+    assert not new & (set(HEAVY) - {"triton"})
 
 
 def test_help_is_light() -> None:
-    code = "from vlmfast.cli import main\nassert main([]) == 0"
-    assert not loaded_after(code) & {*HEAVY, "torch", "numpy"}
+    out = python(f"from vlmfast.cli import main\nassert main([]) == 0\n{SHOW}")
+    assert not loaded(out.splitlines()[-1]) & {*HEAVY, "torch", "numpy"}
 
 
-def test_import_adds_little_to_torch() -> None:
-    # The minimum of several processes that have imported torch alone: a busy machine must not fail.
-    code = (
-        "import os, time, torch\n"
-        "for _ in range(3):\n"
-        "    if not os.fork():\n"
-        "        start = time.perf_counter()\n"
-        "        import vlmfast\n"
-        "        print(time.perf_counter() - start, flush=True)\n"
-        "        os._exit(0)\n"
-        "    os.wait()\n"
-    )
-    assert min(map(float, python(code).split())) < 0.3
+def test_import_adds_little_to_torch(printed: dict[str, str]) -> None:
+    # The minimum of several processes: a busy machine must not fail.
+    assert min(float(printed[f"time {n}"]) for n in (1, 2, 3)) < 0.3
 
 
 def test_public_names() -> None:
@@ -68,15 +94,9 @@ def test_public_names() -> None:
         _ = vlmfast.nonsense
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("first", ["vlmfast.overlay", "import vlmfast.api.overlays"])
-def test_overlay_is_a_function_not_a_module(first: str) -> None:
-    """The module of that name must not shadow the function, in any order of access."""
-    check = "assert callable(vlmfast.overlay); "
-    code = (
-        f"import vlmfast; {first}; {check * 2}from vlmfast import overlay; assert callable(overlay)"
-    )
-    python(code)
+@pytest.mark.parametrize("first", ["overlay", "overlays"])
+def test_overlay_is_a_function_not_a_module(printed: dict[str, str], first: str) -> None:
+    assert printed[first] == "right"
 
 
 def test_errors_are_value_errors() -> None:

@@ -79,7 +79,9 @@ def tiny() -> VLM:
 
 
 def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None:
-    trainer = loop.Trainer("scale", arguments(tmp_path, "--steps", "10", "--lr", "0.2"))
+    trainer = loop.Trainer(
+        "scale", arguments(tmp_path, "--steps", "10", "--lr", "0.2", "--batch", "1")
+    )
 
     def loss() -> float:
         return sum(float(trainer.sample_loss(i)[0].detach()) for i in range(4))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,15 @@ def ask(text: str = "What is here?", image: int | None = 0, **more: Any) -> dict
     if image is not None:
         content.insert(0, {"type": "image_url", "image_url": {"url": data_url(image)}})
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_process() -> Iterator[None]:
+    """No server passes over all that the tests have loaded: it is one of many in a process."""
+    kept = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vlmfast.serve.server.gc", kept)
+        yield
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def test_recipes_of_requests_add_no_labels(serve: Callable[..., Any]) -> None:
     """A client cannot let the number of time series grow."""
     served = serve(recipe="balanced", aliases=ALIASES)
     methods = ("hired", "random", "grid")
-    recipes = [f"{name}:{keep / 100:g}" for name in methods for keep in range(11, 21)]
+    recipes = [f"{name}:{keep / 100:g}" for name in methods for keep in range(11, 14)]
     found = set()
     for recipe in recipes:
         answer = served.chat("?", 6, recipe=recipe, max_tokens=1, cache_salt="labels").json()
@@ -159,5 +159,5 @@ def test_recipes_of_requests_add_no_labels(serve: Callable[..., Any]) -> None:
     metrics = samples(served)
     configured = {"none", "hired:0.1", "hired:0.5+draft-ngram"}
     assert metrics["request_recipe_total"].keys() == {*configured, OTHER}
-    assert metrics["request_recipe_total"][OTHER] == len(found) == 30
+    assert metrics["request_recipe_total"][OTHER] == len(found) == 9
     assert metrics["visual_tokens_total"].keys() == {"input", "hired", OTHER}
