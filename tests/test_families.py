@@ -732,10 +732,8 @@ def test_a_session_answers_as_ask_does(name):
                 expected = vlm.ask(question, **CASES[case], max_new_tokens=6)
                 got = session.ask(question, max_new_tokens=6)
                 assert got.token_ids == expected.token_ids
-                # Text ids after a video of these do not follow those of its times.
-                shared = (name, case) not in (("qwen2_vl", "a video"), ("qwen2_5_vl", "a video"))
                 # A state cannot be cut after the images.
-                shared = shared and name not in tiny_families.STATES
+                shared = name not in tiny_families.STATES
                 assert session.reuses == ("kv" if shared else "features")
                 assert (got.stats.prompt_reused > 0) == shared
 
