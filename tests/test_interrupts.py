@@ -301,11 +301,11 @@ def test_an_interrupt_wakes_threads_that_wait(vlm: VLM, monkeypatch) -> None:
         time.sleep(0.05)  # others have noticed the last step, and wait for the turn
 
     monkeypatch.setattr(Changes, "undo", slowly)
-    for line in lines_in(Engine._end_turn):
+    for line in lines_in(Engine._end_turn)[-3:]:
         tried += beside(vlm, lambda: found.append(ask(vlm)), line)
         assert found.pop() == wanted, line
     vlm.engine.max_rows = 256
-    assert tried > 5
+    assert tried == 3
 
 
 def test_an_interrupt_tells_listeners_the_end(vlm: VLM) -> None:
