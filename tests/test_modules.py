@@ -22,16 +22,16 @@ QUESTION = "what is here ?"
 def implementations(model: nn.Module) -> list[str]:
     """The names that the parts of a model, and the parts of its config, have for attention."""
     configs = [of.config for of in model.modules() if isinstance(of, PreTrainedModel)]
-    for config in configs:
+    for config in configs:  # the configs of parts follow
         configs += [part for key in config.sub_configs if (part := getattr(config, key))]
-        if len(configs) > 99:
-            break
     return [config._attn_implementation for config in configs]
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("family", sorted(BUILD))
 def test_attention_is_switched_where_hugging_face_would(family: str) -> None:
+    if family == "smolvlm":
+        pytest.importorskip("num2words")  # required by its processor
     model, _ = BUILD[family]()
     before = implementations(model)
     with switched(model):

@@ -32,9 +32,9 @@ from .prefix_cache import Key, prefix_cache_of
 from .stats import Stats
 from .vision import Images, Wanted, encode
 
-KIND = "images"
-Modules = tuple[list[nn.Module], list[nn.Module]]
+ModelPart = tuple[list[nn.Module], list[nn.Module]]  # modules, and what of them is left out
 
+KIND = "images"
 _PROCESSORS = ("image_processor", "video_processor")
 _BLOCKS, _LEVELS = 64, 64  # of `with_digests`; normalised pixels are between about -2 and 3
 
@@ -321,7 +321,7 @@ def tower_fingerprint(adapter: Adapter, **given: Any) -> bytes | None:
     return fingerprints(model_parts(adapter)[0], **given)[0]
 
 
-def model_parts(adapter: Adapter) -> tuple[Modules, Modules]:
+def model_parts(adapter: Adapter) -> tuple[ModelPart, ModelPart]:
     """The model without its language model, and that, for `fingerprints`."""
     language = _language(adapter)
     return ([adapter.model], language), (language, [])

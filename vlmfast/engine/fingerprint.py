@@ -504,7 +504,7 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
     """Some elements of the tensors of each part, with one transfer from each device."""
     chosen: dict[torch.device, list[tuple[int, Tensor]]] = {}
