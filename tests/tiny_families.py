@@ -129,8 +129,18 @@ def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
     }
 
 
-def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
-    """Windows of 2 x 2 tokens, full attention in blocks 1 and 3."""
+def build_qwen2_5_vl(
+    seed: int = 0, patch: int = PATCH, largest: int = 64 * 64, **tower: Any
+) -> tuple[nn.Module, Any]:
+    """Windows of 2 x 2 tokens, full attention in blocks 1 and 3.
+
+    Parameters
+    ----------
+    patch, largest : int
+        Edge of a patch, and the most pixels of an image.
+    tower
+        Other values of the vision tower's configuration.
+    """
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2_5_VLForConditionalGeneration,
@@ -145,14 +155,15 @@ def build_qwen2_5_vl(seed: int = 0) -> tuple[nn.Module, Any]:
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "patch_size": PATCH,
-        "window_size": 4 * PATCH,
+        "patch_size": patch,
+        "window_size": 4 * patch,
         "fullatt_block_indexes": [1, 3],
         "out_hidden_size": 64,
+        **tower,
     }
     config = Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
-    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
-    sizes = {"patch_size": PATCH, "size": size}
+    size = {"shortest_edge": 16 * 16, "longest_edge": largest}
+    sizes = {"patch_size": patch, "size": size}
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         video_processor=Qwen2VLVideoProcessor(**sizes),
