@@ -126,6 +126,13 @@ def test_a_read_is_found_in_its_layer(counted: dict[str, Any]) -> None:
     assert "vlmfast.engine.rounds" not in "".join(plain.places)
 
 
+def test_nothing_is_read_layer_by_layer(counted: dict[str, Any]) -> None:
+    plain = counted["plain"]
+    assert not any(cost.reads for cost in (*plain.blocks, *plain.layers))
+    own = [place for place in plain.places if place.startswith("vlmfast.")]
+    assert sum(plain.places[place] for place in own) <= 8
+
+
 def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
     plain = counted["plain"]
     *blocks, last = plain.blocks
