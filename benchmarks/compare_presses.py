@@ -58,7 +58,7 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import open_sequence, reading
 from vlmfast.engine.prefill import Inputs, Prompt, rows_of
 from vlmfast.engine.sequence import Sequence
-from vlmfast.engine.stats import Stats, Stopwatch
+from vlmfast.engine.stats import Stats
 from vlmfast.models.base import Adapter
 
 AFTER = 24  # tokens of a prefix that are text; recipes compress prompts with visual tokens alone
@@ -150,7 +150,7 @@ class Prefilled:
         windows = [layer.window for layer in first.cache.layers]
         cache = KVCache(adapter.depth, adapter.pool, windows)
         context = replace(first, cache=cache, notes={})
-        compression = Compression.of(adapter, recipe, context, cache, Stopwatch(Stats()))
+        compression = Compression.of(adapter, recipe, context, cache, Stats())
         assert compression is not None
         for layer, (_, query, key, value, scaling) in enumerate(self.layers):
             cache.update(key, value, layer)

@@ -73,13 +73,20 @@ class Driven:
 
     def start(self, max_new_tokens: int) -> Tensor:
         """Prefill the prompt; logits (1, V)."""
-        return self.engine.prefiller.read(self.sequence, max_new_tokens=max_new_tokens)
+        return self._read(self.engine.prefiller.read(self.sequence, max_new_tokens=max_new_tokens))
+
+    def _read(self, logits: Tensor) -> Tensor:
+        """Read the statistics when the prompt has been prefilled, as the engine does."""
+        self.sequence.stats.read()
+        return logits
 
     def start_from(self, prompt: Prompt, max_new_tokens: int, *more: Any, **named: Any) -> Tensor:
-        return self.engine.prefiller.prefill(self.sequence, prompt, max_new_tokens, *more, **named)
+        return self._read(
+            self.engine.prefiller.prefill(self.sequence, prompt, max_new_tokens, *more, **named)
+        )
 
     def extend(self, prompt: Prompt, **more: Any) -> Tensor:
-        return self.engine.prefiller.extend(self.sequence, prompt, **more)
+        return self._read(self.engine.prefiller.extend(self.sequence, prompt, **more))
 
     def next(self, tokens: Tensor) -> Tensor:
         """Feed tokens (1, 1); logits (1, V)."""

@@ -35,7 +35,11 @@ LENGTH = 3
 def build_real() -> VLM:
     """Qwen2.5-VL with the real patches, windows and rope, of small width."""
     model, processor = BUILD["qwen2_5_vl"](
-        patch=PATCH, window=8 * PATCH, blocks=2, full=[GLOBAL], largest=2 * 10**6
+        patch=PATCH,
+        largest=2 * 10**6,
+        depth=2,
+        window_size=8 * PATCH,
+        fullatt_block_indexes=[GLOBAL],
     )
     return VLM(model, processor)
 

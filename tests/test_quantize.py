@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import tiny_models
 from closeness import apart, close, tolerance
+from vlmfast import VLM
+from vlmfast.api.vlm import Answer
 from vlmfast.compressors.cache.kivi import Kivi
 from vlmfast.compressors.cache.zipcache import ZipCache, least_salient, saliency
 from vlmfast.core.contexts import PrefillContext
@@ -22,6 +25,7 @@ from vlmfast.core.kv import KV
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
+from vlmfast.kernels import quantize_kv
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
     Segment,
@@ -849,3 +853,31 @@ def test_zipcache_requests_fractions_of_probe_rows():
 def test_zipcache_invalid_parameters_raise(parameters, message):
     with pytest.raises(RecipeError, match=message):
         ZipCache(**parameters)
+
+
+# --- dtype of the parameters ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["kivi:group=4,residual=8", "fastv+zipvl"])
+def test_prompt_is_prefilled_again_where_float16_is_too_small(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 is assumed for the parameters, and checked once after all layers."""
+    vlm = VLM(*tiny_models.build_llava_next())
+    vlm.prefix_cache.limit = 0
+    passes: list[int] = []
+    vlm.adapter.decoder.register_forward_pre_hook(lambda module, args: passes.append(1))
+    asked = {"question": "what is here ?", "images": tiny_models.make_image(128, 96)}
+
+    def answer() -> tuple[int, Answer]:
+        passes.clear()
+        found = vlm.ask(**asked, recipe=recipe, max_new_tokens=1)
+        return len(passes), found
+
+    once, small = answer()
+    monkeypatch.setattr(quantize_kv, "LIMIT", 0.0)
+    twice, large = answer()
+    assert (once, twice) == (1, 2)
+    assert small.stats.kv_bytes < large.stats.kv_bytes, "parameters in float32"
+    assert small.trace.to_dict() == large.trace.to_dict(), "recorded once"
+    assert small.stats.visual_tokens_kept == large.stats.visual_tokens_kept

@@ -1,7 +1,7 @@
 """Layers on two devices: the answers are those of one device, and tensors follow the layers.
 
-The devices are pretended (`fake_devices`): every operation computes real values, and complains if
-its tensors are on different devices. accelerate dispatches the models.
+The devices are pretended (`vlmfast.check.devices`): every operation computes real values, and
+complains if its tensors are on different devices. accelerate dispatches the models.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import LogitsProcessorList
 import rope_types
 import tiny_families
 import tiny_models
-from fake_devices import pretended
 from vlmfast import VLM, Request
+from vlmfast.check.devices import pretended
 from vlmfast.engine.decode import RowGroup
 from vlmfast.errors import ModelError, VLMFastError
 

@@ -6,7 +6,6 @@ is far from uniform. Each builder returns model and processor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,26 +130,16 @@ def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
 
 
 def build_qwen2_5_vl(
-    seed: int = 0,
-    *,
-    patch: int = PATCH,
-    window: int = 4 * PATCH,
-    blocks: int = 4,
-    full: Sequence[int] = (1, 3),
-    largest: int = 64 * 64,
+    seed: int = 0, patch: int = PATCH, largest: int = 64 * 64, **tower: Any
 ) -> tuple[nn.Module, Any]:
     """Windows of 2 x 2 tokens, full attention in blocks 1 and 3.
 
     Parameters
     ----------
-    patch, window : int
-        Their sides in pixels.
-    blocks : int
-        Of the vision tower.
-    full : sequence of int
-        Those that attend to the whole image.
-    largest : int
-        Most pixels of an image.
+    patch, largest : int
+        Edge of a patch, and the most pixels of an image.
+    tower
+        Other values of the vision tower's configuration.
     """
     from transformers import (
         Qwen2_5_VLConfig,
@@ -162,14 +151,15 @@ def build_qwen2_5_vl(
 
     tokens = tokenizer(**QWEN)
     vision = {
-        "depth": blocks,
+        "depth": 4,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
         "patch_size": patch,
-        "window_size": window,
-        "fullatt_block_indexes": list(full),
+        "window_size": 4 * patch,
+        "fullatt_block_indexes": [1, 3],
         "out_hidden_size": 64,
+        **tower,
     }
     config = Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
     size = {"shortest_edge": 16 * 16, "longest_edge": largest}

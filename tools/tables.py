@@ -694,6 +694,60 @@ def gpu_kernels(gpu: str) -> str:
     return table(rows)
 
 
+def launches() -> str:
+    """Launches and reads of a request under each recipe, and to its first token in earlier code."""
+    *before, now = [
+        _by_recipe(label["parts"]) for label in _measured("launches")["labels"].values()
+    ]
+    rows = [["recipe", "layer of prefill", "first token", "before", "decode step"]]
+    for recipe, request in now.items():
+        then = [_launches(known[recipe]["first_token"]) for known in before]
+        first, step = _launches(request["first_token"]), _launches(request["step"])
+        rows.append([f"`{recipe}`", _launches(*request["layers"]), first, *then, step])
+    if not before:
+        rows[0].remove("before")
+    return table(rows)
+
+
+def _by_recipe(parts: dict[str, Any]) -> dict[str, Any]:
+    shipped, shape = (parts[name]["requests"] for name in ("tiny", "llava-next"))
+    own = {request["recipe"]: request for request in shape}
+    return own | {r["recipe"]: r for r in shipped if r["recipe"] not in own}
+
+
+def _launches(*costs: dict[str, Any]) -> str:
+    """Launches and reads; of several parts the most."""
+    most = max(x["launches"] for x in costs), max(sum(x["reads"].values()) for x in costs)
+    return f"{most[0]:,} / {most[1]}"
+
+
+def tower_calls() -> str:
+    """Calls of attention in Qwen2.5-VL's tower, by size of the image."""
+    labels = [label["parts"] for label in _measured("launches")["labels"].values()]
+    rows = [["image", "calls of attention", "launches", "calls before"]]
+    for name, part in labels[-1].items():
+        if not name.startswith("qwen2.5-vl"):
+            continue
+        sums = [_tower(label[name]) for label in labels]
+        width, height = part["image"]
+        calls, launched = sums[-1]
+        rows.append([f"{width} x {height}", f"{calls:,}", f"{launched:,}"])
+        rows[-1] += [f"{calls:,}" for calls, _ in sums[:-1]]
+    if len(labels) == 1:
+        rows[0].remove("calls before")
+    return table(rows)
+
+
+def _tower(part: dict[str, Any]) -> tuple[int, int]:
+    """Calls of attention and launches in all blocks."""
+    (request,) = part["requests"]
+    sizes = [(block["to"] - block["from"] + 1, block) for block in request["blocks"]]
+    return (
+        sum(n * block["attention"] for n, block in sizes),
+        sum(n * block["launches"] for n, block in sizes),
+    )
+
+
 def _measured(name: str) -> dict[str, Any]:
     """A result file of ``benchmarks``."""
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
@@ -727,6 +781,8 @@ TABLES = {
     ("docs/pocket.md", "videos"): pocket_videos,
     ("docs/pocket.md", "stacks"): partial(pocket_recipes, "stacks"),
     ("docs/pocket.md", "cache"): pocket_cache,
+    ("docs/launches.md", "requests"): launches,
+    ("docs/launches.md", "towers"): tower_calls,
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): partial(gpu_kernels, "nvidia-h200"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from vlmfast.engine.mode import lasting
 from vlmfast.engine.opening import generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
-from vlmfast.engine.stats import clock
 from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
 from vlmfast.models._batch import split
 from vlmfast.models.base import Adapter
@@ -286,7 +286,7 @@ class Attachment:
             if padding:
                 own |= _padded(own, batch["input_ids"][number], tensors["input_ids"].shape[1])
             inputs = Inputs(tensors, sizes, items=items)
-            begin = clock(adapter.device)
+            begin = time.perf_counter()
             row = generation.changed(**own)
             yield opened(adapter, inputs, self.recipe, begin, row, number=number)
 

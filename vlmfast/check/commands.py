@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,36 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--quick", action="store_true", help="fewer shapes and prompts, for a minute on two cores"
     )
     parser.add_argument(
+        "--launches",
+        action="store_true",
+        help="instead: count what a request launches on a GPU and what the host reads; needs none",
+    )
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        metavar="RECIPE",
+        dest="recipes",
+        help="with --launches: recipe to count; may be given several times (default: none)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=size,
+        metavar="WIDTHxHEIGHT",
+        help="with --launches: of the image in pixels (default: 672x672)",
+    )
+    parser.add_argument(
         "--save",
         action="store_true",
         help="on a GPU: keep the kernels that failed off, or clear a former choice",
     )
+
+
+def size(text: str) -> tuple[int, int]:
+    """Width and height of an image: ``672x672``."""
+    width, _, height = text.partition("x")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in (width, height)):
+        raise ArgumentTypeError(f"{text!r} is no size; WIDTHxHEIGHT, such as 672x672, is allowed")
+    return int(width), int(height)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from .output import (
     comparison_row,
     divergence,
     in_bytes,
+    launch_row,
     print_json,
     print_table,
     stats_row,
@@ -266,6 +267,10 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    if args.launches:
+        return _launches(args)
+    if args.recipes or args.image_size:
+        raise VLMFastError("--recipe and --image-size belong to --launches")
     commands = module("check.commands")
     vlm = _vlm(args)
     found = commands.check(vlm, quick=args.quick)
@@ -288,6 +293,29 @@ def _check(args: argparse.Namespace) -> int:
         message = commands.save(found, vlm.adapter.device)
         print(message, file=sys.stderr if args.json else sys.stdout)
     return ExitCode.FINISHED if found.passed else ExitCode.CHECK_FAILED
+
+
+def _launches(args: argparse.Namespace) -> int:
+    from vlmfast.core.recipe import Recipe
+
+    if args.quick or args.save or args.device is not None:
+        raise VLMFastError("--quick, --save and --device cannot be combined with --launches")
+    if args.model != "tiny":
+        check_model(args.model)
+    launches = module("check.launches")
+    names = args.recipes or ["none"]
+    for name in names:  # before a checkpoint is loaded
+        Recipe.parse(name)
+    size = args.image_size or launches.SIZE
+    found = launches.Launches(size, launches.counted(args.model, names, size, args.dtype))
+    if args.json:
+        name = Path(args.model).name if Path(args.model).is_dir() else args.model
+        print_json({"checkpoint": name, "dtype": args.dtype, **found.to_dict()})
+        return ExitCode.FINISHED
+    print(f"{args.model}, an image of {size[0]} × {size[1]} pixels: launches / reads of the host")
+    print()
+    print_table([launch_row(request) for request in found.requests])
+    return ExitCode.FINISHED
 
 
 def _methods(args: argparse.Namespace) -> None:

@@ -106,6 +106,26 @@ def check_rows(kind: str, rows: list[Any]) -> list[dict[str, str]]:
     return [{key: line[key] for key in used} for line in cells]
 
 
+def launch_row(request: Any) -> dict[str, str]:
+    """Launches and reads of each part; of blocks and layers the mean."""
+
+    def cell(*costs: Any) -> str:
+        if not costs:
+            return "-"
+        sums = sum(x.launches for x in costs), sum(x.total_reads for x in costs)
+        return " / ".join(f"{round(x / len(costs), 1):g}" for x in sums)
+
+    return {
+        "recipe": request.recipe,
+        "visual tokens": str(request.visual_tokens),
+        "attention in the tower": str(sum(cost.attention for cost in request.blocks)),
+        "a block of it": cell(*request.blocks),
+        "a layer of prefill": cell(*request.layers),
+        "first token": cell(request.first_token),
+        "decode step": cell(request.step),
+    }
+
+
 def audited(row: Any) -> str:
     return row.drafter if row.recipe == "none" else f"{row.recipe}+{row.drafter}"
 

@@ -20,7 +20,7 @@ __getattr__, __dir__, __all__ = public_names(
             "weights_param"
         ),
         "vlmfast.core.contexts": "DecodeContext EncodeRequest PrefillContext VisionContext",
-        "vlmfast.core.layout": "Kind TokenLayout VisualTokens",
+        "vlmfast.core.layout": "Kind TokenLayout VisualTokens marked_rows",
         "vlmfast.core.statistics": (
             "ColumnRequest ColumnStats ItemGeometry StatRequest VisionStats"
         ),

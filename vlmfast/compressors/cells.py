@@ -117,8 +117,8 @@ def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
     device, (h, w) = layout.device, geometry.patches
     first, last = geometry.views
     # On the host: tensor sizes depend on it, and it is a few numbers per patch.
-    view = layout.view.cpu().long() - first
-    row, column = layout.grid[:, 1:].cpu().long().unbind(1)
+    view, row, column = layout.on_host[3:].long()
+    view = view - first
     exists = torch.zeros(last - first, h, w, dtype=torch.bool)
     exists[view, row, column] = True
     a, b = resolution(exists, target)
@@ -138,6 +138,11 @@ def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
     start = (sizes.cumsum(0) - sizes)[:, None]
     there = slot < sizes[:, None]
     table = members[(start + slot).clamp(max=len(members) - 1)]
+    parts = (table, there, cell, index, y, x)
+    flat = torch.cat([part.flatten().long() for part in parts]).to(device)  # one copy
+    table, there, cell, index, y, x = (
+        own.view(part.shape)
+        for own, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)
+    )
     offset = torch.stack([y / (2 * h), x / (2 * w)], dim=1).float()
-    parts = [t.to(device) for t in (table, there, cell, index, offset)]
-    return Cells(parts[0], parts[1], parts[2], parts[3], parts[4], (h / a, w / b))
+    return Cells(table, there.bool(), cell, index, offset, (h / a, w / b))

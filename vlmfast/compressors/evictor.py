@@ -96,13 +96,14 @@ class Evictor(CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        lengths = kv.lengths.tolist()
+        lengths = kv.counts
         kept = {n: self._count(context, layer, n) for n in set(lengths)}
         if all(count == n for n, count in kept.items()):
             return kv
 
-        def per_head(values: list[int]) -> Tensor:
-            return torch.tensor(values, device=kv.keys.device)[:, None]
+        def per_head(values: list[int]) -> Tensor | int:
+            same = len(set(values)) == 1
+            return values[0] if same else torch.tensor(values, device=kv.keys.device)[:, None]
 
         counts = [kept[n] for n in lengths]
         slots = torch.arange(len(kv), device=kv.keys.device)
@@ -118,7 +119,7 @@ class Evictor(CacheStage):
             return kv.select(top_k(scores, counts[0], preferred))
         heads = zip(scores, counts, preferred, strict=True)
         index = pad_sequence([top_k(*head) for head in heads], batch_first=True)
-        return kv.select(index, per_head(counts)[:, 0])
+        return kv.select(index, torch.tensor(counts, device=kv.keys.device), counts)
 
     def _count(self, context: PrefillContext, layer: int, n: int) -> int:
         """Slots kept of ``n``: more than the window and the sinks, or all of them."""

@@ -6,6 +6,7 @@ the layer has run, and drops slots after the last layer.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,8 @@ class Scored:
         Token of each slot, ascending.
     scores : Tensor, float32, (H, N)
         Infinite in the window.
-    claim : float
-        Weight of the layer when the budget is split.
+    weight : Tensor, float64, ()
+        `claim` on the device.
     n : int
         Number of slots.
     average : int
@@ -43,10 +44,15 @@ class Scored:
 
     order: Tensor
     scores: Tensor
-    claim: float
+    weight: Tensor
     n: int
     average: int
     window: int
+
+    @functools.cached_property
+    def claim(self) -> float:
+        """Weight of the layer when the budget is split, read once."""
+        return float(self.weight)
 
     def reserve(self, window: int) -> None:
         """Keep the last ``window`` slots of each head as well."""
@@ -61,7 +67,8 @@ class Scored:
             return kv
         at = torch.searchsorted(self.order, kv.order.contiguous()).clamp(max=self.n - 1)
         scores = self.scores.gather(1, at).masked_fill(~kv.valid, -torch.inf)
-        return kv.select(top_k(scores, count), kv.lengths.clamp(max=count))
+        counts = [min(n, count) for n in kv.counts]
+        return kv.select(top_k(scores, count), kv.lengths.clamp(max=count), counts)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class Layered(Evictor):
         self.seen(context)[layer] = Scored(
             order=kv.order.masked_fill(~valid, _BEYOND),
             scores=scores,
-            claim=float(self.claim(stats, ranked)),
+            weight=self.claim(stats, ranked),
             n=n,
             average=average,
             window=window,
@@ -103,6 +110,11 @@ class Layered(Evictor):
         layers = list(self.seen(context).values())
         if not layers:  # everything is kept
             return cache
+        unknown = [scored for scored in layers if "claim" not in vars(scored)]
+        if unknown:  # one read for all layers
+            weights = [scored.weight.to(context.layout.device) for scored in unknown]
+            for scored, claim in zip(unknown, torch.stack(weights).tolist(), strict=True):
+                scored.claim = claim
         counts = self.counts(layers)
         context.notes[self.name] = {"kept": counts, "windows": [scored.window for scored in layers]}
         return [scored.best(kv, k) for scored, kv, k in zip(layers, cache, counts, strict=True)]

@@ -29,8 +29,11 @@ def best(scores: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     Tensor, bool, (R, N)
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    counts = torch.as_tensor(counts, device=scores.device)
-    wanted = torch.arange(scores.shape[-1], device=scores.device) < counts[:, None]
+    slots = torch.arange(scores.shape[-1], device=scores.device)
+    if not isinstance(counts, Tensor) and len(set(counts)) == 1:
+        wanted = (slots < counts[0]).expand_as(scores)
+    else:
+        wanted = slots < torch.as_tensor(counts, device=scores.device)[:, None]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, wanted)
 
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from vlmfast.kernels.quantize_kv import largest, parameter_dtype
+
 from .drafting import Observer, SlotList
 from .former import FormerAttribute
-from .layout import TokenLayout
+from .layout import Kind, TokenLayout
 from .packing import Packing
 from .statistics import ItemGeometry, StatRequest
 
@@ -137,6 +139,9 @@ class PrefillContext:
         Block-wise prefill: slots of this block that each layer may keep.
     extends : bool
         Whether these rows follow others that a frozen cache holds.
+    largest : list of Tensor, optional
+        Collects the largest values of what is quantized, where its dtype is checked after the
+        forward pass; see `parameter_dtype`.
     probe : bool
         Whether only the statistics of one layer are computed, without running the layer.
     stats : dict of int to Tensor
@@ -172,6 +177,7 @@ class PrefillContext:
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
     limit: int | None = None
     extends: bool = False
+    largest: list[Tensor] | None = None
     probe: bool = False
     stats: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
@@ -208,6 +214,20 @@ class PrefillContext:
         if self._places is None or self._places[0] is not self.layout:
             self._places = self.layout, self.place.tolist()
         return self._places[1]
+
+    def visual(self) -> list[bool]:
+        """Which rows are visual, on the host, read once for all layers with the same rows."""
+        return (self.layout.on_host[0] != Kind.TEXT).tolist()
+
+    def parameter_dtype(self, *tensors: Tensor) -> torch.dtype:
+        """The dtype of quantization parameters, see `kernels.quantize_kv.parameter_dtype`.
+
+        Where `largest` is collected, float16 is assumed, and the device is not waited for.
+        """
+        if self.largest is None or tensors[0].dtype == torch.float16:
+            return parameter_dtype(*tensors)
+        self.largest.append(largest(*tensors))
+        return torch.float16
 
     def window(self, layer: int) -> int | None:
         """The window of a layer, where the rows of ``layout`` do not all fit into it.

@@ -7,6 +7,7 @@ rows of the features selects the same rows of the layout.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
@@ -22,6 +23,9 @@ class Kind(IntEnum):
     VIDEO = 2
     NEWLINE = 3  # a learned row separator inside an image (LLaVA-NeXT's ``image_newline``)
     SPECIAL = 4  # an image's token that shows no part of it (a CLS token that is kept)
+
+
+_KNOWN = ("visuals", "text_start", "on_host")  # what the host may know of a layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,43 @@ class TokenLayout:
         """Tensor, bool, (S,): every token of images and videos, newlines included."""
         return self.kind != Kind.TEXT
 
+    @functools.cached_property
+    def visuals(self) -> int:
+        """How many `visual` rows there are: read from the device, unless it was `counted`."""
+        return int(self.visual.sum())
+
+    @functools.cached_property
+    def text_start(self) -> int:
+        """The first row after the last `visual` one, read once."""
+        if not self.visuals:
+            return 0
+        rows = torch.arange(1, len(self) + 1, device=self.device)
+        return int((rows * self.visual).max())
+
+    @functools.cached_property
+    def on_host(self) -> Tensor:
+        """Tensor, int32, (6, S): kind, item, tile, view, y and x of the rows, read once."""
+        _, y, x = self.grid.unbind(1)
+        return torch.stack([self.kind.int(), self.item, self.tile, self.view, y, x]).cpu()
+
+    def counted(self, visuals: int) -> TokenLayout:
+        """This layout, of which the host knows how many rows are visual."""
+        vars(self)["visuals"] = visuals
+        return self
+
+    def visual_rows(self) -> Tensor:
+        """Indices of the `visual` rows, int64, (`visuals`,), ascending."""
+        return marked_rows(self.visual, self.visuals)
+
+    def patch_rows(self) -> Tensor:
+        """Indices of the rows that are `patches`, int64, ascending."""
+        return marked_rows(self.patches, int(self._patches_on_host.sum()))
+
+    @property
+    def _patches_on_host(self) -> Tensor:
+        kinds = self.on_host[0]
+        return (kinds == Kind.IMAGE) | (kinds == Kind.VIDEO)
+
     @property
     def patches(self) -> Tensor:
         """Tensor, bool, (S,): tokens that show a part of an image."""
@@ -97,15 +138,27 @@ class TokenLayout:
         )
 
     def replace(self, **changes: Tensor) -> TokenLayout:
-        return replace(self, **changes)
+        made = replace(self, **changes)
+        return (
+            made
+            if {"kind", "item", "tile", "view", "grid"} & changes.keys()
+            else made._known_from(self)
+        )
 
     def to(self, device: torch.device | str) -> TokenLayout:
-        return TokenLayout(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        parts = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
+        return TokenLayout(**parts)._known_from(self)
+
+    def _known_from(self, other: TokenLayout) -> TokenLayout:
+        """This layout, with what the host knows of another one with rows of the same kinds."""
+        known = vars(other)
+        vars(self).update({key: known[key] for key in _KNOWN if key in known})
+        return self
 
     @staticmethod
     def cat(layouts: list[TokenLayout]) -> TokenLayout:
         """Rows of all ``layouts``, one after another."""
-        return TokenLayout(
+        made = TokenLayout(
             **{
                 f.name: torch.cat(
                     [getattr(layout, f.name) for layout in layouts],
@@ -114,6 +167,9 @@ class TokenLayout:
                 for f in fields(TokenLayout)
             }
         )
+        if all("on_host" in vars(layout) for layout in layouts):
+            vars(made)["on_host"] = torch.cat([layout.on_host for layout in layouts], dim=1)
+        return made
 
     @staticmethod
     def text(order: Tensor, position: Tensor) -> TokenLayout:
@@ -131,7 +187,26 @@ class TokenLayout:
             position=position,
             weight=torch.ones(n, device=device),
             protected=torch.zeros(n, dtype=torch.bool, device=device),
-        )
+        ).counted(0)
+
+
+def marked_rows(mask: Tensor, count: int | None = None) -> Tensor:
+    """Indices that a mask marks, as ``nonzero`` gives them.
+
+    Parameters
+    ----------
+    mask : Tensor, bool, (N,)
+    count : int, optional
+        How many rows it marks, where the host knows it; otherwise the host waits for the device.
+
+    Returns
+    -------
+    Tensor, int64, (count,)
+        Ascending.
+    """
+    if count is None:
+        return mask.nonzero().flatten()
+    return (~mask).to(torch.uint8).argsort(stable=True)[:count]
 
 
 def next_id(position: Tensor) -> int:
@@ -195,7 +270,7 @@ class VisualTokens:
     def select(self, index: Tensor) -> VisualTokens:
         """Rows ``index`` (int64 indices or a boolean mask), in that order."""
         if index.dtype == torch.bool:
-            index = index.nonzero().flatten()
+            index = marked_rows(index)
         return VisualTokens(
             self.features.index_select(0, index),
             self.layout.select(index),
@@ -204,5 +279,25 @@ class VisualTokens:
 
     def items(self) -> list[tuple[int, Tensor]]:
         """``(item, indices)`` of every image, in the order of the prompt."""
-        ids = self.layout.item
-        return [(i, (ids == i).nonzero().flatten()) for i in torch.unique(ids).tolist()]
+        ids, own = self.layout.on_host[1], self.layout.item
+        found = ids.unique().tolist()
+        if len(found) == 1:
+            return [(found[0], torch.arange(len(self), device=own.device))]
+        return [(i, marked_rows(own == i, int((ids == i).sum()))) for i in found]
+
+    def patches(self) -> VisualTokens:
+        """The tokens that show a part of an image."""
+        layout = self.layout
+        tokens = self.select(layout.patch_rows())
+        vars(tokens.layout)["on_host"] = layout.on_host[:, layout._patches_on_host]
+        return tokens
+
+    def parts(self) -> list[tuple[int, VisualTokens]]:
+        """``(item, tokens)`` of every image, in the order of the prompt."""
+        items, known = self.items(), self.layout.on_host
+        if len(items) == 1:
+            return [(items[0][0], self)]
+        found = [(item, self.select(index)) for item, index in items]
+        for item, tokens in found:
+            vars(tokens.layout)["on_host"] = known[:, known[1] == item]
+        return found

@@ -198,16 +198,11 @@ class EncodeStage(Stage):
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         """Reduce the tokens; by default each image separately, with `reduce_item`."""
-        parts = [
-            self.reduce_item(tokens.select(index), stats.items[item], stats, request)
-            for item, index in tokens.items()
-        ]
+        items = tokens.parts()
+        parts = [self.reduce_item(own, stats.items[item], stats, request) for item, own in items]
         if all(part is None for part in parts):
             return tokens
-        kept = [
-            tokens.select(index) if part is None else part
-            for part, (_, index) in zip(parts, tokens.items(), strict=True)
-        ]
+        kept = [own if part is None else part for part, (_, own) in zip(parts, items, strict=True)]
         levels = zip(*(part.extra for part in kept), strict=True)
         return VisualTokens(
             torch.cat([part.features for part in kept]),

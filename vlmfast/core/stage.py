@@ -365,3 +365,8 @@ class Stages(tuple[Stage, ...]):
         """The expanded stages of one protocol, given as its class or by its name."""
         name = protocol if isinstance(protocol, str) else protocol.protocol
         return [s for stage in self for s in stage.expand() if s.protocol == name]
+
+
+def is_own(stage: Stage) -> bool:
+    """Whether a stage is one of this package: what it returns need not be checked."""
+    return f"{type(stage).__module__}.".startswith("vlmfast.")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .layout import Kind, TokenLayout, VisualTokens
+from .layout import Kind, TokenLayout, VisualTokens, marked_rows
 from .saliency import SaliencyRequest
 from .statistics import ItemGeometry, VisionStats
 
@@ -127,7 +127,7 @@ def by_view(layout: TokenLayout, geometry: ItemGeometry, *values: Tensor) -> lis
     patch = layout.grid[:, 1] * geometry.patches[1] + layout.grid[:, 2]
     views = []
     for tile in range(geometry.views[1] - geometry.views[0]):
-        index = (layout.tile == tile).nonzero()[:, 0]
+        index = marked_rows(layout.tile == tile, int((layout.on_host[2] == tile).sum()))
         views.append([index, *(v[tile].index_select(0, patch[index]) for v in values)])
     return views
 
@@ -138,6 +138,7 @@ def merged(
     combine: Callable[[Tensor, Tensor], Tensor],
     cls: Tensor,
     cls_features: Tensor,
+    count: int | None = None,
 ) -> VisualTokens:
     """The tokens of one image after some of them were merged into others.
 
@@ -151,6 +152,8 @@ def merged(
         Tokens that do not stay and are replaced by the CLS token of their view, which shows no part
         of the image.
     cls_features : Tensor, (V, D)
+    count : int, optional
+        How many tokens there are afterwards; read by default.
     """
     own, layout = torch.arange(len(home), device=home.device), tokens.layout
     here, target = home >= 0, home.clamp(min=0)
@@ -172,4 +175,4 @@ def merged(
             protected=protected.index_fill(0, cls, False),
         ),
         tuple(combine(level, home).index_fill(0, cls, 0) for level in tokens.extra),
-    ).select((home == own).index_fill(0, cls, True))
+    ).select(marked_rows((home == own).index_fill(0, cls, True), count))

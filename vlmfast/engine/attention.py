@@ -709,9 +709,7 @@ def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
     if request.rows == "columns":
         return None if context.answer == 0 else torch.arange(n, device=device)
     if request.rows == "text":
-        visual = context.layout.visual.nonzero().flatten()
-        start = int(visual[-1]) + 1 if len(visual) else 0
-        return torch.arange(start, n, device=device)
+        return torch.arange(context.layout.text_start, n, device=device)
     if request.rows in ("last", "window"):
         return torch.arange(max(n - (request.n or 1), 0), n, device=device)
     raise ValueError(f"the language model has no {request.rows!r} rows")

@@ -28,7 +28,7 @@ from vlmfast.core.protocols import InEncoderStage
 from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
-from .stats import Stats, Stopwatch
+from .stats import Stats
 from .tower import replaced
 
 
@@ -44,7 +44,7 @@ def between_blocks(
         For each view in which tokens merged, the group of each visual token: int64, (N,).
         Filled after the tower has run.
     """
-    tower, timer = (Packed if adapter.packed else Batched)(adapter, context), Stopwatch(stats)
+    tower = (Packed if adapter.packed else Batched)(adapter, context)
     blocks, last = adapter.vision_blocks(), adapter.feature_block()
     by_block: dict[int, list[InEncoderStage]] = {}
     for stage in stages:
@@ -63,7 +63,7 @@ def between_blocks(
             if index == 0:
                 tower.begin(hidden)
             if index in by_block:
-                with timer.timed("time_reduce_s", hidden.device):
+                with stats.timed("time_reduce_s", hidden.device):
                     for stage in by_block[index]:
                         hidden = tower.ask(stage, index, hidden)
             return tower.given((hidden, *args[1:]), kwargs)
@@ -100,7 +100,7 @@ def between_blocks(
         if current_context.get() is not context:
             return None
         hidden = args[0]
-        with timer.timed("time_reduce_s", hidden.device):
+        with stats.timed("time_reduce_s", hidden.device):
             for stage in stages:
                 hidden = stage.on_output(context, hidden)
         return (hidden, *args[1:])
@@ -120,7 +120,6 @@ def between_blocks(
                 enter(replaced(adapter.tower(), spreading))
         yield tower.groups
         tower.finish()
-        timer.read()
 
 
 class Batched:

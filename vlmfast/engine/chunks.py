@@ -43,7 +43,7 @@ def splittable(adapter: Adapter, recipe: Recipe, prompt: Prompt, max_new_tokens:
         return False
     if step_modules(adapter).around:  # users' code sees the prompt once
         return False
-    return all(map(splits, recipe)) or not bool(prompt.layout.visual.any())
+    return all(map(splits, recipe)) or not prompt.layout.visuals
 
 
 def chunks(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[Prompt]:
@@ -63,6 +63,7 @@ def chunks(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[Prompt]:
             full_length=end - (starts[first] if first else 0),
             tensors={},
             extra=extra if visual[first] < visual[last] else (),
+            base=None,
         )
         first = last
 

@@ -18,7 +18,7 @@ from vlmfast.models.base import Adapter
 
 from .attention import attention_rows, span
 from .cache import KVCache
-from .stats import Stopwatch
+from .stats import Stats
 
 _ROWS_AT_ONCE = 512  # bounds the memory of statistics that no kernel serves
 
@@ -36,7 +36,7 @@ class Compression:
     stages: list[CacheStage]
     context: PrefillContext
     cache: KVCache
-    timer: Stopwatch
+    stats: Stats
     requests: dict[str, dict[int, ColumnRequest]] = field(init=False)
     # Stages after one whose budgets need all layers: they run at the end.
     late: list[CacheStage] = field(init=False)
@@ -50,11 +50,11 @@ class Compression:
 
     @staticmethod
     def of(
-        adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, timer: Stopwatch
+        adapter: Adapter, recipe: Recipe, context: PrefillContext, cache: KVCache, stats: Stats
     ) -> Compression | None:
         """``None`` for a recipe that leaves the cache alone, or a prompt without visual tokens."""
         stages, decoding = recipe.acting(CacheStage), recipe.acting(DecodeStage)
-        if not (stages or decoding) or not bool(context.layout.visual.any()):
+        if not (stages or decoding) or not context.layout.visuals:
             return None
         whole = [s.name for s in stages if type(s).finish is not CacheStage.finish]
         if whole and adapter.state_layers:
@@ -62,7 +62,7 @@ class Compression:
                 f"{whole[0]} divides its budget among all layers, of which some of "
                 f"{adapter.config.model_type} hold a state instead of keys and values"
             )
-        compression = Compression(adapter, stages, context, cache, timer)
+        compression = Compression(adapter, stages, context, cache, stats)
         context.after = compression.after
         return compression
 
@@ -77,7 +77,7 @@ class Compression:
         key, value : Tensor, (1, H, S, D)
             Of the rows of ``context.layout``.
         """
-        with self.timer.timed("time_reduce_s", key.device):
+        with self.stats.timed("time_reduce_s", key.device):
             self._after(layer, query, key, value, scaling)
 
     def _after(
@@ -97,7 +97,7 @@ class Compression:
             visual=layout.visual[seen].expand(heads, -1),
             lengths=torch.full((heads,), len(layout.order[seen]), device=key.device),
             bias=None if bias is None else bias[seen].expand(heads, -1),
-        )
+        ).counted([len(layout) - (seen.start or 0)] * heads, None if seen.start else layout)
         # Before anything is evicted; equal requests share one computation.
         requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
         known = {
@@ -119,7 +119,7 @@ class Compression:
         """Apply budgets that need all layers, after the last one has run."""
         if self.context.extends or self.adapter.state_layers:
             return
-        with self.timer.timed("time_reduce_s", self.adapter.device):
+        with self.stats.timed("time_reduce_s", self.adapter.device):
             self._finish()
 
     def _finish(self) -> None:
@@ -159,9 +159,7 @@ def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> T
     if request.rows == "all":
         return every
     if request.rows == "text":
-        visual = layout.visual.nonzero().flatten()
-        start = int(visual[-1]) + 1 if len(visual) else 0
-        return every[min(start, n - 1) :]
+        return every[min(layout.text_start, n - 1) :]
     last = int(request.n) if request.n >= 1 else n - int((1 - request.n) * n)
     recent = every[max(n - last, 0) :]
     if request.rows == "window":
@@ -223,7 +221,7 @@ def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | N
     """``stats`` of the rows ``order``, gathered to the slots that ``kv`` still has."""
     if stats is None:
         return None
-    if kv.order.shape[1] == len(order) and bool((kv.order == order).all()):
+    if min(kv.counts) == len(order):  # nothing was dropped
         return stats
     at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
     names = ("sum", "sumsq", "max", "entropy", "count")

@@ -56,7 +56,6 @@ from .rounds import Rounds, fail
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
-from .stats import clock
 from .tower_batch import chosen, encode_ahead
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
@@ -612,11 +611,11 @@ class Engine:
         self._scheduler.remove(sequence)
         self._batches.leave(sequence)
         sequence.inputs.ahead = None
-        device = self.adapter.device
+        if sequence.error is None:
+            sequence.stats.read()
         if sequence.first is not None:
-            sequence.stats.finish(
-                sequence.count, sequence.begin, sequence.first, clock(device), device
-            )
+            begin, first, end = sequence.begin, sequence.first, time.perf_counter()
+            sequence.stats.finish(sequence.count, begin, first, end, self.adapter.device)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -676,7 +675,7 @@ class Engine:
 
     def _check_bytes(self, sequence: Sequence) -> None:
         """Refuse a sequence whose text and answer alone need more memory than there is."""
-        ids = sequence.ids[0]
+        ids = sequence.inputs.ids
         least = int((~self.adapter.visual(ids)).sum()) if tuple(sequence.recipe) else len(ids)
         need = self.adapter.cache_bytes(least + sequence.max_new_tokens)
         bound = self.max_cache_bytes

@@ -183,7 +183,7 @@ class KVLayer(CacheLayerMixin):
         self.kv, self.bias = kv, None
         self.keys = self.values = None  # type: ignore[assignment]  # not read before `freeze`
         self.max_lengths = [len(kv)]
-        self.stored = [[int(segment.lengths.max())] for segment in kv.segments]
+        self.stored = [[len(segment)] for segment in kv.segments]
 
     def freeze(
         self,
@@ -227,7 +227,7 @@ class KVLayer(CacheLayerMixin):
             keys, values, order = kv.keys[None], kv.values[None], kv.order[None]
             bias, masses = (None if x is None else x[None] for x in (kv.bias, kv.attention_mass))
             length.copy_(kv.lengths[None])
-            self.even = bool((kv.lengths == kv.lengths[0]).all())
+            self.even = len(set(kv.counts)) == 1
             self.segments = [segment.unsqueeze() for segment in kv.segments]
             rank = self._ranked(kv, offset)
         if attention_mass and masses is None:
@@ -365,7 +365,7 @@ class KVLayer(CacheLayerMixin):
             if stored is not None and added is not None:
                 stored[0].scatter_(1, index, added.to(stored.dtype))
         start.add_(kv.lengths)
-        even = bool((kv.lengths == kv.lengths[0]).all())
+        even = len(set(kv.counts)) == 1
         self.evens[0] = self.evens[0] and even
         self.max_lengths[0] = int(start.max())
 
@@ -617,9 +617,11 @@ class KVLayer(CacheLayerMixin):
         """Bytes in use, including the parameters of segments, excluding free slots."""
         segments: Sequence[Segment] = ()
         if self.frozen:
-            taken, segments = int(self.length.sum()), self.segments
+            even = self.even
+            taken = sum(self.max_lengths) * self.length.shape[1] if even else int(self.length.sum())
+            segments = self.segments
         elif self.kv is not None:
-            taken, segments = int(self.kv.lengths.sum()), self.kv.segments
+            taken, segments = sum(self.kv.counts), self.kv.segments
         elif self.keys is None:  # the layer has not run yet
             return 0
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,11 @@ from vlmfast.core.protocols import (
     tower_stages,
 )
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import Stage, is_own
 from vlmfast.core.statistics import ItemGeometry, StatRequest, VisionStats
 from vlmfast.errors import ModelError, RecipeError
 from vlmfast.kernels.gather_rows import gather_rows, gather_rows_ref
+from vlmfast.kernels.quantize_kv import fits
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
@@ -29,7 +31,7 @@ from .calls import called
 from .compress import Compression
 from .features import Ahead, Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
-from .stats import Stats, Stopwatch, Trace, clock
+from .stats import Stats, Trace
 from .vision import Wanted, merge_requests, place, served
 
 
@@ -55,6 +57,8 @@ class Prompt:
         Rotary ids before anything was dropped; by default those of ``layout``, if complete.
     tensors : dict of str to Tensor
         What it was made from, as in `Inputs`.
+    base : int, optional
+        What `countable` returns, where the host knows it.
     """
 
     embeds: Tensor
@@ -67,9 +71,12 @@ class Prompt:
     answer: int = 0
     full: Numbering | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    base: int | None = None
 
     def countable(self) -> int:
         """The first id from which every id has a row and the rotary id after that before it."""
+        if self.base is not None:
+            return self.base
         layout, rows = self.layout, len(self.layout)
         left = torch.arange(rows, 0, -1, device=layout.device)  # rows up to the end
         single = layout.order == layout.order[-1] + 1 - left
@@ -99,6 +106,7 @@ class Prompt:
             self,
             layout=self.layout.replace(order=self.layout.order + ids),
             full=self.full and replace(self.full, first=self.full.first + ids),
+            base=None if self.base is None else self.base + ids,
         )
 
 
@@ -146,6 +154,11 @@ class Inputs:
     ahead: Ahead | None = None
     tower: bytes | None = None
 
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """Tensor, int64, (S,): ``input_ids`` in host memory, read once."""
+        return self.tensors["input_ids"][0].cpu()
+
     def wait(self) -> None:
         """Hold the pixels in host memory; `vision.encode` moves them back."""
         self.tensors = _on_host(self.tensors)
@@ -182,6 +195,60 @@ class Seen:
     trained: dict[str, nn.Module] = field(default_factory=dict)
 
 
+class TooLarge(Exception):
+    """float16 cannot hold the parameters of what a forward pass has quantized."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Rotary ids and placeholders of a prompt in host memory, so that the device is not read.
+
+    Parameters
+    ----------
+    positions : Tensor, int64, (P, S)
+    visual : Tensor, bool, (S,)
+    """
+
+    positions: Tensor
+    visual: Tensor
+
+    @staticmethod
+    def of(adapter: Adapter, inputs: Inputs) -> Places:
+        """Those of the full prompt."""
+        own = {"input_ids": inputs.ids[None]}
+        for key in adapter.position_tensors:
+            if (value := inputs.tensors.get(key)) is not None:
+                own[key] = value.cpu()
+        return Places(adapter.positions(own) + inputs.start, adapter.visual(inputs.ids))
+
+    @property
+    def next_position(self) -> int:
+        """The rotary id after the prompt."""
+        return next_id(self.positions)
+
+    def position(self, device: torch.device) -> Tensor:
+        """``positions`` on the device; those that only count are not copied."""
+        first, rows = int(self.positions[0, 0]), self.positions.shape[1]
+        count = torch.arange(first, first + rows)[None]
+        if torch.equal(self.positions, count):
+            return torch.arange(first, first + rows, device=device)[None]
+        return self.positions.to(device)
+
+    def split(self, visual: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices of text and of placeholders, int64, by ``visual`` on the device."""
+        rows = visual.to(torch.uint8).argsort(stable=True)
+        text = len(rows) - int(self.visual.sum())
+        return rows[:text], rows[text:]
+
+    def countable(self, *, whole: bool) -> int:
+        """`Prompt.countable`. ``whole``: whether every id has a row; else at least its text has."""
+        left = torch.arange(len(self.visual), 0, -1)  # rows up to the end
+        single = (self.positions == self.next_position - left).all(0)
+        if not whole:  # from here on there are placeholders, some of which have no row
+            single &= self.visual.flip(0).cumsum(0).flip(0) == 0
+        return len(single) - int(single.flip(0).long().cumprod(0).sum())
+
+
 def items_of(adapter: Adapter, inputs: Inputs) -> tuple[ItemGeometry, ...]:
     """The geometry of the images of a prompt."""
     if inputs.items is not None:
@@ -201,22 +268,21 @@ def look(
 
     ``position`` (P, S) are its rotary ids, the family's own by default.
     """
-    ids = inputs.tensors["input_ids"]
-    position = adapter.positions(inputs.tensors) if position is None else position
-    is_visual = adapter.visual(ids[0])
-    order = torch.arange(ids.shape[1], device=ids.device)
+    device = inputs.tensors["input_ids"].device
+    places = Places.of(adapter, inputs)
+    position = places.position(device) if position is None else position
+    visual = places.split(adapter.visual(inputs.tensors["input_ids"][0]))[1]
     items = items_of(adapter, inputs)
     served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
-    start = clock(ids.device)
-    wanted = Wanted.by(recipe, adapter, items)
-    ahead, inputs.ahead = inputs.ahead, None  # its memory is free afterwards
-    tower, inputs.tower = inputs.tower, None
-    given = inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
-    images = encoded(adapter, *given, ahead, tower)
-    where = order[is_visual], position[:, is_visual]
-    tokens = place(adapter, images, wanted, *where, stats, trace)
-    stats.time_vision_s += clock(ids.device) - start
+    with stats.timed("time_vision_s", device):
+        wanted = Wanted.by(recipe, adapter, items)
+        ahead, inputs.ahead = inputs.ahead, None  # its memory is free afterwards
+        tower, inputs.tower = inputs.tower, None
+        given = inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
+        images = encoded(adapter, *given, ahead, tower)
+        where = visual, position.index_select(1, visual)
+        tokens = place(adapter, images, wanted, *where, stats, trace)
     vision = images.encoded.stats
     if any(stage.wants_digest for stage in recipe.acting(EncodeStage)):
         vision = replace(vision, items=with_digests(adapter, inputs.tensors, vision.items))
@@ -239,15 +305,16 @@ def prepare(
         The same images at the same position of a prompt, already encoded under this recipe.
     """
     ids = inputs.tensors["input_ids"]
-    position = adapter.positions(inputs.tensors) + inputs.start
+    places = Places.of(adapter, inputs)
+    position = places.position(ids.device)
     is_visual = adapter.visual(ids[0])
-    order = torch.arange(ids.shape[1], device=ids.device)
-    text_layout = TokenLayout.text(order[~is_visual], position[:, ~is_visual])
+    spoken, visual = places.split(is_visual)
+    text_layout = TokenLayout.text(spoken, position.index_select(1, spoken))
     # Placeholder ids may lie outside the vocabulary, so only text is embedded.
-    text = adapter.embed_around(ids[:, ~is_visual])[0]
-    next_position = next_id(position)
+    text = adapter.embed_around(ids.index_select(1, spoken))[0]
+    next_position = places.next_position
     if not inputs.sizes and seen is None:
-        if bool(is_visual.any()):
+        if len(visual):
             raise ModelError("the prompt has image placeholders, but no image was given")
         return Prompt(
             text,
@@ -256,6 +323,7 @@ def prepare(
             next_position,
             answer=inputs.answer,
             tensors=inputs.tensors,
+            base=places.countable(whole=True),
         ).after(inputs.offset)
 
     stages = recipe.acting(EncodeStage)
@@ -269,37 +337,38 @@ def prepare(
     # Notes of encode stages belong to this question, those of the tower to all questions.
     notes = {name: dict(noted) for name, noted in seen.notes.items()}
 
-    start = clock(ids.device)
-    question_embeds = text[: len(text) - inputs.answer]
-    request = EncodeRequest(
-        inputs.question,
-        question_embeds,
-        adapter.depth,
-        notes,
-        seen.trained,
-        order=text_layout.order[: len(question_embeds)],
-        images=trace.images,
-    )
-    tower = len(adapter.vision_blocks())
-    for stage in stages:
-        # Only what this stage requested: another one may have requested other layers.
-        wanted = stage.vision_stats(tower)
-        rows = {layer: vision.rows[layer] for layer, r in wanted.items() if r.rows != "keys"}
-        keys = {layer: vision.keys[layer] for layer, r in wanted.items() if r.keys}
-        before = len(tokens)
-        tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
-        closed = closed or (_compacts(stage) and len(tokens) < before)
-        trace.drop_before(0, tokens.layout, stage.name)
-        stats.visual_tokens_kept[stage.name] = len(tokens)
-    layout = TokenLayout.cat([text_layout, tokens.layout])
-    rank = layout.order.argsort(stable=True)
-    layout = layout.select(rank)
-    full = Numbering.of(position, torch.where(is_visual, ids[0], -1))
-    if closed:
-        layout = layout.replace(position=adapter.compact(full, layout.order))
-        next_position = next_id(layout.position)
-    embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
-    stats.time_reduce_s += clock(ids.device) - start
+    with stats.timed("time_reduce_s", ids.device):
+        question_embeds = text[: len(text) - inputs.answer]
+        request = EncodeRequest(
+            inputs.question,
+            question_embeds,
+            adapter.depth,
+            notes,
+            seen.trained,
+            order=text_layout.order[: len(question_embeds)],
+            images=trace.images,
+        )
+        tower = len(adapter.vision_blocks())
+        for stage in stages:
+            # Only what this stage requested: another one may have requested other layers.
+            wanted = stage.vision_stats(tower)
+            rows = {layer: vision.rows[layer] for layer, r in wanted.items() if r.rows != "keys"}
+            keys = {layer: vision.keys[layer] for layer, r in wanted.items() if r.keys}
+            before = len(tokens)
+            tokens = stage.reduce(tokens, replace(vision, rows=rows, keys=keys), request)
+            closed = closed or (_compacts(stage) and len(tokens) < before)
+            trace.drop_before(0, tokens.layout, stage.name)
+            stats.visual_tokens_kept[stage.name] = len(tokens)
+        layout = TokenLayout.cat([text_layout, tokens.layout])
+        rank = layout.order.argsort(stable=True)
+        layout = layout.select(rank).counted(len(tokens))
+        full = Numbering.of(position, torch.where(is_visual, ids[0], -1))
+        if closed:
+            layout = layout.replace(position=adapter.compact(full, layout.order))
+            plain = type(adapter).compact is Adapter.compact
+            first = int(places.positions[0, 0])
+            next_position = first + len(layout) if plain else next_id(layout.position)
+        embeds = torch.cat([text, tokens.features.to(text.dtype)]).index_select(0, rank)
     return Prompt(
         embeds,
         layout,
@@ -311,6 +380,7 @@ def prepare(
         inputs.answer,
         full,
         inputs.tensors,
+        places.countable(whole=len(layout) == ids.shape[1]),
     ).after(inputs.offset)
 
 
@@ -329,6 +399,7 @@ def prefill(
     limit: int | None = None,
     watch: Watch | None = None,
     make: Callable[..., PrefillContext] = PrefillContext,
+    exact: bool = True,
 ) -> Tensor:
     """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `PrefillContext`.
 
@@ -338,11 +409,18 @@ def prefill(
         Records what drafters read.
     make : callable
         Builds the context of the forward pass.
+    exact : bool
+        Whether the dtype of what is quantized is read layer by layer; otherwise it is assumed.
 
     Returns
     -------
     Tensor, (1, 1 + answer, V)
         Logits after the last token of the prompt, or from there on to the end of its answer.
+
+    Raises
+    ------
+    TooLarge
+        Where the assumed dtype cannot hold what was quantized.
     """
     stages = recipe.acting(PrefillStage)
     merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage), *stages]
@@ -359,8 +437,9 @@ def prefill(
         and bool((prompt.layout.weight != 1).any()),
         limit=limit,
     )
+    context.largest = None if exact else []
     assert context.answer == prompt.answer  # a prompt with one needs a `TrainingContext`
-    if not bool(prompt.layout.visual.any()):
+    if not prompt.layout.visuals:
         stages = []  # nothing to drop
     attending: dict[int, PrefillStage] = {}
     for stage in stages:
@@ -372,8 +451,7 @@ def prefill(
                     f"layer {layer}; only one may"
                 )
     context.attend.update({layer: stage.attend for layer, stage in attending.items()})
-    timer = Stopwatch(stats)
-    compression = Compression.of(adapter, recipe, context, cache, timer)
+    compression = Compression.of(adapter, recipe, context, cache, stats)
     ahead: dict[int, StatRequest] = {}
     for stage in stages:
         wanted = stage.text_stats(adapter.depth)
@@ -381,8 +459,7 @@ def prefill(
             chosen = {layer: r for layer, r in wanted.items() if r.ahead is early}
             _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
-    drops = Drops(adapter, prompt, stages, ahead, context, timer, trace)
-    start = clock(prompt.embeds.device)
+    drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
     watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
     given = {"position_ids": rows_of(prompt.layout.position), adapter.cache_name: cache}
 
@@ -394,16 +471,17 @@ def prefill(
             **adapter.decoder_kwargs(prompt.layout, prompt.extra),
         ).last_hidden_state.to(prompt.embeds.device)
 
-    with active(context), drops.installed(), watched as seen:
-        hidden, logits = called(adapter, run, prompt.tensors | given, 1 + prompt.answer)
+    # The stages' own work included.
+    with stats.timed("time_prefill_s", prompt.embeds.device):
+        with active(context), drops.installed(), watched as seen:
+            hidden, logits = called(adapter, run, prompt.tensors | given, 1 + prompt.answer)
+        if compression is not None:
+            compression.finish()
+    if context.largest and not fits(context.largest):
+        raise TooLarge
     if watch is not None:
         watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
-    if compression is not None:
-        compression.finish()
-    stats.time_prefill_s = clock(prompt.embeds.device) - start  # the stages' own work included
-    timer.read()
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
-    stats.kv_bytes = cache.held_bytes()
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
     return logits
@@ -460,10 +538,10 @@ class Drops:
         stages: list[PrefillStage],
         ahead: dict[int, StatRequest],
         context: PrefillContext,
-        timer: Stopwatch,
+        stats: Stats,
         trace: Trace,
     ) -> None:
-        self.adapter, self.context, self.timer, self.trace = adapter, context, timer, trace
+        self.adapter, self.context, self.stats, self.trace = adapter, context, stats, trace
         self.prompt, self.ahead = prompt, ahead
         self.layers = adapter.decoder.layers
         self.schedule: dict[int, list[PrefillStage]] = {}
@@ -481,8 +559,7 @@ class Drops:
         self.source: tuple[Tensor, ...] | None = None  # the full tables that they are rows of
         # Where rows were renumbered: tables of the new ids, by kind of layer.
         self.numbered: dict[str, tuple[Tensor, ...]] | None = None
-        n = int(context.layout.visual.sum())
-        self.visual_per_layer = [n] * adapter.depth
+        self.visual_per_layer = [context.layout.visuals] * adapter.depth
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -507,10 +584,10 @@ class Drops:
                 tables = tuple(table.to(home) for table in tables)
                 kwargs = {**kwargs, "position_embeddings": tables}
             if index in self.ahead:
-                with self.timer.timed("time_reduce_s", hidden.device):
+                with self.stats.timed("time_reduce_s", hidden.device):
                     self._probe(index, hidden, kwargs)
             for stage in self.schedule.get(index, ()):
-                with self.timer.timed("time_reduce_s", hidden.device):
+                with self.stats.timed("time_reduce_s", hidden.device):
                     self.context.hidden = rows = hidden[0]
                     keep = stage.select_tokens(self.context, index)
                     if self.context.hidden is not rows:
@@ -558,18 +635,25 @@ class Drops:
         self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict
     ) -> Tensor:
         layout = self.context.layout
-        dropped = torch.ones(len(layout), dtype=torch.bool, device=keep.device).index_fill(
-            0, keep, False
-        )
-        if bool((keep[1:] <= keep[:-1]).any()) or bool((dropped & ~layout.visual).any()):
-            raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
+        if not is_own(stage):
+            self._check(stage, keep)
+        left = layout.visuals - (len(layout) - len(keep))
         if len(keep) < len(layout):
             hidden = self._select(stage, index, hidden, keep, kwargs)
-        visual = self.context.layout.select(self.context.layout.visual)
+        remaining = self.context.layout.counted(left)
+        visual = remaining.select(remaining.visual_rows()).counted(left)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
-        self.timer.stats.visual_tokens_kept[stage.name] = len(visual)
+        self.stats.visual_tokens_kept[stage.name] = len(visual)
         return hidden
+
+    def _check(self, stage: PrefillStage, keep: Tensor) -> None:
+        """Check the rows that a stage of another package keeps, which the host waits for."""
+        layout = self.context.layout
+        dropped = torch.ones_like(layout.visual).index_fill(0, keep, False)
+        wrong = (keep[1:] <= keep[:-1]).any() | (dropped & ~layout.visual).any()
+        if bool(wrong):
+            raise RecipeError(f"{stage.name} must keep every text token, in ascending order")
 
     def _select(
         self, stage: PrefillStage, index: int, hidden: Tensor, keep: Tensor, kwargs: dict

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +23,11 @@ from .decode import RowGroup
 from .forward import shifted
 from .hidden_states import nothing_seen
 from .mode import lasting
-from .prefill import Inputs, Prompt, Seen, prefill, prepare, rows_of
+from .prefill import Inputs, Prompt, Seen, TooLarge, prefill, prepare, rows_of
 from .prefix import Prefix, copied
 from .prefixes import Prefixes
 from .sequence import Prefill, Sequence
-from .stats import Stats, Stopwatch, Trace, clock
+from .stats import Stats, Trace
 
 _AT_ONCE = 1024  # ids of text that are prefilled at once after a cache
 
@@ -85,8 +87,9 @@ class Prefiller:
             As in `read_chunks`; by default the prompt is prefilled at once.
         """
         inputs, ids = sequence.inputs, sequence.ids
+        known = inputs.ids
         digests = tuple(image.digest.hex() for image in inputs.hashed or ())
-        visual = self.adapter.visual(ids[0]).nonzero()
+        visual = self.adapter.visual(known).nonzero()
         scope = None
         # The rotary tables of a long prompt may differ from those of its beginning.
         if (digests or not len(visual)) and self.adapter.is_short(ids.shape[1]):
@@ -106,7 +109,7 @@ class Prefiller:
         # A copy of what is there already, with another question, is not worth its bytes.
         if scope is not None and 2 * reused < ids.shape[1]:
             at_once = size is None and prefix is None
-            self.prefixes.keep_copy(scope, Prefix.of(sequence, ids[0].tolist()), at_once=at_once)
+            self.prefixes.keep_copy(scope, Prefix.of(sequence, known.tolist()), at_once=at_once)
         return logits
 
     def read_chunks(self, sequence: Sequence, size: int) -> Prefill:
@@ -128,11 +131,12 @@ class Prefiller:
             yield True
         assert sequence.group is not None
         stats.prefill_chunks = count
-        visual = int(whole.layout.visual.sum())
+        visual = whole.layout.visuals
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         cache = sequence.group.cache
         cache.base = [max(cache.base[0], whole.countable())]
-        stats.kv_bytes, stats.kv_tokens_per_layer = cache.held_bytes(), cache.lengths()
+        count_bytes(stats, cache)
+        stats.kv_tokens_per_layer = cache.lengths()
         stats.kv_bytes_full = self.adapter.cache_bytes(whole.full_length)
         return logits
 
@@ -173,19 +177,22 @@ class Prefiller:
             total = prompt.places(following) + max_new_tokens
             windows = [None if window is None or total <= window else window for window in windows]
         cache = KVCache(adapter.depth, adapter.pool, windows, adapter.state_layers)
+        notes = {name: dict(own) for name, own in prompt.notes.items()}
+        trace = copied(sequence.trace, adapter.device, sequence.trace.images)
+        run = partial(prefill, adapter, prompt, sequence.recipe + noting)
+        given: dict[str, Any] = {"limit": limit, "watch": watch}
         try:
-            logits = prefill(
-                adapter,
-                prompt,
-                sequence.recipe + noting,
-                cache,
-                stats,
-                sequence.trace,
-                limit=limit,
-                watch=watch,
-            )
+            try:
+                logits = run(cache, stats, sequence.trace, **given, exact=False)
+            except TooLarge:  # again, with the dtype that each layer needs
+                cache.release()
+                prompt.notes.clear()
+                prompt.notes.update(notes)
+                sequence.trace = trace
+                cache = KVCache(adapter.depth, adapter.pool, windows, adapter.state_layers)
+                logits = run(cache, stats, trace, **given)
             # Without an image the cache is left alone.
-            has_image = bool(prompt.layout.visual.any())
+            has_image = prompt.layout.visuals > 0
             stages = sequence.recipe.acting(DecodeStage) if has_image else []
             cache.freeze(
                 max_new_tokens,
@@ -195,7 +202,7 @@ class Prefiller:
                 attention_mass=any(stage.attention_mass for stage in stages),
                 position=prompt.places(following) - following,
             )
-            stats.kv_bytes = cache.held_bytes()
+            count_bytes(stats, cache)
             position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
             sequence.stages, sequence.prompt_slots = stages, cache.slots()
             sequence.group = RowGroup(adapter, cache, rows_of(position), [sequence])
@@ -245,11 +252,9 @@ class Prefiller:
             mask_rule=adapter.mask_rule,
             limit=limit,
         )
-        timer = Stopwatch(sequence.stats)
         if compress:
-            Compression.of(adapter, recipe + noting, context, cache, timer)
+            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
         position = rows_of(prompt.layout.position)
-        start = clock(position.device)
         watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
         biased = cache.biased(context.key_bias())
         given = {"position_ids": position, adapter.cache_name: cache}
@@ -263,18 +268,17 @@ class Prefiller:
                 **adapter.decoder_kwargs(prompt.layout, prompt.extra),
             ).last_hidden_state.to(position.device)
 
-        with shifted(adapter, cache, context, position), biased, watched as seen:
-            hidden, logits = called(adapter, run, prompt.tensors | given, 1)
-        if watch is not None:
-            watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
-        if context.after is None:
-            cache.advance(rows)
-            cache.consume(prompt.full_length - rows)
-        else:
-            cache.consume(prompt.full_length)
+        with sequence.stats.timed("time_prefill_s", position.device):
+            with shifted(adapter, cache, context, position), biased, watched as seen:
+                hidden, logits = called(adapter, run, prompt.tensors | given, 1)
+            if watch is not None:
+                watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
+            if context.after is None:
+                cache.advance(rows)
+                cache.consume(prompt.full_length - rows)
+            else:
+                cache.consume(prompt.full_length)
         sequence.prompt = prompt
-        sequence.stats.time_prefill_s += clock(position.device) - start
-        timer.read()
         sequence.stats.prompt_tokens += rows
         group.position.fill_(prompt.next_position)
         sequence.prompt_slots = cache.slots()
@@ -323,7 +327,8 @@ class Prefiller:
         """Record the size of the cache of a prompt."""
         stats, group = sequence.stats, sequence.group
         assert group is not None
-        stats.kv_bytes, stats.kv_tokens_per_layer = group.cache.held_bytes(), group.cache.lengths()
+        count_bytes(stats, group.cache)
+        stats.kv_tokens_per_layer = group.cache.lengths()
         stats.kv_bytes_full = self.adapter.cache_bytes(group.cache.logical[0])
 
     def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
@@ -363,8 +368,7 @@ class Prefiller:
         own.vision_passes += stats.vision_passes
         own.views += stats.views
         own.views_encoded += stats.views_encoded
-        own.time_vision_s += stats.time_vision_s
-        own.time_reduce_s += stats.time_reduce_s
+        own.include(stats)
         for name, count in stats.visual_tokens_kept.items():
             own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
 
@@ -383,7 +387,7 @@ class Prefiller:
         assert group is not None
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         stats.flops_prefill = float(flops)
-        stats.kv_bytes = group.cache.held_bytes()
+        count_bytes(stats, group.cache)
         stats.kv_bytes_full = self.adapter.cache_bytes(ids)
         stats.kv_tokens_per_layer = group.cache.lengths()
 
@@ -428,6 +432,11 @@ class Prefiller:
         self.count_cache(sequence)
         assert logits is not None
         return logits
+
+
+def count_bytes(stats: Stats, cache: KVCache) -> None:
+    """Record the size of a cache, as it is when ``stats`` are read: before it is decoded."""
+    stats.later(lambda: setattr(stats, "kv_bytes", cache.held_bytes()))
 
 
 class TooLong(ModelError):

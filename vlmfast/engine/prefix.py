@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class Prefix:
         return Prefix(
             sequence.group,
             ids,
-            copy.deepcopy(sequence.stats),
-            copied(sequence.trace, "cpu", []),
+            Stats(**asdict(sequence.stats)),
+            copied(sequence.trace, sequence.group.adapter.device, []),
             sequence.stages,
             sequence.notes,
             sequence.prompt_slots,
@@ -153,6 +153,5 @@ class Prefix:
 
 
 def copied(trace: Trace, device: torch.device | str, images: list[Any]) -> Trace:
-    """A copy of a trace, which stages may modify."""
-    depth = None if trace.depth is None else trace.depth.clone()
-    return moved(replace(trace, depth=depth, images=images), device)
+    """A copy of a trace, to which stages may add."""
+    return moved(replace(trace, images=images), device)

@@ -172,7 +172,7 @@ class Prefixes:
         Prefix or None
             The copy, whose ``ids`` are those that need not be prefilled.
         """
-        ids = sequence.ids[0].tolist()[:-1]  # the logits after the last one are needed
+        ids = sequence.inputs.ids.tolist()[:-1]  # the logits after the last one are needed
         use = Lock()
         with use:
             if (entry := self.find(scope, ids, least, use=use)) is None:

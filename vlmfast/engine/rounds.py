@@ -6,6 +6,7 @@ sequence and no other: the error is stored in `Sequence.error`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Many
 from functools import partial
 
@@ -215,9 +216,9 @@ class Rounds:
         """Stream the token that was taken, and end the sequence when it was the last."""
         if sequence.done:  # one of its stages has failed
             return
-        device, sampler = self.adapter.device, sequence.sampler
+        sampler = sequence.sampler
         if sequence.first is None:
-            sequence.first = clock(device)
+            sequence.first = time.perf_counter()
         try:
             if sampler.error is not None:
                 raise sampler.error
@@ -228,6 +229,7 @@ class Rounds:
                 sequence.streamer.end()
             if sequence.listener is not None:
                 sequence.listener()
+            sequence.stats.read()  # only now: the first token has not waited for it
         except Exception as error:
             fail(sequence, error)
 

@@ -84,7 +84,7 @@ class Sequence:
     sampler : Sampler
         Ids of prompt and answer, and how tokens are chosen.
     begin : float
-        When the RGB images were in host memory, by `stats.clock`.
+        When the RGB images were in host memory, by `time.perf_counter`.
     streamer : object, optional
         Receives each token.
     strict : bool

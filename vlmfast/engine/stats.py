@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,47 +15,6 @@ from torch import Tensor
 from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
-
-
-@dataclass
-class Stopwatch:
-    """Times of many short parts of a forward pass, added to fields of `Stats`.
-
-    On a GPU, events mark their ends and are read later: waiting for the device in each of them
-    would leave it idle.
-
-    Parameters
-    ----------
-    stats : Stats
-    """
-
-    stats: Stats
-    _marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    @contextmanager
-    def timed(self, name: str, device: torch.device) -> Iterator[None]:
-        """Add the time of the block to a field."""
-        if device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self._add(name, time.perf_counter() - start)
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)
-        begin.record(stream)
-        yield
-        end.record(stream)
-        self._marks.append((name, begin, end))
-
-    def read(self) -> None:
-        """Add the times of the blocks so far, and wait for the device to end them."""
-        for name, begin, end in self._marks:
-            end.synchronize()
-            self._add(name, begin.elapsed_time(end) / 1000)
-        self._marks.clear()
-
-    def _add(self, name: str, seconds: float) -> None:
-        setattr(self.stats, name, getattr(self.stats, name) + seconds)
 
 
 def clock(device: torch.device) -> float:
@@ -101,11 +60,12 @@ class Stats:
     those of this prompt, with the decode steps between its blocks. ``time_reduce_s`` is the stages'
     own work. Its part inside the vision tower is also in ``time_vision_s``, that inside the
     language model in ``time_prefill_s``. It does not include the cost of additional rows in the
-    tower's own blocks. ``tpot_s`` is the mean time between two tokens of this answer, with the
-    prefills of other prompts in between, and ``tokens_per_s`` its inverse, not the throughput of
-    the engine. ``time_verify_s`` counts the forward passes that checked drafts in full for every
-    sequence that shared them, and ``time_draft_s`` the drafters of this one, with those forward
-    passes of the model that they draft with.
+    tower's own blocks. On a GPU, these three are times of the device. ``tpot_s`` is the mean time
+    between two tokens of this answer, with the prefills of other prompts in between, and
+    ``tokens_per_s`` its inverse, not the throughput of the engine. ``time_verify_s`` counts the
+    forward passes that checked drafts in full for every sequence that shared them, and
+    ``time_draft_s`` the drafters of this one, with those forward passes of the model that they
+    draft with.
 
     ``peak_memory_bytes`` is, on a GPU, the peak since a prefill last began while no sequence was
     decoded, with all sequences since then: of this answer alone, where there were no others. On a
@@ -153,6 +113,54 @@ class Stats:
     tpot_s: float = 0.0
     tokens_per_s: float = 0.0
     peak_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # Marks around parts whose times the device still has, and what else is read later.
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._later: list[Callable[[], None]] = []
+
+    @contextmanager
+    def timed(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add the time of the block to a field.
+
+        On a GPU, events mark its ends, and `read` adds their distance later: a host that waits for
+        the device before it gives more work leaves it idle.
+        """
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - start)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        self._marks.append((name, begin, end))
+
+    def later(self, record: Callable[[], None]) -> None:
+        """Call a function that waits for the device when the statistics are `read`."""
+        self._later.append(record)
+
+    def read(self) -> None:
+        """Add the times of the blocks so far; waits only for blocks that the device still runs."""
+        for record in self._later:
+            record()
+        self._later.clear()
+        for name, begin, end in self._marks:
+            if not end.query():
+                end.synchronize()
+            self._add(name, begin.elapsed_time(end) / 1000)
+        self._marks.clear()
+
+    def include(self, other: Stats) -> None:
+        """Add the times of the blocks that another `Stats` has timed, without waiting."""
+        for name in ("time_vision_s", "time_reduce_s", "time_prefill_s"):
+            self._add(name, getattr(other, name))
+        self._marks += other._marks
+
+    def _add(self, name: str, seconds: float) -> None:
+        setattr(self, name, getattr(self, name) + seconds)
 
     def layer_tokens(self, per_layer: list[int], config: Any) -> None:
         """Record the visual tokens that entered each layer of a language model."""
@@ -266,8 +274,9 @@ class Trace:
     def drop_before(self, layer: int, left: TokenLayout, name: str) -> None:
         """Record that tokens not among ``left`` (visual rows) do not enter ``layer``."""
         assert self.layout is not None and self.depth is not None
-        dropped = ~torch.isin(self.layout.order, left.order)
-        self.depth[dropped & (self.depth > layer)] = layer
+        at = torch.searchsorted(self.layout.order, left.order)
+        entering = torch.zeros_like(self.depth, dtype=torch.bool).index_fill(0, at, True)
+        self.depth = torch.where(entering, self.depth, self.depth.clamp(max=layer))
         if layer == 0:
             self.entered = left
         self.stages.append((name, layer))

@@ -155,7 +155,9 @@ def encode(
     """
     # The pixels of a prompt that has waited are in host memory.
     tensors = {
-        key: value.to(adapter.device, non_blocking=True) if value.device.type == "cpu" else value
+        key: value
+        if value.device.type != "cpu" or key in adapter.host_tensors
+        else value.to(adapter.device, non_blocking=True)
         for key, value in tensors.items()
     }
     inside = list(wanted.inside)
@@ -235,9 +237,11 @@ def place(
             f"{features.shape[0]} tokens; processor and model do not belong together"
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
-    frames = torch.tensor([item.video >= 0 for item in items], device=order.device)
-    in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
-    layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
+    if any(item.video >= 0 for item in items):
+        frames = torch.tensor([item.video >= 0 for item in items], device=order.device)
+        in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
+        layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
+    layout.counted(len(layout))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
     stats.visual_tokens_in = len(tokens)

@@ -22,7 +22,7 @@ TB/s: 22.4 us to read and 3.0 us to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, no_type_check
 
@@ -242,10 +242,19 @@ def parameter_dtype(*tensors: Tensor) -> torch.dtype:
     device, unless the tensors are float16.
     """
     own = tensors[0].dtype
-    if own == torch.float16:
-        return own
-    fits = all(float(x.abs().amax()) <= LIMIT for x in tensors if x.numel())
-    return torch.float16 if fits else own
+    return own if own == torch.float16 or not fits([largest(*tensors)]) else torch.float16
+
+
+def largest(*tensors: Tensor) -> Tensor:
+    """The largest absolute value of the tensors, float32, (); 0 where they are empty."""
+    found = [x.abs().amax().float() for x in tensors if x.numel()]
+    return torch.stack(found).max() if found else tensors[0].new_zeros((), dtype=torch.float32)
+
+
+def fits(values: Sequence[Tensor]) -> bool:
+    """Whether float16 holds all of some `largest` values, of any devices; waits for these."""
+    home = values[0].device
+    return bool(torch.stack([value.to(home) for value in values]).max() <= LIMIT)
 
 
 # --- keys and values together --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ _KINDS = {"full_attention", "sliding_attention", *_STATES}
 # How far 4-bit weights may be from those that they replace, relative to the largest: half of the
 # widest gap of NF4, 0.15 (Dettmers et al. 2023, arXiv 2305.14314), and its scales are per block.
 _QUANTIZED = 0.25
+_LAYOUTS = 64  # images whose layouts are kept; a frame of a video is one
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ProcessorMixin
@@ -117,6 +119,8 @@ class Adapter:
     tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
     video_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
     beside: ClassVar[tuple[str, ...]] = ()  # optional outputs of processors
+    position_tensors: ClassVar[tuple[str, ...]] = ()  # what `positions` takes besides the ids
+    host_tensors: ClassVar[tuple[str, ...]] = ()  # what stays in host memory, where it is read
     processors: ClassVar[tuple[str, ...]] = ()  # allowed classes; empty allows all
     fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
     nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
@@ -194,6 +198,7 @@ class Adapter:
         self.pool = BufferPool()  # cache buffers, reused by later requests
         self.decoding = "auto"  # how decode steps run, see `VLM`
         self.kept: dict[Hashable, Any] = {}  # state of the engine between requests
+        self._layouts: OrderedDict[Hashable, TokenLayout] = OrderedDict()
 
         self._check_devices()
         # Steps of modules that accelerate loads or moves for each call cannot be captured.
@@ -418,7 +423,13 @@ class Adapter:
         """
         n, rows, keys = self.patches(), context.stats[layer], context.keys.get(layer)
         views = [self.whole_first(item) for item in context.items]
-        return [(rows[v, :, 0, -n:], None if keys is None else keys[v, -n:]) for v in views]
+        return [
+            (
+                _views(rows[:, :, 0, -n:], own),
+                None if keys is None else _views(keys[:, -n:], own),
+            )
+            for own in views
+        ]
 
     def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
         """The projector's inputs, recorded call by call, as (V, P, D) of each item."""
@@ -636,8 +647,13 @@ class Adapter:
         for key, value in batch.items():
             if self.fixed and key.startswith("pixel_values"):
                 self._fits(value)
+        found = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         return {
-            key: self.moved(key, value) for key, value in batch.items() if isinstance(value, Tensor)
+            # Without padding, a mask need not be copied.
+            key: torch.ones_like(value, device=self.device)
+            if key == "attention_mask"
+            else self.moved(key, value)
+            for key, value in found.items()
         }
 
     def _process(self, **given: Any) -> Any:
@@ -645,7 +661,12 @@ class Adapter:
             return self.processor(**given)
 
     def moved(self, key: str, value: Tensor) -> Tensor:
-        """Move an input to the device without blocking; pixels in the model's dtype."""
+        """Move an input to the device without blocking; pixels in the model's dtype.
+
+        `host_tensors` stay where they are.
+        """
+        if key in self.host_tensors:
+            return value
         dtype = self.dtype if key.startswith("pixel_values") else value.dtype
         if self.device.type == "cuda" and value.device.type == "cpu":
             return value.pin_memory().to(self.device, non_blocking=True).to(dtype)
@@ -746,9 +767,12 @@ class Adapter:
         return self._head(hidden).to(hidden.device)  # the head may be on another device
 
     def positions(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Rotary ids (P, S) of the full prompt."""
-        length = inputs["input_ids"].shape[1]
-        return torch.arange(length, device=self.device)[None]
+        """Rotary ids (P, S) of the full prompt, on the device of ``input_ids``.
+
+        ``inputs`` has ``input_ids`` and `position_tensors`.
+        """
+        ids = inputs["input_ids"]
+        return torch.arange(ids.shape[1], device=ids.device)[None]
 
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         """Rotary tables of rows at ``position``, (B, S) or (3, B, S), as ``layer`` takes them."""
@@ -871,6 +895,29 @@ class Adapter:
         keys = {layer: k[:views, -patches:] for layer, k in context.keys.items()}
         return VisionStats(context.items, rows, keys)
 
+    def layout_of(
+        self, item: int, geometry: ItemGeometry, make: Callable[[], TokenLayout], *about: Hashable
+    ) -> TokenLayout:
+        """The layout of an image, made once: images of its size come again.
+
+        Parameters
+        ----------
+        item : int
+        geometry : ItemGeometry
+        make : callable
+            Computes it, on any device.
+        *about
+            What else it depends on.
+        """
+        key, known = (item, geometry, about, self.device), self._layouts
+        if (layout := known.pop(key, None)) is None:
+            layout = make().to(self.device)
+            _ = layout.on_host  # read now, and known for all later images
+        known[key] = layout
+        if len(known) > _LAYOUTS:
+            known.popitem(last=False)
+        return layout
+
     def view_layout(
         self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry
     ) -> TokenLayout:
@@ -921,6 +968,14 @@ def _metadata(times: FrameTimes) -> dict[str, Any]:
         "frames_indices": shown,
         "duration": times.duration_s,
     }
+
+
+def _views(x: Tensor, numbers: list[int]) -> Tensor:
+    """Rows ``numbers`` of a tensor, without indices that would be copied to the device."""
+    first, last = min(numbers), max(numbers) + 1
+    if numbers == list(range(first, last)):
+        return x[first:last]
+    return torch.cat([x[n : n + 1] for n in numbers])
 
 
 def _listed(devices: Sequence[torch.device | None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +55,10 @@ class Tiled(Adapter):
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         views = self.features(inputs)
         parts = [views[slice(*item.views)].flatten(0, 1) for item in context.items]
-        layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
+        layouts = [
+            self.layout_of(i, geometry, partial(self._layout, i, geometry))
+            for i, geometry in enumerate(context.items)
+        ]
         return Encoded(parts, layouts, self.patch_stats(context, self.patches()), [()] * len(parts))
 
     def whole_first(self, item: ItemGeometry) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -38,8 +39,9 @@ class FamilyAdapter(Completed):
                 f"it does not belong to a {self.config.model_type} model"
             )
         features = self.image_features(pixels)
+        n = len(features[0])
         layouts = [
-            self._raster(i, geometry, len(features[0]), pixels.device)
+            self.layout_of(i, geometry, partial(self._raster, i, geometry, n, pixels.device), n)
             for i, geometry in enumerate(context.items)
         ]
         rows, columns = context.items[0].patches

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,7 @@ class FamilyAdapter(Adapter):
     video_tensors = ("pixel_values_videos", "video_grid_thw")
     beside: ClassVar[tuple[str, ...]] = ("second_per_grid_ts", "mm_token_type_ids")
     processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
+    position_tensors = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     attention = "attn"
     packed = fixed_tower = True
     whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
@@ -130,11 +132,10 @@ class FamilyAdapter(Adapter):
         ids = inputs["input_ids"]
         if not bool(self.visual(ids).any()):
             return super().positions(inputs).expand(3, -1)
-        given = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         position, _ = self.model.base_model.get_rope_index(
             ids,
             mm_token_type_ids=self.modalities(ids),
-            **{key: inputs[key] for key in given if key in inputs},
+            **{key: inputs[key] for key in self.position_tensors if key in inputs},
         )
         return position[:, 0]
 
@@ -228,7 +229,10 @@ class FamilyAdapter(Adapter):
             for kind in ("image", "video")
         }
         parts = [next(features[kind]) for kind in kinds]
-        layouts = [self._layout(i, geometry) for i, geometry in enumerate(context.items)]
+        layouts = [
+            self.layout_of(i, geometry, partial(self._layout, i, geometry))
+            for i, geometry in enumerate(context.items)
+        ]
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 

@@ -117,7 +117,7 @@ class Propagation(Part, PrefillStage):
         count = max(int(self.of.tsp * n), int(self.of.keep * n))
         window = self.of.last(count)
         before = torch.arange(n, device=visual.device) < n - window
-        must = int((~visual | ~before).sum())
+        must = n - sum(context.visual()[: max(n - window, 0)])
         count = max(count, must)
         if count == n:
             return None

@@ -51,7 +51,8 @@ from ..part import Part
 def oldest(kv: KV, count: int) -> tuple[KV, KV]:
     """The first ``count`` slots of every head, and the others."""
     slots = torch.arange(len(kv), device=kv.keys.device)
-    return kv.select(slots[:count]), kv.select(slots[count:], kv.lengths - count)
+    left = [n - count for n in kv.counts]
+    return kv.select(slots[:count]), kv.select(slots[count:], kv.lengths - count, left)
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class Kivi(CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        shortest = int(kv.lengths.min())
+        shortest = min(kv.counts)
         note = context.notes.setdefault(self.name, {})
         note[layer] = {"apart": len(kv) - shortest}
         if not (count := shortest // self.residual * self.residual):
             return kv
         old, rest = oldest(kv, count)
-        segment = self.segment(old.keys, old.values, old.order, old.bias)
+        dtype = context.parameter_dtype(old.keys, old.values)
+        segment = self.segment(old.keys, old.values, old.order, old.bias, dtype)
         note[layer]["dtype"] = segment.key_step.dtype
         return replace(rest, segments=(*kv.segments, segment))
 

@@ -41,6 +41,7 @@ included here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -125,35 +126,61 @@ class LookM(CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        valid = kv.valid
-        if self.text_prior and not bool((kv.visual & valid).any()):
+        whole = kv.layout is context.layout
+        visual = context.visual() if whole else None
+        if self.text_prior and not (
+            bool((kv.visual & kv.valid).any()) if visual is None else any(visual)
+        ):
             return kv
         assert stats is not None and stats.sum is not None
         keep = self.select_slots(kv, stats.sum.mean(1))
-        return kv if torch.equal(keep, valid) else self.shrunk(context, kv, keep)
+        counts = keep.sum(1).tolist() if visual is None else self._counts(visual, len(kv.counts))
+        return kv if tuple(counts) == kv.counts else self.shrunk(context, kv, keep, counts)
+
+    def _counts(self, visual: list[bool], heads: int) -> list[int]:
+        """How many slots `select_slots` keeps of each head, where all hold the whole prompt."""
+        n = len(visual)
+        hh, rec = sizes(n, self.keep, self.recent)
+        first = range(min(self._sinks, n - rec))
+        texts = (i for i in range(n - rec) if self.text_prior and not visual[i])
+        hh = max(hh, len({*first, *texts}))
+        return [min(hh if hh + rec else 1, n - rec) + rec] * heads
 
     def select_slots(self, kv: KV, score: Tensor) -> Tensor:
         """Slots to keep: bool, (H, N). ``score`` is float32, (H, N)."""
         slots, valid = torch.arange(len(kv), device=score.device), kv.valid
-        lengths = kv.lengths.tolist()
-        hh, rec = torch.tensor([sizes(n, self.keep, self.recent) for n in lengths]).T.to(slots)
+        found = [sizes(n, self.keep, self.recent) for n in kv.counts]
+        if len(set(found)) == 1:
+            hh, rec = (torch.full_like(kv.lengths, n) for n in found[0])
+        else:
+            hh, rec = torch.tensor(found).T.to(slots)
         among = slots < (kv.lengths - rec)[:, None]
         first = self.first(kv)
         hh = torch.maximum(hh, (first & among).sum(1))
         hh = torch.where(hh + rec > 0, hh, 1)  # at least one slot
         return heavy_hitters(score, first, among, hh) | (valid & ~among)
 
+    @property
+    def _sinks(self) -> int:
+        return (0 if self.text_prior else 4) if self.sinks is None else self.sinks
+
     def first(self, kv: KV) -> Tensor:
         """Slots that must be kept: bool, (H, N)."""
-        sinks = (0 if self.text_prior else 4) if self.sinks is None else self.sinks
-        first = (torch.arange(len(kv), device=kv.visual.device) < sinks).expand_as(kv.visual)
+        slots = torch.arange(len(kv), device=kv.visual.device)
+        first = (slots < self._sinks).expand_as(kv.visual)
         return (first | ~kv.visual if self.text_prior else first) & kv.valid
 
-    def shrunk(self, context: PrefillContext, kv: KV, keep: Tensor) -> KV:
-        """The slots that ``keep`` (H, N) marks, with the others merged in."""
+    def shrunk(
+        self, context: PrefillContext, kv: KV, keep: Tensor, counts: Sequence[int] | None = None
+    ) -> KV:
+        """The slots that ``keep`` (H, N) marks, with the others merged in.
+
+        ``counts``: how many of each head; read by default.
+        """
         lengths = keep.sum(1)
-        index = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(lengths.max())]
-        kept = kv.select(index, lengths)
+        counts = lengths.tolist() if counts is None else counts
+        index = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(counts)]
+        kept = kv.select(index, lengths, counts)
         if self.merge == "none":
             return kept
         keys, values, rotate = kv.keys, kv.values, context.rotate

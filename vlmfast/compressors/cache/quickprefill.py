@@ -81,13 +81,14 @@ class QuickPrefill(CacheStage):
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
         n, visual = len(kv), kv.visual[0]
-        total = int(visual.sum())
+        whole = kv.layout is context.layout  # nothing was dropped
+        total = sum(context.visual()) if whole else int(visual.sum())
         kept = n - total + self.count(total)
         if context.limit is not None:
             kept = min(kept, context.limit)
         if kept >= n:
             return kv
-        if bool((kv.lengths < n).any() | (kv.order != kv.order[0]).any()):
+        if not whole and (min(kv.counts) < n or bool((kv.order != kv.order[0]).any())):
             raise RecipeError(
                 f"{self.name} must come before the other cache methods of a recipe: one of them "
                 "has left different tokens in the heads of a layer"

@@ -47,7 +47,7 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, parameter_dtype, quantize
+from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, quantize
 from vlmfast.kernels.select import ranked
 
 from ..part import Part
@@ -144,9 +144,16 @@ class ZipCache(CacheStage):
         if self.bits_low < self.bits_high:
             low = least_salient(self.score(context, kv, stats), 1 - self.important, kv.lengths)
             high = kv.valid & ~low
-            parts = [(self.bits_high, kv.select_mask(high)), (self.bits_low, kv.select_mask(low))]
+            lows = [int((1 - self.important) * n) for n in kv.counts]  # as in `least_salient`
+            highs = [n - low for n, low in zip(kv.counts, lows, strict=True)]
+            parts = [
+                (self.bits_high, kv.select_mask(high, highs)),
+                (self.bits_low, kv.select_mask(low, lows)),
+            ]
         gone = ~kv.valid[..., None]
-        dtype = parameter_dtype(kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0))
+        dtype = context.parameter_dtype(
+            kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0)
+        )
         scale = channel_scale(kv.values, kv.valid, dtype=dtype)
         context.notes.setdefault(self.name, {})[layer] = scale
         segments = tuple(

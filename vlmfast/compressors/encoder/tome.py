@@ -195,4 +195,4 @@ class Tokens(Part, EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        return tokens if self.of.whole else tokens.select(tokens.layout.patches)
+        return tokens if self.of.whole else tokens.patches()

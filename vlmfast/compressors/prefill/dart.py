@@ -107,17 +107,18 @@ class DART(PrefillStage):
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         assert context.norm is not None and context.hidden is not None
         layout, note = context.layout, context.notes[self.name]
-        visual, n = layout.visual, int(layout.visual.sum())
+        visual, n = layout.visual, layout.visuals
         total = self.kept(n, context.depth)
         if n == 0 or total >= n:
             return None
         # Another stage may have dropped rows since.
         norm = note["norm"][torch.searchsorted(note["order"], layout.order)]
         rows = torch.arange(len(layout), device=visual.device)
-        after = (rows > rows[visual][-1]) & (rows < len(layout) - context.answer)
+        after = (rows >= layout.text_start) & (rows < len(layout) - context.answer)
         first = top(norm, visual, min(self.visual_pivots, total))
-        pivots = (first | top(norm, after, self.text_pivots)).nonzero()[:, 0].tolist()
-        each, more = divmod(total - int(first.sum()), len(pivots))
+        marks = (first | top(norm, after, self.text_pivots)).tolist()
+        pivots = [row for row, mark in enumerate(marks) if mark]
+        each, more = divmod(total - min(self.visual_pivots, total), len(pivots))
         counts = [each + (i < more) for i in range(len(pivots))]
         chosen = first | retained(context.norm(context.hidden), visual & ~first, pivots, counts)
         return (chosen | ~visual).nonzero().flatten()

@@ -27,6 +27,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import marked_rows
 from vlmfast.core.params import budget_param, param, positions_param
 from vlmfast.core.protocols import PrefillStage
 from vlmfast.core.statistics import StatRequest
@@ -70,9 +71,9 @@ class FastV(PrefillStage):
         return solve_counts(n, self.budget * n, (self.k,), depth)[0]
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
-        visual = context.layout.visual
-        if not bool(visual.any()):
+        visual, n = context.layout.visual, context.layout.visuals
+        if not n:
             return None
-        score = context.stats[layer - 1].mean(0)[0]
-        chosen = top(score, visual, self.kept(int(visual.sum()), context.depth))
-        return (chosen | ~visual).nonzero().flatten()
+        score, kept = context.stats[layer - 1].mean(0)[0], self.kept(n, context.depth)
+        chosen = top(score, visual, kept)
+        return marked_rows(chosen | ~visual, len(visual) - n + min(kept, n))

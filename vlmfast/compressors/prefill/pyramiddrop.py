@@ -29,14 +29,16 @@ tokens, and 92 % with `random` (2026-11-26).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import PrefillContext
-from vlmfast.core.layout import TokenLayout
+from vlmfast.core.layout import TokenLayout, marked_rows
 from vlmfast.core.params import budget_param, param, positions_param
 from vlmfast.core.protocols import PrefillStage
 from vlmfast.core.stage import Stage
@@ -138,20 +140,25 @@ class PyramidDrop(PrefillStage):
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, layers = context.layout, self.layers(context.depth)
-        if not bool(layout.visual.any()):
+        if not layout.visuals:
             return None
         n = context.notes.setdefault(self.name, {}).setdefault("items", self._groups(layout))
         source = layer if self.rule == "next" else layer - 1
         score = rank(context.stats[source])
-        kept = ~layout.visual
+        kept, number = ~layout.visual, layers.index(layer)
+        here, left = 0, 0  # visual tokens before and after, if no other stage has dropped any
         for item, total in n.items():
             mine = layout.visual & ((layout.item == item) | (not self.per_item))
-            kept = kept | top(score, mine, self.counts(total, context.depth)[layers.index(layer)])
-        return kept.nonzero().flatten()
+            counts = self.counts(total, context.depth)
+            kept = kept | top(score, mine, counts[number])
+            before = min((total, *counts[:number]))
+            here, left = here + before, left + min(before, counts[number])
+        known = here == layout.visuals
+        return marked_rows(kept, len(layout) - here + left if known else None)
 
     def _groups(self, layout: TokenLayout) -> dict[int, int]:
         """Tokens of each separately ranked group, before the first drop."""
         if not self.per_item:
-            return {-1: int(layout.visual.sum())}
-        items, counts = layout.item[layout.visual].unique(return_counts=True)
-        return dict(zip(items.tolist(), counts.tolist(), strict=True))
+            return {-1: layout.visuals}
+        counts = Counter(torch.where(layout.visual, layout.item.long(), -2).tolist())
+        return {item: counts[item] for item in sorted(counts) if item != -2}

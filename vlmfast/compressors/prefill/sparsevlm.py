@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import budget_param, param, positions_param, proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.stage import Stage
@@ -65,7 +65,7 @@ def raters(visual: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """
     score = (visual.float() @ text.float().T).softmax(-1).mean(0)
     rate = score > score.mean()
-    return rate | (not bool(rate.any())), score  # all scores equal, or a single row
+    return rate | ~rate.any(), score  # all scores equal, or a single row
 
 
 def recycled(gone: int) -> tuple[int, int]:
@@ -185,20 +185,23 @@ class Drop(Part, PrefillStage):
         layout, attention = context.layout, context.stats[layer - 1]
         note = context.notes[self.name]
         rate = note["raters"]
-        visual = layout.visual.nonzero().flatten()
-        if len(visual) == 0 or len(rate) == 0:  # no image, or no text after it
+        if not layout.visuals or len(rate) == 0:  # no image, or no text after it
             return None
         kept, groups = self._counts(context, layer, note)
-        if kept >= len(visual):
+        if kept >= layout.visuals:
             return None
+        if "rows" not in note:
+            note["rows"] = marked_rows(rate)
         # If the last image has been dropped, more text follows those that are left.
-        score = attention[:, -len(rate) :][:, rate].mean((0, 1))
+        score = attention[:, -len(rate) :].index_select(1, note["rows"]).mean((0, 1))
         stays = top(score, layout.visual, kept)
         if groups:
             gone = layout.visual & ~stays
-            rows = top(score, gone, recycled(int(gone.sum()))[0]).nonzero().flatten()
+            again = recycled(layout.visuals - kept)[0]
+            rows = marked_rows(top(score, gone, again), again)
             stays = stays.index_fill(0, self._merge(context, rows, groups), True)
-        return (stays | ~layout.visual).nonzero().flatten()
+        text = len(layout) - layout.visuals
+        return marked_rows(stays | ~layout.visual, text + kept + groups)
 
     def _merge(self, context: PrefillContext, rows: Tensor, groups: int) -> Tensor:
         """Replace the centre of each group of ``rows`` by the group's mean; the centres, (C,)."""
@@ -221,12 +224,13 @@ class Drop(Part, PrefillStage):
 
     def _counts(self, context: PrefillContext, layer: int, note: dict) -> tuple[int, int]:
         """Numbers of kept tokens and of recycled groups, before ``layer``."""
-        layers, n = self.layers(context.depth), int(context.layout.visual.sum())
+        layers, n = self.layers(context.depth), context.layout.visuals
         method = self.of
         if "all" not in note:
-            came_in = float(context.layout.weight[context.layout.visual].double().sum())
             note["all"] = n
             if method.budget is not None:
+                weight = context.layout.weight * context.layout.visual
+                came_in = float(weight.double().sum())
                 note["totals"] = solve_counts(n, method.budget * came_in, layers, context.depth)
             elif method.keep is not None:
                 note["totals"] = (count(method.keep, n),) * len(layers)

@@ -82,6 +82,7 @@ def important(
     *,
     bias: Tensor | None = None,
     forced: Tensor | None = None,
+    least: int | None = None,
     window: int | None = None,
     place: Tensor | None = None,
 ) -> Tensor:
@@ -97,6 +98,8 @@ def important(
         Added to the logits of each key.
     forced : Tensor, bool, (S,), optional
         Tokens that are always important; they count among the ``b``.
+    least : int, optional
+        How many these are; read by default.
     window : int, optional
         Number of places that a row sees, its own included.
     place : Tensor, int64, (S,), optional
@@ -114,7 +117,7 @@ def important(
         attention_mass, nnz = within(query, key, rows, scaling, bias, window, place)
     count = int(mass_count(attention_mass, tau * len(rows)))
     if forced is not None:
-        count = max(count, int(forced.sum()))
+        count = max(count, int(forced.sum()) if least is None else least)
     return top_k(attention_mass / nnz, count, forced)
 
 
@@ -241,10 +244,19 @@ class ZipVL(Stage):
         cache = {"mixed": (Mixed(self), Pages(self)), "drop": (Drop(self),), "none": ()}
         return (Sparse(self), *cache[self.kv])
 
-    def important(self, context: PrefillContext, layer: int, kv: KV) -> Tensor:
-        """Slots of a layer whose tokens are important: bool, (H, N)."""
+    def important(
+        self, context: PrefillContext, layer: int, kv: KV
+    ) -> tuple[Tensor, tuple[int, ...] | None]:
+        """Slots of a layer whose tokens are important: bool, (H, N); how many, where it is known.
+
+        The number of each head is known where none of them has lost a token.
+        """
         order = context.notes.get(self.name, {}).pop(layer, None)
-        return kv.valid if order is None else torch.isin(kv.order, order) & kv.valid
+        if order is None:
+            return kv.valid, kv.counts
+        at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
+        whole = kv.layout is context.layout
+        return (order[at] == kv.order) & kv.valid, (len(order),) * len(at) if whole else None
 
 
 @dataclass(frozen=True)
@@ -260,6 +272,15 @@ class Sparse(Part, PrefillStage):
     def attends(self, depth: int) -> tuple[int, ...]:
         return tuple(range(depth)) if self.of.tau < 1 else ()
 
+    def _probes(self, context: PrefillContext, n: int, device: torch.device) -> Tensor:
+        """Probe rows of each layer among the first ``n``, copied to the device at once: (L, R)."""
+        method, notes = self.of, context.notes.setdefault(self.name, {})
+        if ("probes", n, device) not in notes:
+            seeds = range(method.seed * context.depth, (method.seed + 1) * context.depth)
+            drawn = [probe_rows(n, method.recent, method.random, seed) for seed in seeds]
+            notes["probes", n, device] = torch.stack(drawn).to(device)
+        return notes["probes", n, device]
+
     def attend(
         self,
         context: PrefillContext,
@@ -271,16 +292,17 @@ class Sparse(Part, PrefillStage):
     ) -> Tensor | None:
         method, s, bias = self.of, query.shape[2], context.key_bias()
         n = s - context.answer  # rows of an answer represent decode steps, which drop nothing
-        rows = probe_rows(n, method.recent, method.random, method.seed * context.depth + layer)
+        rows = self._probes(context, n, query.device)[layer]
         every = torch.arange(s, device=query.device)
         chosen = important(
             query[0, :, :n],
             key[0, :, :n],
-            rows.to(query.device),
+            rows,
             method.tau,
             scaling,
             bias=None if bias is None else bias[:n],
             forced=every[:n] >= n - method.force_recent,
+            least=min(method.force_recent, n),
             window=context.window(layer),
             place=context.place[:n],
         )
@@ -309,8 +331,8 @@ class Drop(Part, CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        keep = self.of.important(context, layer, kv)
-        return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)
+        keep, counts = self.of.important(context, layer, kv)
+        return kv if counts == kv.counts else kv.select_mask(keep, counts)
 
 
 @dataclass(frozen=True)
@@ -323,9 +345,20 @@ class Mixed(Part, CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        high, segments = self.of.important(context, layer, kv), []
-        for mask, bits in ((high, self.of.bits_high), (kv.valid & ~high, self.of.bits_low)):
-            part = kv.select_mask(mask)
+        high, highs = self.of.important(context, layer, kv)
+        lows = None
+        if highs is not None:
+            lows = [n - count for n, count in zip(kv.counts, highs, strict=True)]
+        gone, segments = ~kv.valid[..., None], []
+        dtype = context.parameter_dtype(
+            kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0)
+        )
+        parts = (
+            (high, highs, self.of.bits_high),
+            (kv.valid & ~high, lows, self.of.bits_low),
+        )
+        for mask, counts, bits in parts:
+            part = kv.select_mask(mask, counts)
             if len(part):
                 segments.append(
                     quantize(
@@ -336,6 +369,7 @@ class Mixed(Part, CacheStage):
                         bits,
                         scaled=True,
                         bias=part.bias,
+                        dtype=dtype,
                     )
                 )
         context.notes.setdefault(self.name, {})["scale", layer] = segments[0].value_scale

@@ -51,7 +51,7 @@ class Downsample(Reducer):
         request: EncodeRequest,
     ) -> VisualTokens:
         """One token per cell of each view of one image."""
-        patches = tokens.select(tokens.layout.patches)
+        patches = tokens.patches()
         if not len(patches):
             return patches
         layout = patches.layout

@@ -35,6 +35,6 @@ class Grid(Reducer):
         request: EncodeRequest,
     ) -> Tensor:
         """Rows kept of one image."""
-        patches = tokens.layout.patches.nonzero().flatten()
+        patches = tokens.layout.patch_rows()
         chosen = cells(min(self.target(tokens), len(patches)), len(patches))
         return patches[chosen.to(patches.device)]

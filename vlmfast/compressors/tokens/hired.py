@@ -241,10 +241,8 @@ class HiRED(GuardedRanking):
             whole, crops = view_budgets(views, n, self.keep, self.alpha)
             counts = [whole, *crop_budgets(content, crops, n)]
         chosen = self.best(importance, counts) & exists
-        if not chosen.any():
-            first = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
-            chosen = first.view_as(importance)
-        return chosen
+        first = best(importance.masked_fill(~exists, -torch.inf).view(1, -1), [1])
+        return torch.where(chosen.any(), chosen, first.view_as(importance))
 
     def _by_budget(
         self,

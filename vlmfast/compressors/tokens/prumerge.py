@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
@@ -80,10 +80,21 @@ def one_head(rows: Tensor, cls: bool = True) -> Tensor:
 
 def outliers(attention: Tensor) -> int:
     """``k`` of one view, from its CLS row (N,); at least one."""
-    low, high = attention.double().quantile(attention.new_tensor([0.25, 0.75]).double())
-    above = int((attention > high + 1.5 * (high - low)).sum())
+    return outliers_of([attention])[0]
+
+
+def outliers_of(views: Sequence[Tensor]) -> list[int]:
+    """`outliers` of several views, read together."""
+    counts = [_above(attention) for attention in views]
+    above = torch.stack(counts).tolist() if counts else []
     # As the authors: a ratio, whose product with N is truncated.
-    return max(int(len(attention) * (above / len(attention))), 1)
+    return [max(int(len(a) * (n / len(a))), 1) for a, n in zip(views, above, strict=True)]
+
+
+def _above(attention: Tensor) -> Tensor:
+    """The number of outliers, int64, ()."""
+    low, high = (attention.double().quantile(share) for share in (0.25, 0.75))
+    return (attention > high + 1.5 * (high - low)).sum()
 
 
 def mixture(attention: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
@@ -126,10 +137,15 @@ class PruMerge(GuardedRanking):
         """Of the last block, whose output LLaVA does not use."""
         return (self.guarded(SaliencyRequest("last", self.saliency, keys=True, wide=True)),)
 
-    def chosen(self, attention: Tensor, total: int | None) -> Tensor:
-        """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers."""
-        k = outliers(attention) if total is None else total - 1
-        return self.best(attention[None], [k])[0].nonzero()[:, 0]
+    def chosen(self, attention: Tensor, total: int | None, k: int | None = None) -> Tensor:
+        """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers.
+
+        ``k``: how many outliers there are; counted by default.
+        """
+        if total is not None:
+            k = total - 1
+        k = min(outliers(attention) if k is None else k, len(attention))
+        return marked_rows(self.best(attention[None], [k])[0], k)
 
     def reduce_item(
         self,
@@ -139,7 +155,7 @@ class PruMerge(GuardedRanking):
         request: EncodeRequest,
     ) -> VisualTokens:
         total = None if self.fraction is None else self.target(tokens)
-        tokens = tokens.select(tokens.layout.patches)
+        tokens = tokens.patches()
         (asked,) = self.saliencies()
         salient = stats.salient(asked, geometry)
         assert salient.keys is not None
@@ -150,18 +166,20 @@ class PruMerge(GuardedRanking):
             totals = apportion(total, [1.0] * len(views), [len(index) for index, *_ in views])
         home = torch.arange(len(tokens), device=attention.device)
         parts = []  # indices of a view, of its new tokens, mixing weights
+        some = [a for index, a, _ in views if total is None and len(index)]
+        found = iter(outliers_of(some))
         for (index, a, keys), count in zip(views, totals, strict=True):
             if count == 0:
                 home[index] = -1
             elif not len(index):
                 continue
             elif count is None or count < len(index):
-                kept = self.chosen(a, count)
+                kept = self.chosen(a, count, next(found) if count is None else None)
                 gone = torch.ones_like(a, dtype=torch.bool).index_fill(0, kept, False)
-                gone = gone.nonzero()[:, 0]
+                gone = marked_rows(gone, len(a) - len(kept))
                 if not len(gone):
                     continue
-                home[index[gone]] = index[gone[-1]]
+                home[index[gone]] = index[gone[-1:]]
                 targets = torch.cat([kept, gone[-1:]])
                 parts.append((index, index[targets], mixture(a, keys, kept)))
 

@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vlmfast.core.layout import marked_rows
 from vlmfast.core.views import cells
 
 from .prumerge import PruMerge, outliers
@@ -37,15 +38,15 @@ class PruMergePlus(PruMerge):
 
     name: ClassVar[str] = "prumerge-plus"
 
-    def chosen(self, attention: Tensor, total: int | None) -> Tensor:
+    def chosen(self, attention: Tensor, total: int | None, k: int | None = None) -> Tensor:
         n = len(attention)
         if total is not None:
             spread = (total - 1) // 2
             kept = self.best(attention[None], [total - 1 - spread])[0]
-            rest = (~kept).nonzero()[:, 0]
+            rest = marked_rows(~kept, n - min(total - 1 - spread, n))
             even = rest[cells(spread, len(rest)).to(rest.device)]
         else:
-            k = outliers(attention)
+            k = outliers(attention) if k is None else k
             kept = self.best(attention[None], [k])[0]
             step = max(int(int(n / k) / 3), 1)
             even = torch.arange(0, max(n - 1, 1), step, device=attention.device)

@@ -50,7 +50,7 @@ class Random(Reducer):
         request: EncodeRequest,
     ) -> Tensor:
         """Rows kept of one image."""
-        patches = tokens.layout.patches.nonzero().flatten()
+        patches = tokens.layout.patch_rows()
         key = (self.seed, int(tokens.layout.item[0]), len(tokens), geometry.digest)
         draw = shuffled(len(patches), *key)
         draw = draw[: self.target(tokens)].sort().values

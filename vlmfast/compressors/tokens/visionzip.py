@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.counting import TokenCount, existing, inexact
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
@@ -38,6 +38,12 @@ from vlmfast.core.views import by_view, merged
 
 from ..guard import GuardedRanking
 from ..select import apportion, best, most_alike, plus_mean
+
+
+def spread(rest: int, contextual: int) -> slice:
+    """The ``contextual`` tokens, or fewer, of ``rest`` others that these merge into."""
+    step = max(1, rest // contextual)
+    return slice(0, min(step * contextual, rest), step)
 
 
 def homes(
@@ -52,10 +58,11 @@ def homes(
     ``attention`` is (N,) and ``keys`` (N, d); ``choose`` marks the dominant patches as `best` does.
     """
     home = torch.arange(len(keys), device=keys.device)
-    rest = (~choose(attention[None], [dominant])[0]).nonzero()[:, 0]
+    n = len(keys)
+    rest = marked_rows(~choose(attention[None], [dominant])[0], n - min(dominant, n))
     if contextual == 0:
         return home.index_fill(0, rest, -1)
-    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
+    targets = rest[spread(len(rest), contextual)]
     home = home.index_copy(0, rest, targets[most_alike(keys[rest], keys[targets])])
     return home.index_copy(0, targets, targets)  # also where keys are equal
 
@@ -104,7 +111,7 @@ class VisionZip(GuardedRanking):
         stats: VisionStats,
         request: EncodeRequest,
     ) -> VisualTokens:
-        total, tokens = self.target(tokens), tokens.select(tokens.layout.patches)
+        total, tokens = self.target(tokens), tokens.patches()
         (asked,) = self.saliencies()
         salient = stats.salient(asked, geometry)
         assert salient.keys is not None
@@ -112,9 +119,15 @@ class VisionZip(GuardedRanking):
         home, cls = torch.empty_like(tokens.layout.order), []
         views = by_view(tokens.layout, geometry, salient.rows.sum(1), salient.keys)
         counts = self.counts(total, [len(index) for index, *_ in views])
+        left = 0
         for (index, attention, keys), (d, c) in zip(views, counts, strict=True):
-            new = homes(attention, keys, max(d - projected, 0), c, self.best)
+            n, dominant = len(index), max(d - projected, 0)
+            new = homes(attention, keys, dominant, c, self.best)
             home[index] = torch.where(new < 0, new, index[new])
-            cls.append(index[home[index] != index][: min(d, projected)])
+            rest = n - min(dominant, n)
+            stay = n - rest + (len(range(rest)[spread(rest, c)]) if c else 0)
+            gone = index[marked_rows(home[index] != index, n - stay)]
+            cls.append(gone[: min(d, projected)])
+            left += stay + len(cls[-1])
         features = tokens.features[:0] if stats.cls is None else stats.cls
-        return merged(tokens, home, plus_mean, torch.cat(cls), features)
+        return merged(tokens, home, plus_mean, torch.cat(cls), features, left)
