@@ -77,7 +77,6 @@ TOWERS = {
     "qwen2.5-vl": Tower("tower of Qwen2.5-VL", 32, 1280, 16, 3420, 448, kind="qwen2_5_vl"),
     "small": Tower("small tower, of no model", 6, 384, 6, 1536, 336),
 }
-TOWERS["large"] = TOWERS["clip-vit-l-14-336"]  # its former name
 QUESTION = "How many yellow objects are there?"
 
 

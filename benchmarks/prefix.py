@@ -134,7 +134,12 @@ def first_token(vlm: VLM, question: str, image: Any) -> tuple[float, int]:
 def second(args: argparse.Namespace) -> Iterator[Row]:
     for model in args.models:
         about = argparse.Namespace(
-            model=model, device=args.device, dtype=args.dtype, tower="large", layers=24, frames=0
+            model=model,
+            device=args.device,
+            dtype=args.dtype,
+            tower="clip-vit-l-14-336",
+            layers=24,
+            frames=0,
         )
         vlm, media = ask.load(about)
         image = media["images"]

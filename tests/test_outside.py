@@ -211,6 +211,9 @@ OWN = {
     ("vlmfast.models.base", "Model"),  # a type for annotations alone
     ("vlmfast.core.views", "spread"),  # of tiles of different sizes
     ("vlmfast.models.internvl", "tile_box"),
+    ("vlmfast.core.packing", "Packing"),  # of towers that pack images in one row
+    ("vlmfast.models.mistral3", "passing"),  # of views of different sizes
+    ("vlmfast.models.mistral3", "in_order"),
 }
 
 

@@ -53,7 +53,7 @@ def test_the_only_token_of_an_image() -> None:
         one, *_ = base.get_image_features(
             inputs[1]["pixel_values"], inputs[1]["image_sizes"]
         ).pooler_output
-        own = vlm.adapter.features({key: inputs[0][key] for key in vlm.adapter.tensors})
+        (own,) = vlm.adapter.features({key: inputs[0][key] for key in vlm.adapter.tensors})
     assert one.shape == own.shape == (1, 64)
     close(own, one, terms=4000)
     apart(own, one.roll(1, 1), terms=4000)
