@@ -597,10 +597,11 @@ def test_decoding_thread_ends_when_the_model_fails(vlm):
 def test_an_interrupt_ends_the_thread_that_reads(vlm, monkeypatch):
     """Wherever it comes while that thread is started."""
     monkeypatch.setattr(interrupts, "ENGINE", module.__file__)
-    own, first = inspect.getsourcelines(module._ahead)
-    lines = [line for line in interrupts.lines_of(lambda: read_slowly(vlm)) if first <= line[1]]
+    # Those of its inner functions that it runs depend on which thread is faster.
+    own = {number for *_, number in inspect.unwrap(module._ahead).__code__.co_lines()}
+    lines = [line for line in interrupts.lines_of(lambda: read_slowly(vlm)) if line[1] in own]
     before = threads()
-    assert 5 < len(lines) < len(own)
+    assert 5 < len(lines) <= len(own)
     for line in lines:
         with interrupts.no_hang(), pytest.raises(KeyboardInterrupt):
             interrupts.interrupted(lambda: read_slowly(vlm), line)

@@ -293,8 +293,8 @@ class Engine:
         try:
             try:
                 while self._take_turn(turn, until, end):
-                    model = self.adapter.model
-                    switch(model, modules_of(self.adapter, "model", model), turn.changes)
+                    modules = modules_of(self.adapter, "model", self.adapter.model)
+                    switch(self.adapter.model, modules, turn.changes)
                     while self._unfinished and not until():
                         if time.monotonic() > end:
                             break
@@ -662,14 +662,12 @@ class Engine:
 
     def _reserved(self, sequence: Sequence) -> int:
         """Slots of the buffers of a row in a batch, where nothing is dropped."""
-        most = sequence.max_new_tokens
-        grown = FREE_SLOTS if most > FREE_SLOTS else 0  # buffers that are full gain as many
-        return capacity_class(sequence.prompt_length + most + grown)
+        grown = FREE_SLOTS if sequence.max_new_tokens > FREE_SLOTS else 0  # as full buffers gain
+        return capacity_class(sequence.prompt_length + sequence.max_new_tokens + grown)
 
     def _check_limits(self) -> None:
         for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
-            value = getattr(self, name)
-            if value is None and name != "max_rows":
+            if (value := getattr(self, name)) is None and name != "max_rows":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise VLMFastError(f"{name} must be a positive integer, not {value!r}")
