@@ -41,6 +41,7 @@ import shapes
 import torch
 from end_to_end import HF, QUESTION, RESULTS, Job, ended, measured, opened
 
+import kernels
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, look
@@ -85,7 +86,7 @@ def anatomy(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     longest = sorted(took, key=took.__getitem__, reverse=True)[:12]
     return {
         "busy": union((e.time_range.start / 1e6, e.time_range.end / 1e6) for e in work),
-        "launches": sum(name.endswith(LAUNCHES) or "LaunchKernel" in name for name in host),
+        "launches": sum(any(word in name for word in LAUNCHES) for name in host),
         "reads": sum(name.endswith(READS) for name in host) - 1,
         "kernels": {name: took[name] for name in longest},
     }
@@ -146,14 +147,8 @@ class Bench:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    scale = 12 if bench.dry else 28
-    x = torch.randn(1 << scale, device=bench.device)
-    y, one = torch.empty_like(x), torch.ones(1, device=bench.device)
-    n = 64 if bench.dry else 8192
-    a = torch.randn(n, n, device=bench.device, dtype=bench.dtype)
-    return {
-        "copy": 2 * x.nbytes / bench.per_call(lambda: y.copy_(x), 20),
-        "matrix": 2 * n**3 / bench.per_call(lambda: a @ a, 20),
+    one = torch.ones(1, device=bench.device)
+    return ({} if bench.dry else kernels.machine()) | {
         "launch": bench.per_call(lambda: one.add_(1), 2000),
         "read": bench.per_call(lambda: one.add_(1).item(), 500),
     }
@@ -205,7 +200,7 @@ def layer(bench: Bench) -> dict[str, Any]:
         run = partial(decoder.layers[0], x, position_embeddings=tables)
         variants: dict[str, Callable[[], Any]] = {"as it is": run}
         if not bench.dry:
-            variants["captured"] = captured(run)
+            variants["captured"] = kernels.captured(run)
         backend = "aot_eager" if bench.dry else "inductor"
         variants["compiled"] = torch.compile(run, dynamic=False, backend=backend)
         for call in variants.values():
@@ -213,19 +208,6 @@ def layer(bench: Bench) -> dict[str, Any]:
         for name, row in bench.compared(variants).items():
             found[f"{name}, {rows} rows"] = row
     return found
-
-
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of a call."""
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 @torch.no_grad()

@@ -42,6 +42,16 @@ def no_hang() -> Iterator[None]:
 
 
 @contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT interrupts this process, which a shell without job control has switched off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def traced(at: Callable[[Line], None], files: tuple[str, ...] = (ENGINE,)) -> Iterator[None]:
     """Call ``at`` before each line of the engine, or other files, that this thread runs."""
 

@@ -15,6 +15,7 @@ import pytest
 
 from eval_data import MMMU, write_rows
 from eval_fakes import FakeVLM
+from interrupts import interruptible
 from vlmfast.errors import VLMFastError
 from vlmfast.eval import workers
 from vlmfast.eval.commands import add_eval, run_eval
@@ -303,7 +304,8 @@ def test_interrupted_command_says_so_and_resumes(tmp_path, whole, monkeypatch, m
     vlm = FakeVLM(fail=interrupt)
     monkeypatch.setattr(commands, "_load", lambda *_: vlm)
     words = ["eval", "shapes", "--limit", str(LIMIT), "--out", str(tmp_path), *more]
-    assert main(words) == 130
+    with interruptible():
+        assert main(words) == 130
     kept = len(read(tmp_path / "shapes" / "none").samples)
     assert kept == (24 if "--batch-size" in more else 29)
     vlm = FakeVLM()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from interrupts import Line, interrupted, lines_of, no_hang, state
+from interrupts import Line, interrupted, interruptible, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
 from vlmfast.engine.batches import Batches
@@ -363,15 +363,13 @@ def signalled(seconds: float) -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=send)
-    # Shells without job control start background jobs, such as this test, without SIGINT.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        signal.signal(signal.SIGINT, before)
+    with interruptible():
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ from .rounds import Rounds, fail
 from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
+from .stats import clock
 from .tower_batch import chosen, encode_ahead
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
@@ -611,11 +612,11 @@ class Engine:
         self._scheduler.remove(sequence)
         self._batches.leave(sequence)
         sequence.inputs.ahead = None
-        if sequence.error is None:
-            sequence.stats.read()
+        device = self.adapter.device
         if sequence.first is not None:
-            begin, first, end = sequence.begin, sequence.first, time.perf_counter()
-            sequence.stats.finish(sequence.count, begin, first, end, self.adapter.device)
+            sequence.stats.finish(
+                sequence.count, sequence.begin, sequence.first, clock(device), device
+            )
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -661,7 +662,7 @@ class Engine:
 
     def _reserved(self, sequence: Sequence) -> int:
         """Slots of the buffers of a row in a batch, where nothing is dropped."""
-        grown = FREE_SLOTS if sequence.max_new_tokens > FREE_SLOTS else 0  # full buffers gain it
+        grown = FREE_SLOTS if sequence.max_new_tokens > FREE_SLOTS else 0  # as full buffers gain
         return capacity_class(sequence.prompt_length + sequence.max_new_tokens + grown)
 
     def _check_limits(self) -> None:
@@ -673,7 +674,7 @@ class Engine:
 
     def _check_bytes(self, sequence: Sequence) -> None:
         """Refuse a sequence whose text and answer alone need more memory than there is."""
-        ids = sequence.inputs.ids
+        ids = sequence.ids[0]
         least = int((~self.adapter.visual(ids)).sum()) if tuple(sequence.recipe) else len(ids)
         need = self.adapter.cache_bytes(least + sequence.max_new_tokens)
         bound = self.max_cache_bytes
