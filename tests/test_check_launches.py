@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import tiny_models
 from vlmfast import VLM
-from vlmfast.check.devices import Watch, pretended
+from vlmfast.check.devices import READS, Watch, pretended
 from vlmfast.check.launches import Cost, count, counted_kernels, runs
 from vlmfast.cli.commands import main
+from vlmfast.engine.opening import sampler_of
 from vlmfast.kernels import col_stats, select
 
 pytest.importorskip("triton")
@@ -93,6 +94,26 @@ def test_kernels_are_counted_as_on_a_gpu_and_give_the_values_of_their_references
     launches = watch.counts["launches"]
     assert 0 < launches < 10
     assert stats["sum"].sum().item() == pytest.approx(2 * 32, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [({"eos_token_id": [3, 4]}, False), ({"eos_token_id": 3, "min_new_tokens": 2}, True)],
+)
+def test_the_settings_of_an_answer_are_prepared_on_the_host(
+    watch: Watch, given: dict[str, Any], reads: bool
+) -> None:
+    model, _ = tiny_models.build_llava(layers=1)
+    model.to("cuda")
+    ids = torch.arange(5, 9)[None].to("cuda")
+    watch.counts.clear()
+    sampler = sampler_of(model, ids, {"max_new_tokens": 3, **given})
+    assert (set(watch.counts) & set(READS) != set()) == reads
+    sampler.tokens = [3]
+    assert sampler.is_done()
+    scores = torch.zeros(1, 32).to("cuda")
+    shut = sampler.processors(ids, scores)[0, 3].item()
+    assert shut == (-torch.inf if reads else 0.0)
 
 
 @pytest.fixture(scope="module")
