@@ -142,7 +142,7 @@ class Batched:
         self.numbers = list(range(first, self.views)) if numbers is None else numbers
         here, items = set(self.numbers), self.context.items
         self.items = tuple(item for item in items if here & set(range(*item.views)))
-        cells = self.adapter.cells(self.items[0]) if self.items else None
+        cells = self.adapter.cells_of(self.items[0]) if self.items else None
         self.cells = None if cells is None else cells.to(hidden.device)
         self.context.merged = self.context.lengths = self.merged = None
 
@@ -243,7 +243,7 @@ class Packed:
         self.counts: list[int] = []
         while sum(self.counts) < len(hidden):
             self.taken.append(self.waiting.pop(0))
-            own = self.adapter.cells(self.context.items[self.taken[-1]])
+            own = self.adapter.cells_of(self.context.items[self.taken[-1]])
             assert own is not None
             cells.append(own.to(device))
             self.counts.append(cells[-1].numel())

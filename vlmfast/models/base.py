@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ _KINDS = {"full_attention", "sliding_attention", *_STATES}
 # widest gap of NF4, 0.15 (Dettmers et al. 2023, arXiv 2305.14314), and its scales are per block.
 _QUANTIZED = 0.25
 _LAYOUTS = 64  # images whose layouts are kept; a frame of a video is one
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ProcessorMixin
@@ -198,7 +199,7 @@ class Adapter:
         self.pool = BufferPool()  # cache buffers, reused by later requests
         self.decoding = "auto"  # how decode steps run, see `VLM`
         self.kept: dict[Hashable, Any] = {}  # state of the engine between requests
-        self._layouts: OrderedDict[Hashable, TokenLayout] = OrderedDict()
+        self._layouts: OrderedDict[Hashable, Any] = OrderedDict()
 
         self._check_devices()
         # Steps of modules that accelerate loads or moves for each call cannot be captured.
@@ -909,14 +910,31 @@ class Adapter:
         *about
             What else it depends on.
         """
-        key, known = (item, geometry, about, self.device), self._layouts
-        if (layout := known.pop(key, None)) is None:
+
+        def read() -> TokenLayout:
             layout = make().to(self.device)
-            _ = layout.on_host  # read now, and known for all later images
-        known[key] = layout
+            _ = layout.on_host  # now, and known for all later images
+            return layout
+
+        return self._made_once((item, geometry, about), read)
+
+    def cells_of(self, geometry: ItemGeometry) -> Tensor | None:
+        """`cells` on the device, made once."""
+
+        def copied() -> Tensor | None:
+            cells = self.cells(geometry)
+            return None if cells is None else cells.to(self.device)
+
+        return self._made_once(("cells", geometry), copied)
+
+    def _made_once(self, about: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns, which is kept for later images of the same size."""
+        key, known = (about, self.device), self._layouts
+        found: T = known.pop(key) if key in known else make()
+        known[key] = found
         if len(known) > _LAYOUTS:
             known.popitem(last=False)
-        return layout
+        return found
 
     def view_layout(
         self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry
