@@ -70,7 +70,7 @@ from vlmfast.core.drafting import (
     ViewDrafter,
 )
 from vlmfast.core.kv import KV
-from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.layout import TokenLayout, VisualTokens, marked_rows
 from vlmfast.core.params import param
 from vlmfast.core.protocols import (
     CacheStage,
@@ -220,11 +220,44 @@ class TopK(CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        visual = kv.visual & kv.valid
-        counts = (self.keep * visual.sum(1)).long().clamp(min=1)
+        visual, layout = kv.visual & kv.valid, kv.layout
+        of = visual.sum(1) if layout is None else torch.tensor([layout.visuals] * len(visual))
+        wanted = (self.keep * of).long().clamp(min=1)
         assert stats is not None and stats.sum is not None
         scores = stats.sum.sum(1).masked_fill(~visual, -torch.inf)
-        return kv.select_mask((best(scores, counts) & visual) | (~kv.visual & kv.valid))
+        chosen = best(scores, wanted if layout is None else wanted.tolist()) & visual
+        counts = None if layout is None else (len(layout) - of + wanted.minimum(of)).tolist()
+        return kv.select_mask(chosen | (~kv.visual & kv.valid), counts)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens that the view's method has kept.
+
+    Parameters
+    ----------
+    order : Tensor, int64, (K,)
+        Ascending; with or without the text, all of which is kept.
+    visuals, of : int
+        How many visual ones there are, and of how many.
+    """
+
+    order: Tensor
+    visuals: int
+    of: int
+
+    def among(self, order: Tensor) -> Tensor:
+        """Whether tokens are among these, bool, of the shape of ``order``."""
+        if not len(self.order):
+            return torch.zeros_like(order, dtype=torch.bool)
+        at = torch.searchsorted(self.order, order.contiguous()).clamp(max=len(self.order) - 1)
+        return self.order[at] == order
+
+    def left(self, layout: TokenLayout | None) -> int | None:
+        """How many rows of a layout, text included, are kept, where the host knows it."""
+        if layout is None or layout.visuals != self.of:  # others have dropped some since
+            return None
+        return len(layout) - self.of + self.visuals
 
 
 @dataclass(frozen=True)
@@ -257,8 +290,9 @@ class KeptTokens(Part, EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        kept = self.of.selects.reduce(tokens, stats, request)
-        request.notes.setdefault(self.name, {})["kept"] = kept.layout.order
+        order = self.of.selects.reduce(tokens, stats, request).layout.order
+        kept = Kept(order, len(order), len(tokens))
+        request.notes.setdefault(self.name, {})["kept"] = kept
         return tokens
 
 
@@ -289,17 +323,20 @@ class KeptRows(Part, PrefillStage):
     def select_tokens(self, context: PrefillContext, layer: int) -> None:
         notes, layout = context.notes.setdefault(self.name, {}), context.layout
         rows = torch.arange(len(layout), device=layout.device)
-        if "kept" in notes:
-            rows = rows[torch.isin(layout.order, notes["kept"])]
+        if (kept := notes.get("kept")) is not None:
+            rows = marked_rows(kept.among(layout.order) | ~layout.visual, kept.left(layout))
+        visuals = len(rows) - (len(layout) - layout.visuals)
         own = replace(
             context,
-            layout=layout.select(rows),
+            layout=layout.select(rows).counted(visuals),
             notes=notes.setdefault("state", {}),
             stats={at: found.index_select(-1, rows) for at, found in context.stats.items()},
             hidden=None if context.hidden is None else context.hidden.index_select(0, rows),
         )
         left = self.of.selects.select_tokens(own, layer)
-        notes["kept"] = layout.order[rows if left is None else rows[left]]
+        rows = rows if left is None else rows[left]
+        visuals = len(rows) - (len(layout) - layout.visuals)
+        notes["kept"] = Kept(layout.order[rows], visuals, layout.visuals)
 
 
 @dataclass(frozen=True)
@@ -320,11 +357,12 @@ class KeptSlots(Part, CacheStage):
     ) -> KV:
         notes = context.notes.setdefault(self.name, {})
         if not self.of.follows_attention:
-            kept = numbered(kv).select_mask(
-                kv.valid & (torch.isin(kv.order, notes["kept"]) | ~kv.visual)
-                if "kept" in notes
-                else kv.valid
-            )
+            mask, counts = kv.valid, kv.counts
+            if (noted := notes.get("kept")) is not None:
+                mask = mask & (noted.among(kv.order) | ~kv.visual)
+                left = noted.left(kv.layout)
+                counts = None if left is None else (left,) * len(mask)
+            kept = numbered(kv).select_mask(mask, counts)
         else:
             # The slots are only selected; none is rotated.
             own = replace(context, notes=notes.setdefault("state", {}), rotate=None)
@@ -397,10 +435,10 @@ class Chain(ViewDrafter):
         for depth in range(1, min(budget.depth, self.stage.steps) + 1):
             if self.view is None:
                 break
-            logits = (yield chain[-1]).float()
-            logits[list(self.target.banned)] = -float("inf")
-            chain.append(int(budget.rank(logits[None], depth)[0].argmax()))
-            if float(logits.softmax(-1)[chain[-1]]) < self.stage.confidence:
+            logits = yield chain[-1]
+            token, probability = self.target.likeliest(logits, budget, depth)
+            chain.append(token)
+            if probability < self.stage.confidence:
                 break
         return Tree.chain(chain)
 
