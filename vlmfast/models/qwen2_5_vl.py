@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -230,8 +229,7 @@ class FamilyAdapter(Adapter):
         }
         parts = [next(features[kind]) for kind in kinds]
         layouts = [
-            self.layout_of(i, geometry, partial(self._layout, i, geometry))
-            for i, geometry in enumerate(context.items)
+            self.copied(self._layout(i, geometry)) for i, geometry in enumerate(context.items)
         ]
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
@@ -296,7 +294,7 @@ class FamilyAdapter(Adapter):
 
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(rows * columns, device=self.device)
+        raster = torch.arange(rows * columns, device="cpu")
         none = torch.zeros_like(raster)
         kind = torch.full_like(raster, int(self.kind))
         return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)
