@@ -916,7 +916,12 @@ class Adapter:
             _ = layout.on_host  # now, and known for all later images
             return layout
 
-        return self._made_once((item, geometry, about), read)
+        return self._made_once((item, geometry, about, self._center_crop), read)
+
+    @property
+    def _center_crop(self) -> bool:
+        """Whether the processor cuts off the longer side of an image, which `view_box` needs."""
+        return bool(getattr(self.processor.image_processor, "do_center_crop", False))
 
     def cells_of(self, geometry: ItemGeometry) -> Tensor | None:
         """`cells` on the device, made once."""
@@ -966,9 +971,8 @@ class Adapter:
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Corner (top left) and size (N, 2) of each token's tile, (x, y) fractions of the image."""
         height, width = geometry.size
-        crop = getattr(self.processor.image_processor, "do_center_crop", False)
         short = min(height, width)
-        share = [short / width, short / height] if crop else [1.0, 1.0]
+        share = [short / width, short / height] if self._center_crop else [1.0, 1.0]
         size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
 

@@ -98,7 +98,7 @@ class FamilyAdapter(LlavaNext):
             for i, of in zip(framed, self.frames(inputs), strict=True):
                 item, n = context.items[i], len(of)
                 make = partial(self._frame, i, item, n)
-                features[i], layouts[i] = of, self.layout_of(i, item, make, n)
+                features[i], layouts[i] = of, self.layout_of(i, item, make, n, self._frame_crop)
             for before, now in zip(first, (context.stats, context.keys), strict=True):
                 for layer, of in before.items():
                     now[layer] = torch.cat([of, now[layer]])
@@ -134,13 +134,17 @@ class FamilyAdapter(LlavaNext):
         y, x = (raster // columns).clamp(max=rows - 1), raster % columns
         return self.view_layout(torch.zeros_like(raster), y, x, kind, item, geometry)
 
+    @property
+    def _frame_crop(self) -> bool:
+        """Whether the processor cuts off the longer side of a frame."""
+        return bool(getattr(self.processor.video_processor, "do_center_crop", False))
+
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         if geometry.tiles != (0, 0):
             return super().view_box(geometry, tile)
         # The center of the frame, or the whole frame resized.
         height, width = geometry.size
-        crop = getattr(self.processor.video_processor, "do_center_crop", False)
         short = min(height, width)
-        share = [short / width, short / height] if crop else [1.0, 1.0]
+        share = [short / width, short / height] if self._frame_crop else [1.0, 1.0]
         size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
