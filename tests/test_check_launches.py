@@ -154,6 +154,33 @@ def test_nothing_is_read_layer_by_layer(counted: dict[str, Any]) -> None:
     assert sum(plain.places[place] for place in own) <= 8
 
 
+# Reads of this package before the first token: the ids of the prompt, their copy to the device, the
+# pixels and weights that identify an image's features, the first token, and what a method adds.
+SHARED = 5
+MORE = {
+    "none": 0, "crops:0.5": 3, "tome": 2, "mustdrop": 4, "flashvid": 0, "catp": 3, "sparsevlm": 2,
+    "prumerge-plus": 2, "hired": 3, "random": 2, "visionzip": 2, "prumerge": 1, "mmtok": 1,
+    "dart": 2, "downsample": 1, "grid": 1, "scope": 0, "divprune": 0, "fastv": 0, "pyramiddrop": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crops() -> Iterator[tuple[Any, Any, Watch]]:
+    with pretended(kernels=True) as watch, counted_kernels(watch):
+        model, processor = tiny_models.build_llava_next(layers=4)
+        model.to("cuda")
+        yield model, processor, watch
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("recipe", MORE)
+def test_reads_of_a_method(crops: tuple[Any, Any, Watch], recipe: str) -> None:
+    model, processor, watch = crops
+    found = count(VLM(model, processor, decoding="eager"), recipe, watch, SIZE)
+    own = {place: n for place, n in found.places.items() if place.startswith("vlmfast.")}
+    assert sum(own.values()) == SHARED + MORE[recipe], own
+
+
 def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
     plain = counted["plain"]
     *blocks, last = plain.blocks

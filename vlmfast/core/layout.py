@@ -115,6 +115,11 @@ class TokenLayout:
         vars(self).update(visuals=visuals, run=run)
         return self
 
+    def seen(self, on_host: Tensor) -> TokenLayout:
+        """This layout, whose `on_host` is known."""
+        vars(self)["on_host"] = on_host
+        return self
+
     def visual_rows(self) -> Tensor:
         """Indices of the `visual` rows, int64, (`visuals`,), ascending."""
         return marked_rows(self.visual, self.visuals)
@@ -176,7 +181,7 @@ class TokenLayout:
             }
         )
         if all("on_host" in vars(layout) for layout in layouts):
-            vars(made)["on_host"] = torch.cat([layout.on_host for layout in layouts], dim=1)
+            made.seen(torch.cat([layout.on_host for layout in layouts], dim=1))
         return made
 
     @staticmethod
@@ -300,7 +305,7 @@ class VisualTokens:
     def marked(self, mask: Tensor, known: Tensor) -> VisualTokens:
         """The tokens that a mask marks, bool, (N,), which is ``known`` on the host."""
         tokens = self.select(marked_rows(mask, int(known.sum())))
-        vars(tokens.layout)["on_host"] = self.layout.on_host[:, known]
+        tokens.layout.seen(self.layout.on_host[:, known])
         return tokens
 
     def parts(self) -> list[tuple[int, VisualTokens]]:
@@ -310,5 +315,5 @@ class VisualTokens:
             return [(items[0][0], self)]
         found = [(item, self.select(index)) for item, index in items]
         for item, tokens in found:
-            vars(tokens.layout)["on_host"] = known[:, known[1] == item]
+            tokens.layout.seen(known[:, known[1] == item])
         return found

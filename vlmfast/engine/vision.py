@@ -241,9 +241,11 @@ def place(
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
     if any(item.video >= 0 for item in items):
-        frames = torch.tensor([item.video >= 0 for item in items], device=order.device)
-        in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
-        layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
+        known = layout.on_host.clone()
+        of_video = torch.tensor([item.video >= 0 for item in items])[known[1].long()]
+        known[0, of_video & (known[0] == Kind.IMAGE)] = int(Kind.VIDEO)
+        kind = known[0].to(layout.device, torch.uint8)
+        layout = layout.replace(kind=kind).seen(known)
     layout.counted(len(layout))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
