@@ -56,7 +56,7 @@ class Target:
         """The best token at ``depth`` by logits (V,), and its probability; read at once."""
         logits = logits.float()
         for token in self.banned:
-            logits[token] = -torch.inf
+            logits[token].fill_(-torch.inf)
         best = budget.rank(logits[None], depth)[0].argmax()[None]
         probability = logits.softmax(-1).index_select(0, best)
         token, probable = torch.cat([best.double(), probability.double()]).tolist()

@@ -49,6 +49,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -411,12 +412,13 @@ class Chain(ViewDrafter):
         self.stage, self.target = stage, target
         noted = target.notes.get("layers")
         self.visual: list[Tensor] = []
+        self.known: list[Known] = []
         if noted:
             layers = [_of_layer(noted, layer) for layer in range(target.depth)]
-            least = torch.stack([start.min() for _, _, start, _ in layers]).tolist()
+            self.known = Known.of(layers)
             self.view = tuple(
-                SlotList(slots, counts, start, (int(first),))
-                for (slots, counts, start, _), first in zip(layers, least, strict=True)
+                SlotList(slots, counts, start, (min(known.start),))
+                for (slots, counts, start, _), known in zip(layers, self.known, strict=True)
             )
             self.visual = [visual for *_, visual in layers]
         self.asked = {} if self.view is None else KeptSlots(stage).text_stats(target.depth)
@@ -456,23 +458,76 @@ class Chain(ViewDrafter):
         visual, start = self.visual[layer], self.view[layer].start
         n = visual.shape[1]
         slots = torch.arange(n, device=keys.device).expand(len(keys), -1)
+        known, context = self.known[layer], self._context(layer)
         kv = KV(keys[:, :n], values[:, :n], slots, slots, visual, start)
+        kv = kv.counted(known.start, context.layout if known.whole(n) else None)
         stats = columns(attention[..., :n], self.asked[layer], len(keys))
-        context = self._context(visual)
         method = self.stage.selects
         assert isinstance(method, CacheStage)  # others do not ask for attention
         kept = method.compress(context, layer, kv, stats)
         self.kept.append(indices(kept))
         if len(self.kept) == len(self.view):
-            final = method.finish(self._context(visual), self.kept)
+            final = method.finish(context, self.kept)
             pairs = zip(final, self.view, strict=True)
             self.view = tuple(SlotList(*chosen(kv), old.start, old.least) for kv, old in pairs)
             self.kept = []
 
-    def _context(self, visual: Tensor) -> PrefillContext:
+    def _context(self, layer: int) -> PrefillContext:
+        visual = self.visual[layer]
         order = torch.arange(visual.shape[1], device=visual.device)
         layout = TokenLayout.text(order, order[None]).replace(kind=visual[0].to(torch.uint8))
+        layout = layout.counted(self.known[layer].visuals)
         return PrefillContext(layout, depth=self.target.depth, notes=self.state)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of the prompt's slots in a layer.
+
+    Parameters
+    ----------
+    start : tuple of int
+        How many there are in each KV head.
+    visuals : int
+        How many of the first head's belong to visual tokens.
+    alike : bool
+        Whether the same slots do so in all heads.
+    """
+
+    start: tuple[int, ...]
+    visuals: int
+    alike: bool
+
+    @staticmethod
+    def of(layers: list[tuple[Tensor, ...]]) -> list[Known]:
+        """Of the notes of all layers, read at once.
+
+        Raises
+        ------
+        VLMFastError
+            Where a note is damaged.
+        """
+        home, rows = layers[0][2].device, []
+        for slots, counts, start, visual in layers:
+            wrong = (counts > slots.shape[1]).any() | (start > visual.shape[1]).any()
+            alike = (visual == visual[:1]).all()
+            rows += [torch.stack([wrong.long(), alike.long(), visual[0].sum()]), start]
+        numbers = iter(torch.cat([row.to(home) for row in rows]).tolist())
+        found = []
+        for layer, (_, _, start, _) in enumerate(layers):
+            wrong, alike, visuals = islice(numbers, 3)
+            if wrong:
+                raise _damaged(layer)
+            found.append(Known(tuple(islice(numbers, len(start))), visuals, bool(alike)))
+        return found
+
+    def whole(self, slots: int) -> bool:
+        """Whether all heads have the same tokens in ``slots`` slots."""
+        return self.alike and set(self.start) == {slots}
+
+
+def _damaged(layer: int) -> VLMFastError:
+    return VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
 
 
 def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor, ...]:
@@ -480,10 +535,8 @@ def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor,
     note = noted.get(layer, ())
     whole = len(note) == 4 and all(isinstance(x, Tensor) for x in note)
     if not whole or [x.dim() for x in note] != [2, 1, 1, 2] or len({len(x) for x in note}) != 1:
-        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
+        raise _damaged(layer)
     slots, counts, start, visual = note
-    if bool((counts > slots.shape[1]).any() | (start > visual.shape[1]).any()):
-        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
     return slots.long(), counts.long(), start.long(), visual.bool()
 
 

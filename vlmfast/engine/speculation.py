@@ -336,13 +336,16 @@ class Speculation:
             return
         lengths = self.sequence.prompt_slots
         assert lengths is not None
-        for layer, (part, length) in enumerate(zip(view, lengths, strict=True)):
+        found = []
+        for part, length in zip(view, lengths, strict=True):
             used = torch.arange(part.slots.shape[1], device=length.device) < part.counts[:, None]
             wrong = used & ((part.slots < 0) | (part.slots >= part.start[:, None]))
-            if bool(wrong.any() | (part.start > length).any()):
+            found.append(wrong.any() | (part.start > length).any())
+        for layer, bad in enumerate(torch.stack(found).tolist()):  # read at once
+            if bad:
                 raise VLMFastError(
                     f"{self.names}: the view of layer {layer} is of another cache: it has slots "
-                    f"beyond the {int(length.max())} of this prompt"
+                    f"beyond the {int(lengths[layer].max())} of this prompt"
                 )
 
     def _catch_up(self) -> None:
