@@ -149,14 +149,22 @@ class FamilyAdapter(Shaped):
         return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features, layouts, of_view = [], [], self.encoded(inputs)
-        for i, item in enumerate(context.items):
+        of_view = self.encoded(inputs)
+        # The tiles, and then the whole image, as in `layouts`.
+        features = [torch.cat(of_view[slice(*item.views)]) for item in context.items]
+        stats = VisionStats(context.items, {})
+        layouts = self.layouts(inputs, context.items)
+        return Encoded(features, layouts, stats, [()] * len(features))
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        found = []
+        for i, item in enumerate(items):
             *tiles, whole = range(*item.views)
             views = (*enumerate(tiles, 1), (0, whole))
-            features.append(torch.cat([of_view[view] for _, view in views]))
-            layouts.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
-        stats = VisionStats(context.items, {})
-        return Encoded(features, layouts, stats, [()] * len(features))
+            found.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
+        return found
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
         *tiles, whole = range(*item.views)

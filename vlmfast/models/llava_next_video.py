@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -83,30 +84,46 @@ class FamilyAdapter(LlavaNext):
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
-        layouts: dict[int, TokenLayout] = {}
-        has_video = self.video_tensors[0] in inputs
-        framed = [i for i, item in enumerate(context.items) if has_video and item.video >= 0]
-        alone = [i for i in range(len(context.items)) if i not in framed]
+        alone, framed = self._kinds(inputs, context.items)
         if alone:
-            for n, (i, of) in enumerate(zip(alone, self.images(inputs), strict=True)):
-                size = inputs["image_sizes"][n : n + 1].cpu()
-                features[i], layouts[i] = of, self._kept_layout(i, context.items[i], size)
+            features |= zip(alone, self.images(inputs), strict=True)
         first = dict(context.stats), dict(context.keys)
         if framed:
             context.stats.clear()
             context.keys.clear()
-            for i, of in zip(framed, self.frames(inputs), strict=True):
-                item, n = context.items[i], len(of)
-                make = partial(self._frame, i, item, n)
-                features[i], layouts[i] = of, self.layout_of(i, item, make, n)
+            features |= zip(framed, self.frames(inputs), strict=True)
             for before, now in zip(first, (context.stats, context.keys), strict=True):
                 for layer, of in before.items():
                     now[layer] = torch.cat([of, now[layer]])
         order = range(len(context.items))
         stats = self.patch_stats(context, self.patches())
-        return Encoded(
-            [features[i] for i in order], [layouts[i] for i in order], stats, [()] * len(order)
-        )
+        layouts = self.layouts(inputs, context.items)
+        return Encoded([features[i] for i in order], layouts, stats, [()] * len(order))
+
+    def _kinds(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> tuple[list[int], list[int]]:
+        """Indices of the images, and of the frames of videos."""
+        has_video = self.video_tensors[0] in tensors
+        framed = [i for i, item in enumerate(items) if has_video and item.video >= 0]
+        return [i for i in range(len(items)) if i not in framed], framed
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        alone, framed = self._kinds(tensors, items)
+        found: dict[int, TokenLayout] = {}
+        for n, i in enumerate(alone):
+            size = tensors["image_sizes"][n : n + 1].cpu()
+            found[i] = self._kept_layout(i, items[i], size)
+        for i in framed:
+            n = self.frame_tokens(items[i])
+            found[i] = self.layout_of(i, items[i], partial(self._frame, i, items[i], n), n)
+        return [found[i] for i in range(len(items))]
+
+    def frame_tokens(self, item: ItemGeometry) -> int:
+        """Tokens of a frame of a video."""
+        return math.prod(item.patches)
 
     def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each image, packed."""
