@@ -12,8 +12,9 @@ from torch import Tensor
 
 from helpers_layout import REQUEST, image_arguments, make_image, prompt
 from vlmfast import Recipe, RecipeError
-from vlmfast.compressors.groups import MOST, together
+from vlmfast.compressors.groups import together
 from vlmfast.compressors.tokens.divprune import DivPrune
+from vlmfast.core.counting import MOST
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.statistics import VisionStats
 

@@ -115,7 +115,7 @@ def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM, recipe: A
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("mmtok:0.2", "depends on the question"),
+        ("mmtok:0.2", "reads the question"),
         ("elastic:branch=pool", "trained"),
         ("tome:0.5", "tome acts in the in-encoder step"),
         ("hired:0.2+snapkv:0.5", "snapkv acts in the cache step"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vlmfast.api.overlays import overlay
     from vlmfast.api.session import Session
     from vlmfast.api.vlm import VLM, methods
-    from vlmfast.core.exact import exact_count
+    from vlmfast.core.exact import exact_count, exact_counts
     from vlmfast.core.recipe import Recipe
     from vlmfast.core.weights import StageWeights
     from vlmfast.engine.handle import Handle
@@ -44,6 +44,7 @@ _HOMES = {
     "Session": "api.session",
     "overlay": "api.overlays",
     "exact_count": "core.exact",
+    "exact_counts": "core.exact",
     "Recipe": "core.recipe",
     "StageWeights": "core.weights",
     "VLMFastError": "errors",
@@ -89,6 +90,7 @@ __all__ = [
     "__version__",
     "attach",
     "exact_count",
+    "exact_counts",
     "methods",
     "overlay",
 ]

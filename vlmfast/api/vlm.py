@@ -25,7 +25,7 @@ from .generation import DEFAULT_NEW_TOKENS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-    from vlmfast.core.counting import ImageLayout
+    from vlmfast.core.counting import ImageLayout, VideoLayout
     from vlmfast.engine.engine import Engine
     from vlmfast.engine.handle import Handle
     from vlmfast.engine.prefix_cache import PrefixCache
@@ -212,6 +212,8 @@ class VLM:
     def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
         """The visual tokens of an image, from its size; for `exact_count`.
 
+        The processor runs on a blank image, and the model does not run.
+
         Parameters
         ----------
         size : (int, int)
@@ -221,10 +223,36 @@ class VLM:
 
         Raises
         ------
-        ModelError
-            For families other than LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision.
+        VLMFastError
+            `MediaError` for a size that an image cannot have, `ModelError` if the family comes
+            from another package and does not define the layouts of its tokens.
         """
-        return self.adapter.image_layout(size, alone=alone)
+        from .layouts import image_layout
+
+        return image_layout(self.adapter, size, alone)
+
+    def video_layout(
+        self, size: tuple[int, int], frames: int, *, fps: float | None = None
+    ) -> VideoLayout:
+        """The visual tokens of a video, from its size; for `exact_count` and `exact_counts`.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width of each frame in pixels.
+        frames : int
+            How many are read.
+        fps : float, optional
+            Their rate, one per second by default. The number of tokens does not depend on it.
+
+        Raises
+        ------
+        VLMFastError
+            As of `image_layout`.
+        """
+        from .layouts import video_layout
+
+        return video_layout(self.adapter, size, frames, fps)
 
     # --- questions -------------------------------------------------------------------------------
 

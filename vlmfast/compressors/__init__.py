@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = public_names(
             "ColumnRequest ColumnStats ItemGeometry StatRequest VisionStats"
         ),
         "vlmfast.core.saliency": "Saliency SaliencyRequest",
-        "vlmfast.core.counting": "ImageLayout TokenCount existing inexact newlines",
+        "vlmfast.core.counting": "ImageLayout TokenCount VideoLayout existing inexact newlines",
         "vlmfast.core.kv": "KV",
         "vlmfast.core.training": "Outcome Training",
         "vlmfast.core.views": (

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vlmfast.core.counting import runs
 from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.statistics import ItemGeometry
-
-MOST = 8192  # tokens in one similarity matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,21 +58,14 @@ class Group:
 def groups_of(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Group]:
     """The tokens of each image and of each video.
 
-    A video of more than `MOST` tokens is split into runs of frames of at most `MOST` tokens.
+    A long video is split as `counting.runs` describes.
     """
-    found: list[Group] = []
-    size, last = 0, -1
-    numbers, counts = tokens.layout.on_host[1].unique(return_counts=True)
-    for item, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        video = items[item].video
-        size += count
-        if video != last or video < 0 or size > MOST:
-            found.append(Group(tokens, item, item))
-            size = count
-        else:
-            found[-1] = Group(tokens, found[-1].first, item)
-        last = video
-    return found
+    numbers, sizes = (x.tolist() for x in tokens.layout.on_host[1].unique(return_counts=True))
+    found: dict[int, Group] = {}
+    for run, item in zip(runs([items[i].video for i in numbers], sizes), numbers, strict=True):
+        first = found[run].first if run in found else item
+        found[run] = Group(tokens, first, item)
+    return list(found.values())
 
 
 def together(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Tensor]:

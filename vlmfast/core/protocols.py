@@ -175,6 +175,7 @@ class EncodeStage(Stage):
     positions = "keep"
     wants_cls = False  # whether `reduce` reads ``stats.cls``
     wants_digest = False  # whether it reads ``stats.items[i].digest``
+    joins_frames = False  # whether it reduces the frames of a video together, see `counting.runs`
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         """Vision layer index (0 .. depth-1) to the rows that `reduce` reads."""
@@ -186,6 +187,8 @@ class EncodeStage(Stage):
 
     def tokens_left(self, before: TokenCount) -> TokenCount:
         """How many tokens of an image `reduce` leaves, from counts before it alone.
+
+        With `joins_frames`, also of frames of a video that are reduced together.
 
         Raises
         ------

@@ -39,7 +39,7 @@ __getattr__, __dir__, __all__ = public_names(
         "vlmfast.models.mistral3": "Shaped",
         "vlmfast.models._media": "Media runs square_views tiling without_placeholders",
         "vlmfast.core.contexts": "VisionContext",
-        "vlmfast.core.counting": "ImageLayout",
+        "vlmfast.core.counting": "ImageLayout VideoLayout",
         "vlmfast.core.layout": "Kind Numbering TokenLayout",
         "vlmfast.core.saliency": "SaliencyRequest to_tokens window_order",
         "vlmfast.core.statistics": "ItemGeometry VisionStats",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.contexts import VisionContext
-from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, Numbering, TokenLayout
 from vlmfast.core.placement import device_of, devices_of, hooked
 from vlmfast.core.saliency import SaliencyRequest, to_tokens
@@ -207,7 +206,7 @@ class Adapter:
 
     @classmethod
     def without_weights(cls, config: Any, processor: Any) -> Self:
-        """An adapter that knows only sizes: for `image_layout`.
+        """An adapter that knows only sizes: for `items` and `layouts`, on the CPU.
 
         Parameters
         ----------
@@ -224,24 +223,26 @@ class Adapter:
         """The methods of a model, without weights, that arrange the features of an image."""
         return None
 
-    def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
-        """The visual tokens of one image, from its size.
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        """The visual tokens of a prompt, item by item, as `Encoded.layouts`; no pixel is read.
 
         Parameters
         ----------
-        size : (int, int)
-            Height and width in pixels.
-        alone : bool
-            Whether it is the only image of its prompt: some families do not crop several.
+        tensors : dict of str to Tensor
+            The processor's output.
+        items : tuple of ItemGeometry
+            The result of `items`.
 
         Raises
         ------
         ModelError
-            If the family does not support it.
+            If the family does not define it.
         """
         raise ModelError(
-            f"the visual tokens of {self.config.model_type} cannot be counted from the size of an "
-            "image; supported are llava, llava_next and llava_onevision"
+            f"the family {self.config.model_type} does not define layouts(), so its visual tokens "
+            "cannot be counted before they are encoded"
         )
 
     def examine(self) -> None:

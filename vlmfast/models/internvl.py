@@ -54,10 +54,13 @@ class Tiled(Adapter):
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         views = self.features(inputs)
         parts = [views[slice(*item.views)].flatten(0, 1) for item in context.items]
-        layouts = [
-            self.copied(self._layout(i, geometry)) for i, geometry in enumerate(context.items)
-        ]
+        layouts = self.layouts(inputs, context.items)
         return Encoded(parts, layouts, self.patch_stats(context, self.patches()), [()] * len(parts))
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
         *crops, whole = range(*item.views)

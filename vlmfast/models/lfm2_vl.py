@@ -149,14 +149,23 @@ class FamilyAdapter(Shaped):
         return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features, layouts, of_view = [], [], self.encoded(inputs)
-        for i, item in enumerate(context.items):
+        of_view = self.encoded(inputs)
+        # The tiles, and then the whole image, as in `layouts`.
+        features = [torch.cat(of_view[slice(*item.views)]) for item in context.items]
+        stats = VisionStats(context.items, {})
+        layouts = self.layouts(inputs, context.items)
+        return Encoded(features, layouts, stats, [()] * len(features))
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        found = []
+        for i, item in enumerate(items):
             *tiles, whole = range(*item.views)
             views = (*enumerate(tiles, 1), (0, whole))
-            features.append(torch.cat([of_view[view] for _, view in views]))
-            layouts.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
-        stats = VisionStats(context.items, {})
-        return Encoded(features, layouts, stats, [()] * len(features))
+            own = TokenLayout.cat([self._layout(i, item, *of) for of in views])
+            found.append(self.copied(own))
+        return found
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
         *tiles, whole = range(*item.views)
@@ -168,10 +177,11 @@ class FamilyAdapter(Shaped):
     def _layout(self, number: int, item: ItemGeometry, tile: int, view: int) -> TokenLayout:
         """Layout of the tokens of one view."""
         own = replace(item, patches=_grid(item, view))
-        y, x = spread(own.patches, own.patches, self.device).unbind(1)
+        host = torch.device("cpu")
+        y, x = spread(own.patches, own.patches, host).unbind(1)
         kind = torch.full_like(y, int(self.kind))
         layout = self.view_layout(torch.full_like(y, tile), y, x, kind, number, own)
-        place = spread(own.patches, item.patches, self.device)
+        place = spread(own.patches, item.patches, host)
         grid = torch.cat([torch.zeros_like(place[:, :1]), place], dim=1)
         return layout.replace(
             grid=grid.to(torch.int32), view=torch.full_like(y, view, dtype=torch.int32)

@@ -38,20 +38,26 @@ class FamilyAdapter(Completed):
                 f"it does not belong to a {self.config.model_type} model"
             )
         features = self.image_features(pixels)
-        n = len(features[0])
-        layouts = [
-            self.copied(self._raster(i, geometry, n)) for i, geometry in enumerate(context.items)
-        ]
+        layouts = self.layouts(inputs, context.items)
         rows, columns = context.items[0].patches
         stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
 
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        n = self._tokens(items[0])
+        return [self.copied(self._raster(i, geometry, n)) for i, geometry in enumerate(items)]
+
     def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of one image, from its size; without a processor."""
         (geometry,) = self.geometry([size])
+        return ImageLayout.of(geometry, self._raster(0, geometry, self._tokens(geometry)))
+
+    def _tokens(self, geometry: ItemGeometry) -> int:
         rows, columns = geometry.patches
-        first = self.specials() - (self.config.vision_feature_select_strategy == "default")
-        layout = self._raster(0, geometry, rows * columns + first)
-        return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
+        cut = self.config.vision_feature_select_strategy == "default"
+        return rows * columns + self.specials() - cut
 
     def _raster(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
         """The ``n`` tokens of one view, in host memory."""

@@ -27,15 +27,21 @@ class FamilyAdapter(Completed):
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"].cpu()
-        strategy = self.config.vision_feature_select_strategy
         features = self.image_features(pixels, image_sizes)
-        layouts = [
-            self.copied(self._layout(i, geometry, image_sizes[i : i + 1], strategy))
-            for i, geometry in enumerate(context.items)
-        ]
+        layouts = self.layouts(inputs, context.items)
         rows, columns = context.items[0].patches
         stats = self.patch_stats(context, rows * columns)
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        sizes = tensors["image_sizes"].cpu()
+        strategy = self.config.vision_feature_select_strategy
+        return [
+            self.copied(self._layout(i, item, sizes[i : i + 1], strategy))
+            for i, item in enumerate(items)
+        ]
 
     def parts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
@@ -90,10 +96,18 @@ class FamilyAdapter(Completed):
         return Packing(config, LlavaNextModel.pack_image_features)
 
     def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
+        """The visual tokens of one image, from its size; without a processor.
+
+        Parameters
+        ----------
+        size : (int, int)
+            Height and width in pixels.
+        alone : bool
+            Whether it is the only image of its prompt: some families do not crop several.
+        """
         geometry = self.geometry([size] if alone else [size, size])[0]
         strategy = self.config.vision_feature_select_strategy
-        layout = self._layout(0, geometry, torch.tensor([size]), strategy)
-        return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
+        return ImageLayout.of(geometry, self._layout(0, geometry, torch.tensor([size]), strategy))
 
     def _layout(
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str

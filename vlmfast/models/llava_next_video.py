@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -82,31 +83,46 @@ class FamilyAdapter(LlavaNext):
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
-        layouts: dict[int, TokenLayout] = {}
-        strategy = self.config.vision_feature_select_strategy
-        has_video = self.video_tensors[0] in inputs
-        framed = [i for i, item in enumerate(context.items) if has_video and item.video >= 0]
-        alone = [i for i in range(len(context.items)) if i not in framed]
+        alone, framed = self._kinds(inputs, context.items)
         if alone:
-            for n, (i, of) in enumerate(zip(alone, self.images(inputs), strict=True)):
-                size = inputs["image_sizes"][n : n + 1].cpu()
-                own = self._layout(i, context.items[i], size, strategy)
-                features[i], layouts[i] = of, self.copied(own)
+            features |= zip(alone, self.images(inputs), strict=True)
         first = dict(context.stats), dict(context.keys)
         if framed:
             context.stats.clear()
             context.keys.clear()
-            for i, of in zip(framed, self.frames(inputs), strict=True):
-                own = self._frame(i, context.items[i], len(of))
-                features[i], layouts[i] = of, self.copied(own)
+            features |= zip(framed, self.frames(inputs), strict=True)
             for before, now in zip(first, (context.stats, context.keys), strict=True):
                 for layer, of in before.items():
                     now[layer] = torch.cat([of, now[layer]])
         order = range(len(context.items))
         stats = self.patch_stats(context, self.patches())
-        return Encoded(
-            [features[i] for i in order], [layouts[i] for i in order], stats, [()] * len(order)
-        )
+        layouts = self.layouts(inputs, context.items)
+        return Encoded([features[i] for i in order], layouts, stats, [()] * len(order))
+
+    def _kinds(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> tuple[list[int], list[int]]:
+        """Indices of the images, and of the frames of videos."""
+        has_video = self.video_tensors[0] in tensors
+        framed = [i for i, item in enumerate(items) if has_video and item.video >= 0]
+        return [i for i in range(len(items)) if i not in framed], framed
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        alone, framed = self._kinds(tensors, items)
+        found: dict[int, TokenLayout] = {}
+        strategy = self.config.vision_feature_select_strategy
+        for n, i in enumerate(alone):
+            size = tensors["image_sizes"][n : n + 1].cpu()
+            found[i] = self._layout(i, items[i], size, strategy)
+        for i in framed:
+            found[i] = self._frame(i, items[i], self.frame_tokens(items[i]))
+        return [self.copied(found[i]) for i in range(len(items))]
+
+    def frame_tokens(self, item: ItemGeometry) -> int:
+        """Tokens of a frame of a video."""
+        return math.prod(item.patches)
 
     def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each image, packed."""

@@ -112,6 +112,10 @@ class FamilyAdapter(LlavaNextVideo):
             batch_num_images=inputs["batch_num_images"],
         )
 
+    def frame_tokens(self, item: ItemGeometry) -> int:
+        index, total = item.frame
+        return super().frame_tokens(item) + (index + 1 == total)  # a newline after the last
+
     def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         frames = super().frames(inputs)
         total, newline = inputs["pixel_values_videos"].shape[1], self.model.base_model.image_newline

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from vlmfast.core.contexts import VisionContext
+from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 
 from ._media import Media
@@ -122,16 +123,21 @@ class Shaped(Adapter):
         return padded
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features, layouts = self.encoded(inputs), []
-        for i, geometry in enumerate(context.items):
-            rows, columns = geometry.patches
-            raster = torch.arange(rows * columns, device=self.device)
-            none, kind = torch.zeros_like(raster), torch.full_like(raster, int(self.kind))
-            layouts.append(
-                self.view_layout(none, raster // columns, raster % columns, kind, i, geometry)
-            )
+        features, layouts = self.encoded(inputs), self.layouts(inputs, context.items)
         stats = VisionStats(context.items, {})
         return Encoded(features, layouts, stats, [()] * len(features))
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        found = []
+        for i, geometry in enumerate(items):
+            rows, columns = geometry.patches
+            raster = torch.arange(rows * columns, device="cpu")
+            none, kind = torch.zeros_like(raster), torch.full_like(raster, int(self.kind))
+            y, x = raster // columns, raster % columns
+            found.append(self.copied(self.view_layout(none, y, x, kind, i, geometry)))
+        return found
 
 
 class FamilyAdapter(Shaped):

@@ -231,11 +231,14 @@ class FamilyAdapter(Adapter):
             for kind in ("image", "video")
         }
         parts = [next(features[kind]) for kind in kinds]
-        layouts = [
-            self.copied(self._layout(i, geometry)) for i, geometry in enumerate(context.items)
-        ]
+        layouts = self.layouts(inputs, context.items)
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
+
+    def layouts(
+        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
+    ) -> list[TokenLayout]:
+        return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def _tower(
         self,

@@ -297,7 +297,7 @@ def test_other_families(families: dict[str, Path], family: str, recipe: str | No
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("mmtok:0.2", "depends on the question"),
+        ("mmtok:0.2", "reads the question"),
         ("hired:0.2+snapkv:0.5", "acts in the cache step"),
     ],
 )

@@ -131,6 +131,11 @@ def _check(config: Any, recipe: Recipe) -> None:
                     f"{part.name}: vLLM's attention knows no weights of merged tokens; use "
                     f"'{part.name}:proportional_attention=false'"
                 )
+            if part.query_dependent:
+                raise RecipeError(
+                    f"{part.name} reads the question; vLLM caches the tokens of an image for all "
+                    "questions"
+                )
             if part.vision_stats(built_blocks(config)):
                 raise RecipeError(f"{part.name} reads single vision blocks, which is not supported")
             for asked in part.saliencies():

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
+from vlmfast.core.counting import TokenCount, inexact
 from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import budget_param, param, positions_param
 from vlmfast.core.protocols import EncodeStage, PrefillStage
@@ -110,6 +111,21 @@ class Cover(Part, EncodeStage):
 
     name: ClassVar[str] = CATP.name
     query_dependent: ClassVar[bool] = True
+    joins_frames = True
+
+    def tokens_left(self, before: TokenCount) -> TokenCount:
+        """Newlines compete too."""
+        if self.of.budget is not None:
+            raise inexact(self.name, "the other images of the prompt and the depth of the model")
+        share = (1 + self.of.keep) / 2
+        if share == 1:
+            return before
+        k = self.count(before.total, share)
+        return before.left(k, k - (before.total - before.least), min(k, before.most))
+
+    def count(self, n: int, share: float) -> int:
+        """Tokens kept of ``n``."""
+        return max(1, int(round(n * share, 6)))
 
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
@@ -139,7 +155,7 @@ class Cover(Part, EncodeStage):
             rows = tokens.features[index].float()
             alike = (cosine(rows) + 1) / 2
             named = (cosine_similarity(rows, text.float().mean(0)[None]) + 1) / 2
-            k = max(1, int(round(len(index) * share, 6)))
+            k = self.count(len(index), share)
             kept.append(index[cover(alike, k, bonus=self.of.text * named)])
         return tokens.select(torch.cat(kept).sort().values)
 

@@ -52,6 +52,8 @@ class ClipRelevance(Reducer):
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2506.10967"
     other_model: ClassVar[bool] = True
     query_dependent: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    joins_frames = True
 
     keep: float = param(
         1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)

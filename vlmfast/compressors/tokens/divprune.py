@@ -55,6 +55,10 @@ class DivPrune(Reducer):
         former_choices={"clip": "video"},
     )
 
+    @property
+    def joins_frames(self) -> bool:  # type: ignore[override]  # of its settings
+        return self.across == "video"
+
     def count_left(self, before: TokenCount) -> TokenCount:
         """Newlines compete too: how many of them are kept depends on the content."""
         k = self.target(before)

@@ -104,6 +104,7 @@ class FlashVID(Guarded):
     name: ClassVar[str] = "flashvid"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2602.08024"
     exact: ClassVar[bool] = True
+    joins_frames = True
 
     keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
     alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)

@@ -62,6 +62,8 @@ class MMTok(Reducer):
     name: ClassVar[str] = "mmtok"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2508.18264"
     query_dependent: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    joins_frames = True
 
     keep: float = param(
         1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)

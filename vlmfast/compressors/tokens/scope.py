@@ -45,6 +45,7 @@ class SCOPE(Guarded):
     name: ClassVar[str] = "scope"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
     exact: ClassVar[bool] = True
+    joins_frames = True
 
     keep: float = param(
         1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
