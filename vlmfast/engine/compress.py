@@ -16,7 +16,7 @@ from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.kernels.col_stats import col_stats, column_sums
 from vlmfast.models.base import Adapter
 
-from .attention import attention_rows, span
+from .attention_maps import attention_rows, span
 from .cache import KVCache
 from .stats import Stats
 
