@@ -115,6 +115,11 @@ class TokenLayout:
         vars(self).update(visuals=visuals, run=run)
         return self
 
+    @property
+    def is_seen(self) -> bool:
+        """Whether `on_host` is known without reading the device."""
+        return "on_host" in vars(self)
+
     def seen(self, on_host: Tensor) -> TokenLayout:
         """This layout, whose `on_host` is known."""
         vars(self)["on_host"] = on_host
@@ -180,7 +185,7 @@ class TokenLayout:
                 for f in fields(TokenLayout)
             }
         )
-        if all("on_host" in vars(layout) for layout in layouts):
+        if all(layout.is_seen for layout in layouts):
             made.seen(torch.cat([layout.on_host for layout in layouts], dim=1))
         return made
 

@@ -905,8 +905,7 @@ class Adapter:
         if parts[0] is layout.order:
             return layout
         copy = TokenLayout(*parts)
-        vars(copy)["on_host"] = layout.on_host
-        return copy
+        return copy.seen(layout.on_host)
 
     def cells_of(self, geometry: ItemGeometry) -> Tensor | None:
         """`cells` on the device."""
@@ -919,7 +918,9 @@ class Adapter:
             return parts
         known = self._copies
         key = (self.device, *((p.dtype, p.shape, p.numpy().tobytes()) for p in parts))
-        found = known.pop(key, None) or tuple(p.to(self.device) for p in parts)
+        if (found := known.pop(key, None)) is None:
+            with torch.inference_mode(False):  # later calls may need gradients
+                found = tuple(part.to(self.device) for part in parts)
         known[key] = found
         if len(known) > _COPIES:
             known.popitem(last=False)
