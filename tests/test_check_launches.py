@@ -191,6 +191,53 @@ def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
     assert plain.step.launches > 0
 
 
+# What a method reads before the first token in addition to `none`, by function, in 4 layers.
+READ = {
+    "zipcache": {"engine.compress.rows": 1, "kernels.quantize_kv.fits": 1},
+    "kivi": {"kernels.quantize_kv.fits": 1},
+    "cake": {"compressors.layered.read": 1},
+    "vlcache": {"compressors.layered.read": 1},
+    "snapkv": {},
+    "h2o": {},
+    "zipvl": {
+        "compressors.prefill.zipvl.important": 4,
+        "compressors.prefill.zipvl._probes": 1,
+        "kernels.quantize_kv.fits": 1,
+    },
+    "draft-self:confidence=0": {},
+    "draft-self:view=fastv,confidence=0": {},
+    "draft-layerskip:confidence=0,depth=2": {},
+    "draft-ngram": {},
+    "draft-recycle": {},
+}
+# The most copies to the host in a round: each token that is drafted by the model, each that is
+# emitted, and what the model ranked high. A tree is copied to the device, and which nodes move.
+ROUND = {"draft-self": 4 + 5, "draft-layerskip": 2 + 3, "draft-ngram": 11, "draft-recycle": 1 + 7}
+
+
+# Once for all methods, and once for a prompt whose images do not follow each other.
+SHARED_BY_ALL = {"engine.engine._check_bytes", "core.layout.text_start"}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("recipe", READ)
+def test_reads_of_the_decoders_methods(watch: Watch, recipe: str) -> None:
+    model, processor = tiny_models.build_llava_next(layers=4)
+    model.to("cuda")
+    plain, found = (
+        count(VLM(model, processor, decoding="eager"), of, watch, SIZE) for of in ("none", recipe)
+    )
+    added = Counter(found.places) - Counter(plain.places)
+    own = {place.split(":")[0].removeprefix("vlmfast."): n for place, n in added.items()}
+    assert {place: n for place, n in own.items() if place not in SHARED_BY_ALL} == READ[recipe]
+    name, step = recipe.split(":")[0], Counter(found.step.reads)
+    if name not in ROUND:
+        assert step == {"copy to host": 1}
+    else:
+        assert 0 < step["copy to device"] <= 2 and 2 <= step["copy to host"] <= ROUND[name]
+        assert step.keys() == {"copy to device", "copy to host"}
+
+
 def test_equal_parts_stand_in_one_entry() -> None:
     one, two = Cost(1, 1, {}), Cost(2, 1, {"item": 1})
     assert runs([one, one, two, one]) == [

@@ -284,7 +284,7 @@ class RowGroup:
                     )
             norm = self.adapter.normalizer()
             hidden = hidden if norm is None else norm(hidden)
-            return self.adapter.logits(hidden[number, -1].to(position.device))
+            return self.adapter.logits(hidden[number, -1:].to(position.device))[0]
         finally:
             cache.advance(-drafted)
 
