@@ -30,15 +30,8 @@ KEPT = re.compile(
     )
 )
 SKIPPED = ("tools/words.txt", "tests/test_words.py", "CHANGELOG.md", "tests/answers/")
-# Lines that name something deprecated, or an attribute of another library.
-OWN_NAMES = ("FormerAttribute(", "processor.mass")
-FORMER = (  # files about former names and recorded or generated texts
-    "vlmfast/core/moved.py",
-    "vlmfast/core/stage.py",
-    "vlmfast/api/former_sessions.py",
-    "tests/test_former.py",
-    "vlmfast/core/former.py",
-    "vlmfast/core/params.py",
+OWN_NAMES = ("processor.mass",)  # attributes of another library
+RECORDED = (  # recorded or generated texts
     "docs/results/",
     "tests/golden/",
     # Texts that the demo model was trained on.
@@ -113,7 +106,7 @@ def test_listed_words_are_not_used() -> None:
     found = []
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith((*SKIPPED, *FORMER)):
+        if not name.startswith((*SKIPPED, *RECORDED)):
             found += findings(name, path.read_text(encoding="utf-8"))
     assert not found, "\n".join(found)
 

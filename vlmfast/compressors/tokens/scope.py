@@ -46,9 +46,7 @@ class SCOPE(Guarded):
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
     exact: ClassVar[bool] = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(1.0, "exponent of saliency; 0: coverage alone", ge=0.0)
     saliency: str = saliency_param()
 
