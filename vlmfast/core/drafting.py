@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .former import FormerAttribute
 from .layout import TokenLayout
 from .tree import Tree
 
@@ -144,7 +143,6 @@ class Read:
     embeds: Tensor
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
-    taps = FormerAttribute("aux_hidden_states")
 
     def first(self, ids: int) -> Read:
         """The rows of the first ``ids`` of the prompt."""
@@ -185,7 +183,6 @@ class Round:
     logits: Tensor | None = None
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
-    taps = FormerAttribute("aux_hidden_states")
 
 
 @dataclass(frozen=True, eq=False)

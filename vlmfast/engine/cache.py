@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from vlmfast.core.buffers import BufferPool, capacity_class
-from vlmfast.core.former import FormerAttribute
 from vlmfast.errors import ModelError
 from vlmfast.kernels.quantize_kv import Segment
 
@@ -580,9 +579,6 @@ class KVCache(Cache):
 
 class RowSlots:
     """One row of one layer's tail, as decode stages see it (`core.protocols.Slots`)."""
-
-    mass = FormerAttribute("attention_mass")
-    held = FormerAttribute("max_length")
 
     def __init__(
         self,

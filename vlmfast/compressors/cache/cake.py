@@ -146,7 +146,6 @@ class CAKE(Layered, SnapKV):
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1, le=65535)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))

@@ -91,7 +91,6 @@ class VLCache(Layered):
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     p: float = param(
         0.01, "threshold of an entry, as a fraction of its row's largest", gt=0.0, le=1.0

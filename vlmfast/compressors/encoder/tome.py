@@ -135,9 +135,7 @@ class ToMe(Stage):
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
     lead: ClassVar[str | None] = "keep"
 
-    keep: float = param(
-        1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)
     r: int = param(
         0, "tokens merged in each block; if not 0, it replaces keep", ge=0, excludes=("keep",)
     )

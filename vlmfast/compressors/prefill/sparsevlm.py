@@ -107,7 +107,6 @@ class SparseVLM(Stage):
         gt=0.0,
         le=1.0,
         excludes=("published",),
-        former=("rate",),
     )
     # Not trained: without published weights.
     published: str = param(  # type: ignore[assignment]

@@ -62,9 +62,7 @@ class CATP(Stage):
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    keep: float = param(
-        1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
     k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
     text: float = param(0.7, "weight of an image's text, before the language model", ge=0.0)
     sample: float = param(0.6, "weight of the last image's text, in the language model", ge=0.0)

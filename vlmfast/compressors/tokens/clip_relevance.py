@@ -55,9 +55,7 @@ class ClipRelevance(Reducer):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     model: str = open_clip_models.model_param()
     pretrained: str = open_clip_models.pretrained_param()
     diversity: bool = param(True, "select by the determinant; false: by relevance alone")

@@ -106,7 +106,7 @@ class FlashVID(Guarded):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
+    keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)
     similarity: float = param(0.8, "cosine above which tokens of two frames are linked", ge=-1.0)
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)

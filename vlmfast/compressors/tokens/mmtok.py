@@ -65,9 +65,7 @@ class MMTok(Reducer):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(0.5, "weight of image coverage relative to text coverage", ge=0.0)
     tau_t: float = param(0.02, "temperature of text-image similarity", gt=0.0)
     tau_v: float = param(0.2, "temperature of image-image similarity", gt=0.0)

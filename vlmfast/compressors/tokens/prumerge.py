@@ -128,7 +128,6 @@ class PruMerge(GuardedRanking):
         "fraction of the visual tokens kept; none: as many as outliers",
         gt=0.0,
         le=1.0,
-        former=("rate",),
     )
     proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()

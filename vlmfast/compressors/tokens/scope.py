@@ -47,9 +47,7 @@ class SCOPE(Guarded):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(1.0, "exponent of saliency; 0: coverage alone", ge=0.0)
     saliency: str = saliency_param()
 

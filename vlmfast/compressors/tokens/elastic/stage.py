@@ -35,7 +35,6 @@ class Elastic(Reducer):
         "fraction of the visual tokens kept, the same for every branch",
         gt=0.0,
         le=1.0,
-        former=("rate",),
     )
     mode: str = param("select", "one branch, a weighted sum, or all concatenated", choices=MODES)
     branch: str = param("gate", "chosen by the gate, or always this one", choices=_CHOICES)
