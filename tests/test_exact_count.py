@@ -186,8 +186,8 @@ def test_counts_of_videos_equal_what_the_stages_keep(
 @pytest.mark.parametrize("most", [8192, 30, 7])
 def test_thousands_of_counts_of_videos(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlmfast.core.counting.MOST", most)
-    exact, apart, refused = check(3_000, [], seed=most, videos=True)
-    assert exact >= 1_500 and apart > 500 and refused > 0
+    exact, apart, refused = check(2_000, [], seed=most, videos=True)
+    assert exact >= 1_000 and apart > 300 and refused > 0
 
 
 @pytest.mark.slow

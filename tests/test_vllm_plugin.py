@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_families
 import tiny_models
 from vlmfast import VLM, ModelError, Recipe, RecipeError, VLMFastError, exact_count
 
@@ -82,40 +83,54 @@ def test_register_names_models_and_can_be_repeated(
         assert f"class {name}(" in file.read_text()
 
 
+def plans_of(vlm: VLM, recipe: Any) -> Any:
+    from vlmfast_vllm.crops import Crops
+    from vlmfast_vllm.recipes import plans_of
+
+    return plans_of(config_of(vlm, recipe), Crops)
+
+
 def test_positions_follow_each_other(
     plugin: ModuleType, vlm: VLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vlmfast_vllm.recipes import Plan
-
     with caplog.at_level("INFO"):
-        plan = Plan.of(config_of(vlm, "hired:budget=0.5+divprune:0.5"))
-    assert {stage.positions for stage in plan.stages} == {"compact"}
+        plans = plans_of(vlm, "hired:budget=0.5+divprune:0.5")
+    assert {stage.positions for stage in plans.of().stages} == {"compact"}
     shown = "hired:positions=compact,budget=0.5+divprune:keep=0.5,positions=compact"
     assert caplog.messages == [f"vlmfast_recipe: {shown}"]
-    assert Plan.of(config_of(vlm, shown)).recipe == plan.recipe
+    assert plans.of(shown) is plans.of()  # of one key in vLLM's caches
+
+
+def test_recipes_of_requests_are_kept_by_their_text(plugin: ModuleType, vlm: VLM) -> None:
+    from vlmfast_vllm import recipes
+
+    plans = plans_of(vlm, "none")
+    assert plans.of().text == "none" and not plans.of().stages
+    plan = plans.of("grid:0.3")
+    assert plans.of("grid:0.3") is plan and not plan.asks and plans.of("mmtok:0.3").asks
+    for number in range(recipes._PLANS):
+        plans.of(f"random:0.3,seed={number}")
+    again = plans.of("grid:0.3")
+    assert again is not plan and again.text == plan.text
 
 
 def test_plan_counts_as_the_library_does(plugin: ModuleType, vlm: VLM) -> None:
-    from vlmfast_vllm.recipes import Plan
-
     recipe = "hired:budget=0.5+divprune:0.5"
-    plan = Plan.of(config_of(vlm, recipe))
+    plans = plans_of(vlm, recipe)
     for size in ((64, 64), (31, 200), (90, 45)):
-        assert plan.count(size) == exact_count(recipe, vlm.image_layout(size))
-        assert plan.count(size) < len(plan.image(size))
+        media = plans.family.media(size)
+        assert plans.of().counts(media) == (exact_count(recipe, vlm.image_layout(size)),)
+        assert plans.of().count(media) < len(media) == plans.of("none").count(media)
 
 
-@pytest.mark.parametrize("recipe", [None, "none", ""])
-def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM, recipe: Any) -> None:
-    from vlmfast_vllm.recipes import Plan
-
-    assert Plan.of(config_of(vlm, recipe)) is None
+def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM) -> None:
+    assert plans_of(vlm, None) is None
 
 
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("mmtok:0.2", "reads the question"),
+        ("clip-relevance:0.2", "runs another model"),
         ("elastic:branch=pool", "trained"),
         ("tome:0.5", "tome acts in the in-encoder step"),
         ("hired:0.2+snapkv:0.5", "snapkv acts in the cache step"),
@@ -134,10 +149,10 @@ def test_plug_in_is_off_without_a_recipe(plugin: ModuleType, vlm: VLM, recipe: A
 def test_recipes_that_vllm_cannot_run_are_refused(
     plugin: ModuleType, vlm: VLM, recipe: Any, reason: str
 ) -> None:
-    from vlmfast_vllm.recipes import Plan
-
     with pytest.raises(VLMFastError, match=reason):
-        Plan.of(config_of(vlm, recipe))
+        plans_of(vlm, recipe)
+    with pytest.raises(VLMFastError, match=reason):
+        plans_of(vlm, "none").of(recipe)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +165,12 @@ def test_recipes_that_vllm_cannot_run_are_refused(
 def test_models_that_it_does_not_support_are_refused(
     plugin: ModuleType, vlm: VLM, change: dict[str, Any], reason: str
 ) -> None:
-    from vlmfast_vllm.recipes import Plan
+    from vlmfast_vllm.crops import Crops
 
     config = config_of(vlm, "divprune:0.2")
     values = {**vars(config), **change, "model_type": "llava_next"}
     with pytest.raises(RecipeError, match=reason):
-        Plan(SimpleNamespace(**values), Recipe.parse("divprune:0.2"))
+        Crops(SimpleNamespace(**values))
 
 
 class Attention(torch.nn.Module):
@@ -186,14 +201,13 @@ def test_reduction_keeps_the_features_that_the_library_keeps(
     plugin: ModuleType, vlm: VLM, recipe: str
 ) -> None:
     """Statistics are recorded as in vLLM, from a tower with joined projections."""
-    from vlmfast_vllm.recipes import Plan
     from vlmfast_vllm.reduction import Reduction
 
     from vlmfast.api.encoding import encode_image
     from vlmfast.core.contexts import VisionContext
 
     adapter, images = vlm.adapter, [tiny_models.make_image(80, 60), tiny_models.make_image(31, 90)]
-    plan = Plan.of(config_of(vlm, recipe))
+    plans = plans_of(vlm, recipe)
     blocks = [SimpleNamespace(self_attn=Attention(b.self_attn)) for b in adapter.vision_blocks()]
     built = torch.nn.ModuleList()
     for own, block in zip(adapter.vision_blocks(), blocks, strict=True):
@@ -202,7 +216,7 @@ def test_reduction_keeps_the_features_that_the_library_keeps(
         holder.own = own
         built.append(holder)
     tower = SimpleNamespace(vision_model=SimpleNamespace(encoder=SimpleNamespace(layers=built)))
-    reduction = Reduction(plan, tower, adapter.projector(), ranks=1)
+    reduction = Reduction(plans.family, tower, adapter.projector(), ranks=1)
     features, tensors, seen_all = [], [], None
     with torch.no_grad():
         for image in images:
@@ -212,7 +226,7 @@ def test_reduction_keeps_the_features_that_the_library_keeps(
                 own.register_forward_pre_hook(_feed(holder), with_kwargs=True)
                 for own, holder in zip(adapter.vision_blocks(), built, strict=True)
             ]
-            with reduction.watching() as seen:
+            with reduction.watching([plans.of()]) as seen:
                 feeds = adapter.vision_blocks()[len(built) - 2].register_forward_hook(
                     lambda module, args, output, seen=seen: seen.output.append(
                         output[0] if isinstance(output, tuple) else output
@@ -232,13 +246,22 @@ def test_reduction_keeps_the_features_that_the_library_keeps(
                 seen_all.inputs += seen.inputs
                 seen_all.output += seen.output
 
-        reduced = reduction.reduced(
-            features,
-            seen_all,
-            [given["pixel_values"].shape[1] for given in tensors],
-            [(image.height, image.width) for image in images],
-            lambda i: {key: tensors[i][key] for key in ("pixel_values", "image_sizes")},
-        )
+        reduced, first = [], 0
+        for image, rows, given in zip(images, features, tensors, strict=True):
+            own = {key: given[key] for key in ("pixel_values", "image_sizes")}
+            reduced.append(
+                reduction.reduced(
+                    plans.of(),
+                    plans.family.media((image.height, image.width)),
+                    rows,
+                    seen_all,
+                    first,
+                    lambda own=own: own,
+                    rows[:0],
+                    0,
+                )
+            )
+            first += given["pixel_values"].shape[1]
     for image, rows, whole in zip(images, reduced, features, strict=True):
         wanted = encode_image(adapter, image, Recipe.parse(recipe)).features
         assert len(rows) < len(whole)
@@ -256,20 +279,95 @@ def _feed(holder: torch.nn.Module) -> Any:
 
 
 def test_split_heads_are_refused(plugin: ModuleType, vlm: VLM) -> None:
-    from vlmfast_vllm.recipes import Plan
     from vlmfast_vllm.reduction import Reduction
 
-    plan = Plan.of(config_of(vlm, "divprune:0.2"))
+    family = plans_of(vlm, "divprune:0.2").family
     with pytest.raises(ModelError, match="tensor_parallel_size=1"):
-        Reduction(plan, None, None, ranks=2)
+        Reduction(family, None, None, ranks=2)
 
 
 def test_other_token_numbers_are_an_error(plugin: ModuleType, vlm: VLM) -> None:
-    from vlmfast_vllm.recipes import Plan
     from vlmfast_vllm.reduction import Reduction, Seen
 
-    plan = Plan.of(config_of(vlm, "divprune:0.2"))
+    plans = plans_of(vlm, "divprune:0.2")
     layers = SimpleNamespace(encoder=SimpleNamespace(layers=[]))
-    reduction = Reduction(plan, SimpleNamespace(vision_model=layers), None, ranks=1)
+    reduction = Reduction(plans.family, SimpleNamespace(vision_model=layers), None, ranks=1)
+    media, rows = plans.family.media((64, 64)), torch.zeros(5, 8)
     with pytest.raises(ModelError, match="vLLM made 5 tokens"):
-        reduction.reduced([torch.zeros(5, 8)], Seen(), [5], [(64, 64)], dict)
+        reduction.reduced(plans.of(), media, rows, Seen(), 0, dict, rows[:0], 0)
+
+
+# --- Qwen ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def qwen(request: Any) -> VLM:
+    return VLM(*tiny_families.builders()[request.param]())
+
+
+def grids_of(vlm: VLM) -> Any:
+    from vlmfast_vllm.grids import Grids
+    from vlmfast_vllm.recipes import Plans
+
+    return Plans(Grids(vlm.model.config), "none")
+
+
+@pytest.mark.parametrize("recipe", ["none", "grid:0.4", "divprune:0.4", "mmtok:0.4"])
+def test_grids_are_counted_and_placed_as_by_the_library(
+    plugin: ModuleType, qwen: VLM, recipe: str
+) -> None:
+    """A plan knows a grid alone; the library has pixels and Hugging Face's rotary ids."""
+    plans, frames = grids_of(qwen), [tiny_models.make_image(64, 48, seed=i) for i in range(5)]
+    plan = plans.of(recipe)
+    for media in ({"images": [tiny_models.make_image(60, 44)]}, {"video": frames}):
+        answer = qwen.ask("What?", **media, recipe=recipe, max_new_tokens=1)
+        kind = "video" if "video" in media else "image"
+        tensors = qwen.inputs("What?", **media)
+        (grid,) = tensors[f"{kind}_grid_thw"].tolist()
+        seconds = tensors.get("second_per_grid_ts", [1.0])[0]
+        own = plans.family.media(kind, grid, float(seconds))
+        kept = list(answer.stats.visual_tokens_kept.values())
+        assert plan.count(own) == (kept[-1] if kept else answer.stats.visual_tokens_in)
+        shown = answer.trace.layout
+        rows = shown.visual.nonzero().flatten()
+        assert torch.equal(shown.grid[rows], own.layout.grid) and len(rows) == len(own)
+        steps = own.step[:, None] == own.step[None] if own.runs > 1 else torch.ones(1, 1).bool()
+        first = torch.where(steps, shown.position[:, None, rows], 10**6).amin(-1).amin(0)
+        first = first if own.runs > 1 else shown.position[:, rows].min()
+        assert torch.equal(own.places, shown.position[:, rows] - first)
+
+
+def test_runs_are_counted_where_steps_are_apart(plugin: ModuleType, qwen: VLM) -> None:
+    plans = grids_of(qwen)
+    video = plans.family.media("video", (3, 8, 8))
+    stepwise = qwen.model.config.model_type == "qwen3_vl"
+    assert plans.of("grid:0.25").counts(video) == ((4, 4, 4) if stepwise else (12,))
+    # Of all steps together, the sum alone is known.
+    assert plans.of("divprune:0.25").counts(video) == (None if stepwise else (12,))
+    assert plans.of("divprune:0.25").count(video) == 12
+
+
+def test_positions_of_a_qwen_stay(plugin: ModuleType, qwen: VLM) -> None:
+    with pytest.raises(RecipeError, match="keep their positions; leave positions=compact out"):
+        grids_of(qwen).of("divprune:0.25,positions=compact")
+
+
+def test_text_is_numbered_around_media(plugin: ModuleType) -> None:
+    from vlmfast_vllm.grids import numbered, runs_of
+
+    # Text, an image of 2 x 3 tokens of which 4 are left, text, a whole one of 1 x 2, text.
+    tokens = [1, 1, 9, 9, 9, 9, 1, 9, 9, 1]
+    assert runs_of(tokens, 9, 0, 10) == [(2, 4), (7, 2)] and runs_of(tokens, 9, 3, 6) == [(3, 3)]
+    whole = torch.tensor([[0, 0], [0, 0], [0, 1]])
+    ids = numbered(len(tokens), [(2, 4, 3, None), (7, 2, 2, whole)])
+    assert ids[0].tolist() == [0, 1, 2, 2, 2, 2, 5, 6, 6, 8, 9]
+    assert ids[2].tolist() == [0, 1, 2, 2, 2, 2, 5, 6, 7, 8, 9]
+    assert numbered(2, [(1, 1, 5, None)])[0].tolist() == [0, 1, 6]
+    assert numbered(3, [])[1].tolist() == [0, 1, 2, 3]
+
+
+def test_notes_travel_in_rows(plugin: ModuleType) -> None:
+    from vlmfast_vllm.travel import Note, rows
+
+    notes = [Note("none"), Note("hired:budget=0.2", 2, (5, 6, 7), (9, 8, 9)), Note("é", 1, (4,))]
+    assert [Note.of(row) for row in rows(notes)] == notes

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -216,11 +217,15 @@ class Adapter:
         adapter = cls.__new__(cls)
         adapter.config, adapter.processor = config, processor
         adapter.model = cast("Model", SimpleNamespace(base_model=cls.packing(config)))
+        adapter.decoder = cast(
+            "TextDecoder", SimpleNamespace(get_input_embeddings=partial(nn.Embedding, 1, 1))
+        )
+        adapter.kept, adapter._layouts = {}, OrderedDict()
         return adapter
 
     @staticmethod
     def packing(config: Any) -> Any:
-        """The methods of a model, without weights, that arrange the features of an image."""
+        """What a family reads of a model where there are no weights."""
         return None
 
     def layouts(

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,10 @@ class FamilyAdapter(Adapter):
 
     def visual(self, ids: Tensor) -> Tensor:
         return (ids == self.config.image_token_id) | (ids == self.config.video_token_id)
+
+    @staticmethod
+    def packing(config: Any) -> Any:
+        return SimpleNamespace(visual=SimpleNamespace(blocks=[None] * config.vision_config.depth))
 
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.base_model.visual.blocks)

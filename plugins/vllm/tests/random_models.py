@@ -1,4 +1,4 @@
-"""Random models of the three families, with head sizes that vLLM's attention on a CPU has."""
+"""Random models of all families, with head sizes that vLLM's attention on a CPU has."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ def build_onevision(folder: Path) -> None:
     config["vision_config"] |= {"num_attention_heads": 2, "hidden_size": 2 * HEAD}
     new = LlavaOnevisionConfig(**config)
     tiny_families.filled(LlavaOnevisionForConditionalGeneration, new, 6, 0).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def build_qwen(name: str, folder: Path) -> None:
+    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL, with images of up to 128 x 128 pixels."""
+    model, processor = tiny_families.builders()[name]()
+    config = model.config.to_dict()
+    text, vision = config["text_config"], config["vision_config"]
+    text |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD,
+        "hidden_size": 2 * HEAD,
+    }
+    # 32 pairs of each head, divided among time, rows and columns.
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
+    vision |= {"num_heads": 2, "hidden_size": 2 * HEAD}
+    if name == "qwen2_vl":
+        vision["embed_dim"] = 2 * HEAD
+    else:
+        vision["out_hidden_size"] = 2 * HEAD
+    if name == "qwen3_vl":
+        text["rope_parameters"]["mrope_interleaved"] = True
+    kind = type(model)
+    new = tiny_families.filled(kind, kind.config_class(**config), 8, 0)
+    new.save_pretrained(folder)
+    processor.image_processor.size = {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
     processor.save_pretrained(folder)
 
 

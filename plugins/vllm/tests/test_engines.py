@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import os
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_models
+from engines import Case, Engine, asked, engine, greedy, pictured, prompted, tokens
 from PIL import Image
 
-vllm = pytest.importorskip("vllm", reason="make test-vllm builds its environment")
-os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+import tiny_models
+from vlmfast import VLM, exact_count
+from vlmfast.integrations.features import encode_files, open_features
+from vlmfast.integrations.vllm import export
+from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
-import random_models  # noqa: E402
-
-import tiny_models  # noqa: E402
-from vlmfast import VLM, Recipe, exact_count  # noqa: E402
-from vlmfast.eval.axes import with_field  # noqa: E402
-from vlmfast.integrations.features import encode_files, open_features  # noqa: E402
-from vlmfast.integrations.vllm import export  # noqa: E402
-from vlmfast.scenes.examples import EVAL_SEED_START, image_example  # noqa: E402
-
-SCENES, NEW_TOKENS = 10, 12
+SCENES = 10
 RECIPES = (
     "hired:budget=0.2",
     "hired:budget=0.3,newline=keep,rule=code",
@@ -46,58 +33,10 @@ RECIPES = (
     "hired:budget=0.5,saliency=received",
     "hired:budget=0.5+divprune:0.5",
 )
-Case = tuple[str, list[Image.Image]]
-
-
-class Engine:
-    """Holds the only reference to an engine: vLLM shuts it down when it is collected."""
-
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
-
-    def generate(self, *args: Any, **options: Any) -> list[Any]:
-        return self.llm.generate(*args, use_tqdm=False, **options)
-
-    def chat(self, *args: Any, **options: Any) -> list[Any]:
-        return self.llm.chat(*args, use_tqdm=False, **options)
-
-
-@contextmanager
-def engine(folder: Path, recipe: str | None = None, **options: Any) -> Iterator[Engine]:
-    """An engine in this process; ``recipe`` as a server gets it."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    overrides = {} if recipe is None else {"hf_overrides": {"vlmfast_recipe": recipe}}
-    running = Engine(
-        vllm.LLM(
-            str(folder),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=2048,
-            max_num_seqs=16,
-            limit_mm_per_prompt={"image": 3},
-            **overrides,
-            **options,
-        )
-    )
-    try:
-        yield running
-    finally:
-        running.llm = None
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
-def prompted(vlm: VLM, question: str, images: int) -> str:
-    content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": question}]
-    messages = [{"role": "user", "content": content}]
-    text = vlm.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text.removeprefix(vlm.processor.tokenizer.bos_token)  # which `generate` adds
 
 
 def generated(llm: Engine, vlm: VLM, cases: Sequence[tuple[str, Any]]) -> list[Any]:
     """vLLM's answers: questions about images, or about the features of one."""
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     prompts = [
         {
             "prompt": prompted(vlm, question, len(media) if isinstance(media, list) else 1),
@@ -105,20 +44,12 @@ def generated(llm: Engine, vlm: VLM, cases: Sequence[tuple[str, Any]]) -> list[A
         }
         for question, media in cases
     ]
-    return llm.generate(prompts, sampling)
+    return llm.generate(prompts, greedy())
 
 
-def tokens(outputs: Sequence[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def asked(vlm: VLM, cases: Sequence[Case], recipe: str | None) -> list[list[int]]:
-    renumbered = with_field(Recipe.of(recipe), "positions", "compact")
-    answers = (
-        vlm.ask(question, images=images, recipe=renumbered, max_new_tokens=NEW_TOKENS)
-        for question, images in cases
-    )
-    return [list(answer.token_ids) for answer in answers]
+def renumbered(vlm: VLM, cases: Sequence[Case], recipe: str | None) -> list[list[int]]:
+    """The answers of `VLM.ask`, whose tokens count as vLLM counts them."""
+    return asked(vlm, cases, recipe, compact=True)
 
 
 def places(vlm: VLM, output: Any) -> int:
@@ -155,7 +86,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def full(vlm: VLM, cases: list[Case]) -> list[list[int]]:
-    return asked(vlm, cases, None)
+    return renumbered(vlm, cases, None)
 
 
 def test_without_a_recipe_answers_are_those_of_the_full_model(
@@ -174,8 +105,7 @@ def test_without_a_recipe_answers_are_those_of_the_full_model(
                 ],
             }
         ]
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
-        (chat,) = llm.chat(messages, sampling)
+        (chat,) = llm.chat(messages, greedy())
     assert tokens(outputs) == full
     assert [places(vlm, output) for output in outputs] == [
         len(vlm.image_layout(images[0].size[::-1])) for _, images in cases
@@ -192,7 +122,7 @@ def test_tokens_are_those_of_ask_under_the_recipe(
     with engine(folder, recipe) as llm:
         outputs = generated(llm, vlm, cases)
         again = generated(llm, vlm, cases[:3])  # their images are cached
-    wanted = asked(vlm, cases, recipe)
+    wanted = renumbered(vlm, cases, recipe)
     assert tokens(outputs) == wanted
     assert tokens(again) == wanted[:3]
     assert wanted != full
@@ -213,8 +143,8 @@ def test_several_images_of_odd_sizes(folder: Path, vlm: VLM, cases: list[Case]) 
     with engine(folder, recipe) as llm:
         generated(llm, vlm, [("Describe the image.", images[:1])])
         outputs = generated(llm, vlm, several)
-    assert tokens(outputs) == asked(vlm, several, recipe)
-    assert tokens(outputs) != asked(vlm, several, None)
+    assert tokens(outputs) == renumbered(vlm, several, recipe)
+    assert tokens(outputs) != renumbered(vlm, several, None)
     layouts = [[vlm.image_layout(i.size[::-1], alone=False) for i in of] for _, of in several]
     assert [places(vlm, output) for output in outputs] == [
         sum(exact_count(recipe, layout) for layout in of) for of in layouts
@@ -269,15 +199,17 @@ def families(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
-def test_counts_are_equal_on_500_sizes(families: dict[str, Path], family: str) -> None:
+def test_counts_are_equal_on_many_sizes(families: dict[str, Path], family: str) -> None:
     vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")
     recipe, rng = "hired:budget=0.3+divprune:0.7", random.Random(0)
-    stock, reduced = (info_of(families[family], r) for r in (None, recipe))
-    for _ in range(500):
+    info = info_of(families[family], recipe)
+    assert info_of(families[family], None).plans is None
+    for _ in range(150):
         size = rng.randint(16, 2000), rng.randint(16, 2000)
         layout, given = vlm.image_layout(size), {"image_height": size[0], "image_width": size[1]}
-        assert stock.get_num_image_tokens(**given) == len(layout), size
-        assert reduced.get_num_image_tokens(**given) == exact_count(recipe, layout), size
+        assert info.get_num_image_tokens(**given) == len(layout), size
+        counted = info.plans.of().count(info.plans.family.media(size))
+        assert counted == exact_count(recipe, layout), size
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_onevision"])
@@ -289,15 +221,52 @@ def test_other_families(families: dict[str, Path], family: str, recipe: str | No
     cases = [(question, [image]) for image in images for question in ("What?", "How many?")]
     with engine(families[family], recipe) as llm:
         found = tokens(generated(llm, vlm, cases))
-    assert found == asked(vlm, cases, recipe)
+    assert found == renumbered(vlm, cases, recipe)
     if recipe is not None:
-        assert found != asked(vlm, cases, None)
+        assert found != renumbered(vlm, cases, None)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
+def test_recipes_of_requests_in_one_batch(families: dict[str, Path], family: str) -> None:
+    """Also one that reads the question; first, again from the caches, and of no request."""
+    vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")
+    images = [image_example(EVAL_SEED_START + n).image.convert("RGB") for n in range(3)]
+    cases = [(question, [image]) for image in images for question in ("What?", "How many?")]
+    recipes = ("none", "hired:budget=0.4", "visionzip:0.3", "mmtok:0.4", "grid:0.3")
+    wanted = {recipe: renumbered(vlm, cases, recipe) for recipe in recipes}
+    prompts = [pictured(vlm, case, recipe) for recipe in recipes for case in cases]
+    with engine(families[family], recipes[1]) as llm:
+        for number in range(2):
+            found = iter(llm.answers(prompts))
+            for recipe in recipes:
+                assert [next(found) for _ in cases] == wanted[recipe], (recipe, number)
+        assert llm.answers([pictured(vlm, case) for case in cases]) == wanted[recipes[1]]
+    assert len({str(answers) for answers in wanted.values()}) == len(recipes)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "reason"),
+    [
+        (None, {"vlmfast_recipe": "divprune:0.2"}, "this server takes no recipes"),
+        ("none", {"vlmfast_recipe": "hired:0.2+snapkv:0.5"}, "acts in the cache step"),
+        ("none", {"vlmfast_recipe": "divprone:0.2"}, "divprune"),
+        ("none", {"vlmfast_recipe": "mine.yaml"}, "must be the text of a recipe"),
+        ("none", {"vlmfast_text": [1, 2]}, "vlmfast_text is unknown"),
+    ],
+)
+def test_requests_are_refused_with_the_reason_and_the_server_lives_on(
+    folder: Path, vlm: VLM, cases: list[Case], own: str | None, given: Any, reason: str
+) -> None:
+    with engine(folder, own) as llm:
+        with pytest.raises(ValueError, match=reason):
+            llm.answers([{**pictured(vlm, cases[0]), "mm_processor_kwargs": given}])
+        assert llm.answers([pictured(vlm, cases[0])]) == renumbered(vlm, cases[:1], None)
 
 
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("mmtok:0.2", "reads the question"),
+        ("elastic:0.2", "trained"),
         ("hired:0.2+snapkv:0.5", "acts in the cache step"),
     ],
 )

@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="make test-vllm builds its environment")
 openai = pytest.importorskip("openai")
 
-from vlmfast import VLM  # noqa: E402
+from vlmfast import VLM, Recipe  # noqa: E402
+from vlmfast.eval.axes import with_field  # noqa: E402
 from vlmfast.integrations.vllm import export  # noqa: E402
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example  # noqa: E402
 
@@ -41,6 +43,7 @@ def server(folder: Path, log: Path) -> Iterator[openai.OpenAI]:
     command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-model-len", "2048"]
     command += ["--dtype", "float32", "--enforce-eager"]
     command += ["--hf-overrides", f'{{"vlmfast_recipe": "{RECIPE}"}}']
+    command += ["--trust-request-mm-kwargs"]
     with log.open("wb") as out:
         running = subprocess.Popen(
             [sys.executable, *command],
@@ -81,23 +84,33 @@ def test_answers_are_those_of_ask(tmp_path: Path) -> None:
         for number in range(5):
             example = image_example(EVAL_SEED_START + number)
             question, image = example.qa[0].question, example.image.convert("RGB")
-            encoded = io.BytesIO()
-            image.save(encoded, "PNG")
-            data = base64.b64encode(encoded.getvalue()).decode()
-            content = [
-                {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
-                {"type": "text", "text": question},
-            ]
-            found = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": content}],
-                temperature=0,
-                max_tokens=NEW_TOKENS,
-            )
-            # vLLM counts positions itself, without gaps.
-            renumbered = f"{RECIPE},positions=compact"
-            answer = vlm.ask(question, image, recipe=renumbered, max_new_tokens=NEW_TOKENS)
             full = vlm.ask(question, image, max_new_tokens=1)
-            assert found.choices[0].message.content.strip() == answer.text
-            dropped = full.stats.visual_tokens_in - answer.stats.visual_tokens_kept["hired"]
-            assert found.usage.prompt_tokens == full.stats.prompt_tokens - dropped
+            for recipe in (None, "divprune:0.4", "mmtok:0.3", "none"):
+                found = asked(client, question, image, recipe)
+                # vLLM counts positions itself, without gaps.
+                renumbered = with_field(Recipe.of(recipe or RECIPE), "positions", "compact")
+                answer = vlm.ask(question, image, recipe=renumbered, max_new_tokens=NEW_TOKENS)
+                assert found.choices[0].message.content.strip() == answer.text
+                (kept,) = answer.stats.visual_tokens_kept.values() or [full.stats.visual_tokens_in]
+                dropped = full.stats.visual_tokens_in - kept
+                assert found.usage.prompt_tokens == full.stats.prompt_tokens - dropped
+        with pytest.raises(openai.BadRequestError, match="snapkv acts in the cache step"):
+            asked(client, question, image, "snapkv:0.5")
+
+
+def asked(client: openai.OpenAI, question: str, image: Any, recipe: str | None) -> Any:
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG")
+    data = base64.b64encode(encoded.getvalue()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": question},
+    ]
+    kwargs = {"mm_processor_kwargs": {"vlmfast_recipe": recipe}} if recipe else {}
+    return client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        extra_body=kwargs,
+    )

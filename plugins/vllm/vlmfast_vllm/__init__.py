@@ -10,6 +10,9 @@ ARCHITECTURES = {
     "LlavaForConditionalGeneration": "vlmfast_vllm.llava:ReducedLlava",
     "LlavaNextForConditionalGeneration": "vlmfast_vllm.llava_next:ReducedLlavaNext",
     "LlavaOnevisionForConditionalGeneration": "vlmfast_vllm.llava_onevision:ReducedLlavaOnevision",
+    "Qwen2VLForConditionalGeneration": "vlmfast_vllm.qwen2_vl:ReducedQwen2VL",
+    "Qwen2_5_VLForConditionalGeneration": "vlmfast_vllm.qwen2_5_vl:ReducedQwen2_5VL",
+    "Qwen3VLForConditionalGeneration": "vlmfast_vllm.qwen3_vl:ReducedQwen3VL",
 }
 
 

@@ -1,97 +1,152 @@
-"""LLaVA-1.5 of vLLM with a recipe between projector and language model."""
+"""LLaVA-1.5 of vLLM with recipes between projector and language model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llava import (
     LlavaDummyInputsBuilder,
     LlavaForConditionalGeneration,
+    LlavaMultiModalProcessor,
     LlavaProcessingInfo,
     _build_llava_or_pixtral_hf_info,
     _build_llava_or_pixtral_hf_processor,
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from .recipes import Plan
+from .crops import Crops
+from .processing import Counted, Informed, note_key
+from .recipes import KEY, Media, plans_of
 from .reduction import Reduction
+from .travel import Note
 
 
-class Counted:
-    """Of processing infos: images take as many places as the recipe keeps tokens."""
+class CropsInfo(Informed):
+    family = Crops
 
-    def get_num_image_tokens(self, *, image_width: int, image_height: int) -> int:
-        if not hasattr(self, "_plan"):
-            self._plan = Plan.of(self.get_hf_config())
-        if self._plan is None:
-            return super().get_num_image_tokens(image_width=image_width, image_height=image_height)
-        return self._plan.count((image_height, image_width))
+
+class CropsProcessor(Counted):
+    """Of the LLaVAs' processors."""
+
+    reduced = ("image",)
+
+    def about(self, modality: str, item: Mapping[str, Any]) -> Media:
+        height, width = item["image_sizes"].tolist()
+        return self.info.plans.family.media((height, width))
+
+    def items(self, modality: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+        sizes = data.get("image_sizes", ()) if "pixel_values" in data else ()
+        return [{"image_sizes": torch.as_tensor(size)} for size in sizes]
 
 
 class Reduced:
-    """Of models: images become the tokens that the recipe keeps."""
-
-    reduction: Reduction | None
+    """Of the LLaVAs' models: images become the tokens that the recipe of their request keeps."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        plan = Plan.of(vllm_config.model_config.hf_config)  # before any weights are allocated
+        # Before any weights are allocated.
+        plans = plans_of(vllm_config.model_config.hf_config, Crops)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.reduction = plan and Reduction(
-            plan,
+        self.plans, self._notes = plans, []
+        self.reduction = plans and Reduction(
+            plans.family,
             self.vision_tower,
             self.multi_modal_projector,
             get_tensor_model_parallel_world_size(),
         )
 
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        # Beside what vLLM's own code parses and passes on to `_process_image_input`.
+        self._notes = [Note.of(row) for row in kwargs.pop(note_key("image"), ())]
+        return super().embed_multimodal(**kwargs)
+
     def _process_image_input(self, image_input: Any) -> Any:
-        if self.reduction is None or image_input["type"] == "image_embeds":
+        notes, self._notes = self._notes, []
+        if not notes or image_input["type"] == "image_embeds":
             return super()._process_image_input(image_input)
-        with self.reduction.watching() as seen:
+        plans = [self.plans.of(note.recipe) for note in notes]
+        with self.reduction.watching(plans) as seen:
             features = super()._process_image_input(image_input)
         values = image_input["pixel_values"]
         views, sizes = self._views(image_input)
-        return self.reduction.reduced(
-            features, seen, views, sizes, lambda index: self._tensors(values[index], sizes[index])
-        )
+        found, first = [], 0
+        for i, (note, plan, rows) in enumerate(zip(notes, plans, features, strict=True)):
+            if plan.stages:
+                media = self.plans.family.media(sizes[i])
+                pixels, text = values[i], self._text(note, rows)
+                rows = self.reduction.reduced(
+                    plan,
+                    media,
+                    rows,
+                    seen,
+                    first,
+                    lambda pixels=pixels, size=sizes[i]: self._tensors(pixels, size),
+                    text,
+                    note.before,
+                )
+            found.append(rows)
+            first += views[i]
+        return found
+
+    def _text(self, note: Note, rows: Tensor) -> Tensor:
+        if not note.text:
+            return rows[:0]
+        return self.language_model.embed_input_ids(torch.tensor(note.text, device=rows.device))
 
     def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, int]]]:
         """Rows of the tower, and the size in pixels, of each image."""
         sizes = [(int(height), int(width)) for height, width in image_input["image_sizes"]]
         return [len(values) for values in image_input["pixel_values"]], sizes
 
-    def _tensors(self, values: torch.Tensor, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def _tensors(self, values: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
         """One image as vlmfast's processor output."""
         return {"pixel_values": values[None], "image_sizes": torch.tensor([size])}
 
 
-class Info(Counted, LlavaProcessingInfo):
+class Info(CropsInfo, LlavaProcessingInfo):
     pass
 
 
+class Processor(CropsProcessor, LlavaMultiModalProcessor):
+    """Every image has one view, whatever its size."""
+
+    def about(self, modality: str, item: Mapping[str, Any]) -> Media:
+        side = self.info.get_hf_config().vision_config.image_size
+        return self.info.plans.family.media((side, side))
+
+    def items(self, modality: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{} for _ in data.get("pixel_values", ())]
+
+
 def build_info(ctx: Any) -> Any:
-    """vLLM's own choice, counted; Pixtral shares the architecture and is left alone."""
+    """vLLM's own choice; Pixtral shares the architecture and is left alone."""
     info = _build_llava_or_pixtral_hf_info(ctx)
     if type(info) is LlavaProcessingInfo:
         return Info(ctx)
-    Plan.of(info.get_hf_config())  # raises where a recipe is named
+    if getattr(info.get_hf_config(), KEY, None) is not None:
+        plans_of(info.get_hf_config(), Crops)  # raises with the reason
     return info
 
 
+def build_processor(info: Any, dummy_inputs: Any) -> Any:
+    if isinstance(info, Info):
+        return Processor(info, dummy_inputs)
+    return _build_llava_or_pixtral_hf_processor(info, dummy_inputs)
+
+
 @MULTIMODAL_REGISTRY.register_processor(
-    _build_llava_or_pixtral_hf_processor,
-    info=build_info,
-    dummy_inputs=LlavaDummyInputsBuilder,
+    build_processor, info=build_info, dummy_inputs=LlavaDummyInputsBuilder
 )
 class ReducedLlava(Reduced, LlavaForConditionalGeneration):
-    """LLaVA-1.5 under ``vlmfast_recipe``; without one, vLLM's own model."""
+    """LLaVA-1.5 under ``vlmfast_recipe``; without it, vLLM's own model."""
 
     def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, int]]]:
-        # Every image has one view, whatever its size.
         side, count = self.config.vision_config.image_size, len(image_input["pixel_values"])
         return [1] * count, [(side, side)] * count
 
-    def _tensors(self, values: torch.Tensor, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def _tensors(self, values: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
         return {"pixel_values": values[None]}

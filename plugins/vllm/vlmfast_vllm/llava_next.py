@@ -1,4 +1,4 @@
-"""LLaVA-NeXT of vLLM with a recipe between projector and language model."""
+"""LLaVA-NeXT of vLLM with recipes between projector and language model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from vllm.model_executor.models.llava_next import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from .llava import Counted, Reduced
+from .llava import CropsInfo, CropsProcessor, Reduced
 
 
-class Info(Counted, LlavaNextProcessingInfo):
+class Info(CropsInfo, LlavaNextProcessingInfo):
     pass
 
 
-@MULTIMODAL_REGISTRY.register_processor(
-    LlavaNextMultiModalProcessor,
-    info=Info,
-    dummy_inputs=LlavaDummyInputsBuilder,
-)
+class Processor(CropsProcessor, LlavaNextMultiModalProcessor):
+    pass
+
+
+@MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=LlavaDummyInputsBuilder)
 class ReducedLlavaNext(Reduced, LlavaNextForConditionalGeneration):
-    """LLaVA-NeXT under ``vlmfast_recipe``; without one, vLLM's own model."""
+    """LLaVA-NeXT under ``vlmfast_recipe``; without it, vLLM's own model."""

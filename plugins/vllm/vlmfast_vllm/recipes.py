@@ -1,34 +1,124 @@
-"""The recipe of a server, and whether vLLM can run it. Imports nothing of vLLM."""
+"""Recipes of a server and of its requests, and whether vLLM can run them.
+
+Imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
-from functools import lru_cache
-from types import SimpleNamespace
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from vlmfast.core.counting import ImageLayout
-from vlmfast.core.exact import exact_count
+import torch
+from torch import Tensor
+
+from vlmfast.core.contexts import EncodeRequest
+from vlmfast.core.counting import ImageLayout, VideoLayout
+from vlmfast.core.exact import exact_count, exact_counts
+from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import RecipeError
-from vlmfast.eval.axes import with_field
-from vlmfast.models import adapter_class
+from vlmfast.core.saliency import SaliencyRequest
+from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.errors import ModelError, RecipeError
 
-KEY = "vlmfast_recipe"  # in --hf-overrides
+KEY = "vlmfast_recipe"  # in --hf-overrides, and in mm_processor_kwargs of a request
 _LOG = logging.getLogger("vllm.vlmfast")  # below the one that vLLM prints
-_RATIO = "anyres_max_9"  # vLLM reads no other from the configuration of LLaVA-OneVision
+_PLANS = 256  # recipes of requests that are kept
 
 
-class Plan:
-    """A recipe on the model of a server.
+@dataclass(frozen=True, eq=False)
+class Media:
+    """The visual tokens of one image or video before any are dropped.
+
+    Parameters
+    ----------
+    of : ImageLayout or VideoLayout
+    runs : int
+        Runs of placeholders: one, or one for each step where text stands between them.
+    """
+
+    of: ImageLayout | VideoLayout
+    runs: int
+
+    @cached_property
+    def items(self) -> tuple[ItemGeometry, ...]:
+        frames = self.of.frames if isinstance(self.of, VideoLayout) else (self.of,)
+        return tuple(frame.geometry for frame in frames)
+
+    @cached_property
+    def layout(self) -> TokenLayout:
+        """All tokens; ``order`` counts from 0."""
+        frames = self.of.frames if isinstance(self.of, VideoLayout) else (self.of,)
+        layout = TokenLayout.cat([frame.layout for frame in frames])
+        return layout.replace(order=torch.arange(len(layout)))
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+
+class Family:
+    """What a plan must know of a model; its configuration is enough.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        Of the model.
+    """
+
+    positions = "keep"  # "compact" where vLLM counts positions itself
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def positioned(self, recipe: Recipe) -> Recipe:
+        """The recipe with the rotary ids that vLLM gives.
+
+        Raises
+        ------
+        RecipeError
+            If it asks for others.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.positioned")
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise `RecipeError` where the model itself is not supported."""
+
+    def sources(self) -> tuple[str, ...]:
+        """The sources of saliency that the vision tower has, the default first."""
+        raise NotImplementedError(f"{type(self).__name__}.sources")
+
+    def source(self, asked: SaliencyRequest) -> str:
+        """The source that serves a request."""
+        return self.sources()[0] if asked.source == "auto" else asked.source
+
+    def built(self) -> int:
+        """Blocks of the vision tower that vLLM builds."""
+        raise NotImplementedError(f"{type(self).__name__}.built")
+
+    def block(self, asked: SaliencyRequest) -> int:
+        """Index of the block that a request means."""
+        raise NotImplementedError(f"{type(self).__name__}.block")
+
+    def samples(self) -> list[Media]:
+        """Images for which a recipe is tried before a request names it."""
+        raise NotImplementedError(f"{type(self).__name__}.samples")
+
+
+class Plan:
+    """A recipe on a model.
+
+    Parameters
+    ----------
+    family : Family
     recipe : Recipe
-        Its tokens are renumbered (``positions=compact``), because vLLM counts positions itself.
+
+    Attributes
+    ----------
+    text : str
+        The canonical text, which is part of the keys of vLLM's caches.
+    asks : bool
+        Whether it reads the question.
 
     Raises
     ------
@@ -36,133 +126,143 @@ class Plan:
         For a recipe that vLLM cannot run, with the reason.
     """
 
-    def __init__(self, config: Any, recipe: Recipe) -> None:
-        recipe = _renumbered(recipe)
-        self.config, self.recipe = config, recipe
-        processor = SimpleNamespace(image_processor=None, video_processor=None)
-        self.adapter = adapter_class(config.model_type).without_weights(config, processor)
+    def __init__(self, family: Family, recipe: Recipe) -> None:
+        recipe = family.positioned(recipe)
+        _check(family, recipe)
+        self.family, self.recipe, self.text = family, recipe, str(recipe) or "none"
         self.stages = recipe.acting("encode")
-        self.layout = lru_cache(maxsize=256)(self.adapter.image_layout)
-        self.count = lru_cache(maxsize=4096)(self._count)
-        _check(config, recipe)
-        for size in _sizes(config):
-            self.count(size)
+        self.requests = {a.key: a for stage in self.stages for a in stage.saliencies()}
+        self.asks = any(stage.query_dependent for stage in self.stages)
+        self.digests = any(stage.wants_digest for stage in self.stages)
+        for media in family.samples():
+            self.count(media)
 
-    @staticmethod
-    def of(config: Any) -> Plan | None:
-        """The plan of a model whose configuration names a recipe; ``None`` without one."""
-        text = getattr(config, KEY, None)
-        if text is None:
+    def count(self, media: Media) -> int:
+        """Tokens kept of an image or video."""
+        return exact_count(self.recipe, media.of)
+
+    def counts(self, media: Media) -> tuple[int, ...] | None:
+        """Tokens kept in each run of placeholders; ``None`` where only their sum is exact."""
+        if media.runs == 1 or not isinstance(media.of, VideoLayout):
+            return (self.count(media),)
+        self.count(media)  # its error is the clearer one
+        try:
+            return exact_counts(self.recipe, media.of)
+        except RecipeError:
             return None
+
+    def reduce(
+        self, media: Media, tokens: VisualTokens, stats: VisionStats, text: Tensor, before: int
+    ) -> VisualTokens:
+        """Run the stages on an image or video as the only one of its prompt.
+
+        vLLM caches features for any prompt that they appear in.
+
+        Parameters
+        ----------
+        media : Media
+        tokens : VisualTokens
+            All of its tokens.
+        stats : VisionStats
+        text : Tensor, (T, D)
+            Embeddings of the prompt's text, where the recipe reads it.
+        before : int
+            How many of them stand before the first placeholder.
+        """
+        order = torch.arange(len(text), device=text.device) - before
+        order[before:] += len(media)
+        depth = self.family.config.get_text_config().num_hidden_layers
+        request = EncodeRequest("", text, depth, order=order if len(text) else None)
+        for stage in self.stages:
+            tokens = stage.reduce(tokens, stats, request)
+        if len(tokens) != (expected := self.count(media)):
+            raise ModelError(
+                f"{self.text} kept {len(tokens)} of {len(media)} tokens, and {expected} places are "
+                "reserved"
+            )
+        return tokens
+
+
+class Plans:
+    """The plans of a server, by the text of the recipe.
+
+    Parameters
+    ----------
+    family : Family
+    default : str
+        The server's own recipe.
+    """
+
+    def __init__(self, family: Family, default: str) -> None:
+        self.family = family
+        self._known: OrderedDict[str, Plan] = OrderedDict()
+        self.default = self._plan(default)
+        _LOG.info("%s: %s", KEY, self.default.text)
+
+    def of(self, text: Any = None) -> Plan:
+        """The plan of a request; the server's own where it names no recipe.
+
+        Raises
+        ------
+        RecipeError
+            For a recipe that vLLM cannot run.
+        """
+        if text is None or text == self.default.text:
+            return self.default
+        if text not in self._known:
+            self._known[text] = self._plan(text)
+            while len(self._known) > _PLANS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(text)
+        return self._known[text]
+
+    def _plan(self, text: Any) -> Plan:
         if not isinstance(text, str) or Recipe.reads_file(text):
             raise RecipeError(f"{KEY}={text!r} must be the text of a recipe")
-        recipe = Recipe.parse(text)
-        if not recipe:
-            return None
-        plan = Plan(config, recipe)
-        _LOG.info("%s: %s", KEY, plan.recipe)
-        return plan
-
-    def _count(self, size: tuple[int, int]) -> int:
-        """Tokens kept of an image of ``size`` (height, width)."""
-        return exact_count(self.recipe, self.layout(size))
-
-    def image(self, size: tuple[int, int]) -> ImageLayout:
-        """The tokens of an image before any are dropped."""
-        return self.layout(size)
+        return Plan(self.family, Recipe.parse(text))
 
 
-def _renumbered(recipe: Recipe) -> Recipe:
-    """The recipe as vLLM runs it, whose positions follow each other without gaps.
-
-    Raises
-    ------
-    RecipeError
-        If its text asks for the original positions.
-    """
-    if re.search(r"\bpositions\s*=\s*keep\b", recipe.text):
-        raise RecipeError(
-            f"{KEY}={recipe.text!r}: vLLM numbers tokens without gaps, so positions=keep cannot be "
-            "honoured; leave it out"
-        )
-    return with_field(recipe, "positions", "compact")
+def plans_of(config: Any, family: type[Family]) -> Plans | None:
+    """The plans of a server; ``None`` where its configuration names no recipe, not even 'none'."""
+    default = getattr(config, KEY, None)
+    return None if default is None else Plans(family(config), default)
 
 
-def sources(config: Any) -> tuple[str, ...]:
-    """The sources of saliency that the vision tower has, the default first."""
-    has_cls = config.vision_config.model_type == "clip_vision_model"
-    return ("cls", "received", "norm") if has_cls else ("received", "norm")
+def _check(family: Family, recipe: Recipe) -> None:
+    family.check(recipe)
+    for part in (part for stage in recipe for part in stage.expand()):
+        if part.protocol != "encode":
+            raise RecipeError(
+                f"{part.name} acts in the {part.protocol} step; vLLM runs stages of visual "
+                "tokens alone, such as 'hired:budget=0.2'"
+            )
+        if part.other_model:
+            raise RecipeError(f"{part.name} runs another model, which is not supported in vLLM")
+        if part.proportional_attention:
+            raise RecipeError(
+                f"{part.name}: vLLM's attention knows no weights of merged tokens; use "
+                f"'{part.name}:proportional_attention=false'"
+            )
+        if part.vision_stats(family.built()):
+            raise RecipeError(f"{part.name} reads single vision blocks, which is not supported")
+        for asked in part.saliencies():
+            _check_saliency(family, part.name, asked)
 
 
-def built_blocks(config: Any) -> int:
-    """Blocks of the vision tower that vLLM builds: up to the one that feeds the projector."""
-    depth, layer = config.vision_config.num_hidden_layers, config.vision_feature_layer
-    return depth + layer + 1 if layer < 0 else layer
-
-
-def block_of(config: Any, block: str) -> int:
-    """Index of the block that a `SaliencyRequest` means."""
-    last = config.vision_config.num_hidden_layers - 1
-    return {"first": 0, "features": built_blocks(config) - 1, "last": last}[block]
-
-
-def _check(config: Any, recipe: Recipe) -> None:
-    if config.vision_config.model_type not in ("clip_vision_model", "siglip_vision_model"):
-        raise RecipeError(
-            f"{KEY}: vision towers of type {config.vision_config.model_type} are not supported; "
-            "supported are clip_vision_model and siglip_vision_model"
-        )
-    if not isinstance(config.vision_feature_layer, int):
-        raise RecipeError(f"{KEY}: a model that projects several vision layers is not supported")
-    ratio = getattr(config, "vision_aspect_ratio", _RATIO)
-    if config.model_type == "llava_onevision" and ratio != _RATIO:
-        raise RecipeError(
-            f"{KEY}: vLLM arranges crops by vision_aspect_ratio={_RATIO}, and this model by {ratio}"
-        )
-    for stage in recipe:
-        for part in stage.expand():
-            if part.protocol != "encode":
-                raise RecipeError(
-                    f"{part.name} acts in the {part.protocol} step; vLLM runs stages of visual "
-                    "tokens alone, such as 'hired:budget=0.2'"
-                )
-            if part.proportional_attention:
-                raise RecipeError(
-                    f"{part.name}: vLLM's attention knows no weights of merged tokens; use "
-                    f"'{part.name}:proportional_attention=false'"
-                )
-            if part.query_dependent:
-                raise RecipeError(
-                    f"{part.name} reads the question; vLLM caches the tokens of an image for all "
-                    "questions"
-                )
-            if part.vision_stats(built_blocks(config)):
-                raise RecipeError(f"{part.name} reads single vision blocks, which is not supported")
-            for asked in part.saliencies():
-                _check_saliency(config, part.name, asked)
-
-
-def _check_saliency(config: Any, name: str, asked: Any) -> None:
+def _check_saliency(family: Family, name: str, asked: SaliencyRequest) -> None:
     if asked.jitter:
         raise RecipeError(
             f"{name}: guard={asked.jitter} needs more forward passes of the vision tower, which "
             "vLLM does not run; use guard=0"
         )
-    if asked.source not in ("auto", *sources(config)):
+    if asked.source not in ("auto", *family.sources()):
         raise RecipeError(
             f"{name}: saliency={asked.source} cannot be read from this vision tower; allowed are "
-            f"auto, {', '.join(sources(config))}"
+            f"auto, {', '.join(family.sources())}"
         )
-    if block_of(config, asked.block) >= built_blocks(config):
+    if family.source(asked) != "norm" and family.block(asked) >= family.built():
         raise RecipeError(
-            f"{name} reads block {block_of(config, asked.block)} of the vision tower, and vLLM "
-            f"builds only blocks 0 to {built_blocks(config) - 1}, whose output the model uses; "
+            f"{name} reads block {family.block(asked)} of the vision tower, and vLLM "
+            f"builds only blocks 0 to {family.built() - 1}, whose output the model uses; "
             "'hired:budget=0.2' works"
         )
-
-
-def _sizes(config: Any) -> list[tuple[int, int]]:
-    """Sizes of images for which a recipe is tried at the start."""
-    side = config.vision_config.image_size
-    found = [(side, side), *getattr(config, "image_grid_pinpoints", ())]
-    return [(int(height), int(width)) for height, width in found]

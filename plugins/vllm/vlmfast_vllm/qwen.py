@@ -1,0 +1,283 @@
+"""Mixins of vLLM's Qwens: reduced images and videos that keep their rotary ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from vllm.multimodal.utils import copy_mm_embedding_modality
+
+from vlmfast.core.layout import VisualTokens
+from vlmfast.errors import ModelError
+
+from .grid_tower import Seen, statistics, watching
+from .grids import Blocks, Grids, numbered, runs_of
+from .processing import Counted, Informed, note_key
+from .recipes import KEY, Media, plans_of
+from .travel import Note, split_places, with_places
+
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+
+class Info(Informed):
+    family = Grids
+
+
+class Processor(Counted):
+    """Of the Qwens' processors."""
+
+    def about(self, modality: str, item: Mapping[str, Any]) -> Media:
+        return self.info.plans.family.media(modality, item[f"{modality}_grid_thw"].tolist())
+
+    def items(self, modality: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+        key = f"{modality}_grid_thw"
+        if key not in data or PIXELS[modality] not in data:
+            return []  # embeddings of the client are left alone
+        times = data.get("timestamps") if modality == "video" else None
+        return [{key: grid, "timestamps": times and times[i]} for i, grid in enumerate(data[key])]
+
+    def around(self, modality: str, item: Mapping[str, Any]) -> tuple[int, ...]:
+        if not item["timestamps"]:
+            return ()
+        config = self.info.get_hf_config()
+        return tuple(
+            self.get_video_repl(
+                tokens_per_frame=[1] * len(item["timestamps"]),
+                timestamps=item["timestamps"],
+                tokenizer=self.info.get_tokenizer(),
+                vision_start_token_id=config.vision_start_token_id,
+                vision_end_token_id=config.vision_end_token_id,
+                video_token_id=config.video_token_id,
+            ).full
+        )
+
+
+class Reduced:
+    """Of the Qwens' models.
+
+    Kept features carry their rotary ids as more columns. `get_mrope_input_positions` gives text its
+    final ids, since dropped tokens leave gaps, and the rows of media the first id of their block;
+    `forward` adds what the columns say. So nothing of vLLM's own pruning of videos is switched on,
+    and a prompt whose media are in the prefix cache needs no features.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        plans = plans_of(config, Grids)  # before any weights are allocated
+        if plans is not None:
+            _check(vllm_config)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.plans = plans
+        levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        self._width = config.get_text_config().hidden_size * (1 + levels)
+        self._waiting: tuple[Tensor, Tensor] | None = None  # rows of a batch, and their ids
+
+    # --- features ------------------------------------------------------------------------------
+
+    def embed_multimodal(self, **kwargs: Any) -> Any:
+        if self.plans is None:
+            return super().embed_multimodal(**kwargs)
+        found: list[Tensor] = []
+        for name, given in self._parse_and_validate_multimodal_inputs(**kwargs).items():
+            modality = name.removesuffix("s")
+            found += self._embed(modality, given, kwargs.get(note_key(modality)))
+        return tuple(found)
+
+    def _embed(self, modality: str, given: Any, rows: Any) -> list[Tensor]:
+        """Features of images or videos of a batch, those under a recipe with columns."""
+        process = getattr(self, f"_process_{modality}_input")
+        if rows is None or given["type"] != PIXELS[modality]:
+            return list(process(given))
+        notes, family = [Note.of(row) for row in rows], self.plans.family
+        plans = [self.plans.of(note.recipe) for note in notes]
+        with watching(self.visual, family, plans) as seen:
+            features = process(given)
+        grids, seconds = given[f"{modality}_grid_thw"], given.get("second_per_grid_ts")
+        found, first = [], 0
+        for i, (note, plan, own) in enumerate(zip(notes, plans, features, strict=True)):
+            patches = int(grids[i].prod())
+            if plan.stages:
+                media = family.media(
+                    modality, grids[i].tolist(), 1.0 if seconds is None else float(seconds[i])
+                )
+                tensors = {}
+                if plan.digests:
+                    pixels = given[PIXELS[modality]][first : first + patches]
+                    tensors = {
+                        PIXELS[modality]: self.visual.input_norm(
+                            pixels.to(self.visual.device), self.visual.dtype
+                        ),
+                        f"{modality}_grid_thw": grids[i : i + 1],
+                    }
+                    if seconds is not None:
+                        tensors["second_per_grid_ts"] = torch.as_tensor(seconds[i]).reshape(1)
+                own = self._reduced(note, media, own, seen, first, tensors)
+            found.append(own)
+            first += patches
+        return found
+
+    def _reduced(
+        self,
+        note: Note,
+        media: Blocks,
+        features: Tensor,
+        seen: Seen,
+        first: int,
+        tensors: dict[str, Tensor],
+    ) -> Tensor:
+        """The kept rows of one image or video, with their rotary ids as more columns."""
+        plan, device = self.plans.of(note.recipe), features.device
+        main, *levels = features.split(self.config.get_text_config().hidden_size, dim=1)
+        stats = statistics(plan, self.plans.family, media, seen, first, tensors)
+        text = self._text(note.text, device) if note.text else main[:0]
+        whole = VisualTokens(main, media.layout.to(device), tuple(levels))
+        tokens = plan.reduce(media, whole, stats, text, note.before)
+        rows = torch.cat([tokens.features, *tokens.extra], dim=1)
+        kept = tokens.layout.order.cpu()
+        if not note.around:
+            return with_places(rows, media.places[:, kept])
+        return self._joined(note.around, media, rows, kept)
+
+    def _joined(self, around: Sequence[int], media: Blocks, rows: Tensor, kept: Tensor) -> Tensor:
+        """Rows of all steps of a video and of the text around them, as one block."""
+        ids = torch.tensor(around)
+        step = ids == self.config.video_token_id
+        text = self._text(ids.masked_fill(step, 0).tolist(), rows.device)
+        text = pad(text, (0, rows.shape[1] - text.shape[1]))  # nothing is added in deeper layers
+        found, places, next_id, number = [], [], 0, 0
+        for i, is_step in enumerate(step.tolist()):
+            if not is_step:
+                found.append(text[i : i + 1])
+                places.append(torch.full((3, 1), next_id))
+                next_id += 1
+                continue
+            mine = (media.step[kept] == number).nonzero().flatten()
+            found.append(rows[mine.to(rows.device)])
+            places.append(media.places[:, kept[mine]] + next_id)
+            next_id, number = next_id + media.extent, number + 1
+        return with_places(torch.cat(found), torch.cat(places, dim=1))
+
+    def _text(self, ids: Sequence[int], device: Any) -> Tensor:
+        return self.language_model.embed_input_ids(torch.tensor(ids, device=device))
+
+    # --- rotary ids ----------------------------------------------------------------------------
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[Tensor, int]:
+        if self.plans is None:
+            return super().get_mrope_input_positions(input_tokens, mm_features)
+        blocks: list[tuple[int, int, int, Tensor | None]] = []
+        for feature in sorted(mm_features, key=lambda of: of.mm_position.offset):
+            blocks += self._blocks(feature, input_tokens)
+        ids = numbered(len(input_tokens), blocks)
+        return ids[:, :-1], int(ids[0, -1]) - len(input_tokens)
+
+    def _blocks(
+        self, feature: Any, tokens: Sequence[int]
+    ) -> list[tuple[int, int, int, Tensor | None]]:
+        modality, data = feature.modality, feature.data.get_data()
+        seconds = data.get("second_per_grid_ts")
+        media = self.plans.family.media(
+            modality,
+            data[f"{modality}_grid_thw"].tolist(),
+            1.0 if seconds is None else float(seconds),
+        )
+        row = data.get(note_key(modality))
+        note = Note("none") if row is None else Note.of(row)
+        reduced = bool(self.plans.of(note.recipe).stages)
+        extent = media.extent
+        if note.around:
+            extent = media.runs * media.extent + len(note.around) - media.runs
+        first = feature.mm_position.offset
+        token = getattr(self.config, f"{modality}_token_id")
+        runs = runs_of(tokens, token, first, first + feature.mm_position.length)
+        places = media.places.split(len(media) // media.runs, dim=1)
+        return [
+            (start, rows, extent, None if reduced else places[number])
+            for number, (start, rows) in enumerate(runs)
+        ]
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Any = None,
+        *,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        self._waiting = None
+        given = multimodal_embeddings
+        if self.plans is not None and given is not None and len(given):
+            parts = [self._parted(rows) for rows in given]
+            if any(int(rows.shape[1] > self._width) for rows in given):
+                assert is_multimodal is not None
+                rows = is_multimodal.nonzero().flatten()
+                self._waiting = rows, torch.cat([places for _, places in parts], dim=1)
+            multimodal_embeddings = [features for features, _ in parts]
+        return super().embed_input_ids(
+            input_ids, multimodal_embeddings, is_multimodal=is_multimodal
+        )
+
+    def _parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Features and rotary ids; 0 where the rows have theirs already."""
+        if rows.shape[1] == self._width:
+            return rows, torch.zeros(3, len(rows), dtype=torch.int64, device=rows.device)
+        features, places = split_places(rows)
+        return copy_mm_embedding_modality(rows, features), places
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._waiting is not None:
+            # In place: what runs after the model on the same batch reads the same ids.
+            (rows, places), self._waiting = self._waiting, None
+            at = rows.to(positions.device, non_blocking=True)
+            positions.index_add_(1, at, places.to(positions.device, positions.dtype))
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+
+
+def _check(vllm_config: Any) -> None:
+    """Raise `ModelError` for options with which a recipe would not be run, or not as asked."""
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    settings, drafting = vllm_config.model_config.multimodal_config, vllm_config.speculative_config
+    mode = compilation.cudagraph_mode
+    for option, refused, use in (
+        (
+            "tensor_parallel_size",
+            parallel.tensor_parallel_size > 1,
+            "1: the heads that rank visual tokens are not gathered",
+        ),
+        (
+            "pipeline_parallel_size",
+            parallel.pipeline_parallel_size > 1,
+            "1: only the first rank knows the positions of visual tokens",
+        ),
+        ("mm_encoder_tp_mode", settings.mm_encoder_tp_mode == "data", "weights"),
+        ("video_pruning_rate", bool(settings.video_pruning_rate), "none; a recipe prunes videos"),
+        (
+            "cudagraph_mm_encoder",
+            compilation.cudagraph_mm_encoder,
+            "false: captured passes do not run recipes",
+        ),
+        ("compile_mm_encoder", compilation.compile_mm_encoder, "false"),
+        (
+            "cudagraph_mode",
+            mode is not None and mode.mixed_mode().name == "FULL",
+            "FULL_AND_PIECEWISE: captured prefills would not set positions",
+        ),
+        (
+            "speculative_config",
+            drafting is not None and drafting.method not in ("ngram", "suffix"),
+            "ngram: draft models do not know the positions of visual tokens",
+        ),
+    ):
+        if refused:
+            raise ModelError(f"{KEY}: {option} cannot be used as it is set; use {use}")
