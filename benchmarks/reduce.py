@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
-    args.model, args.frames = ask.SHAPED, 0
+    args.model, args.size, args.frames = ask.SHAPED, None, 0
     vlm, media = ask.load(args)
     image = media["images"]
     plans = recipes(vlm)
