@@ -215,8 +215,9 @@ def qwen2_5_vl(shape: Tower, layers: int) -> tuple[Any, Any]:
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )
+    pixels = {"shortest_edge": 56 * 56, "longest_edge": 1344 * 1344}
     processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch),
+        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch, size=pixels),
         video_processor=Qwen2VLVideoProcessor(patch_size=shape.patch),
         tokenizer=tokens,
         chat_template=tiny_families.QWEN_TEMPLATE,
