@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import tiny_models
 from vlmfast import VLM
-from vlmfast.check.devices import Watch, pretended
+from vlmfast.check.devices import READS, Watch, pretended
 from vlmfast.check.launches import Cost, count, counted_kernels, runs
 from vlmfast.cli.commands import main
+from vlmfast.engine.opening import sampler_of
 from vlmfast.kernels import col_stats, select
 
 pytest.importorskip("triton")
@@ -95,6 +96,26 @@ def test_kernels_are_counted_as_on_a_gpu_and_give_the_values_of_their_references
     assert stats["sum"].sum().item() == pytest.approx(2 * 32, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [({"eos_token_id": [3, 4]}, False), ({"eos_token_id": 3, "min_new_tokens": 2}, True)],
+)
+def test_the_settings_of_an_answer_are_prepared_on_the_host(
+    watch: Watch, given: dict[str, Any], reads: bool
+) -> None:
+    model, _ = tiny_models.build_llava(layers=1)
+    model.to("cuda")
+    ids = torch.arange(5, 9)[None].to("cuda")
+    watch.counts.clear()
+    sampler = sampler_of(model, ids, {"max_new_tokens": 3, **given})
+    assert (set(watch.counts) & set(READS) != set()) == reads
+    sampler.tokens = [3]
+    assert sampler.is_done()
+    scores = torch.zeros(1, 32).to("cuda")
+    shut = sampler.processors(ids, scores)[0, 3].item()
+    assert shut == (-torch.inf if reads else 0.0)
+
+
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
     """A request, and the same where a hook reads a value after the second layer."""
@@ -131,6 +152,33 @@ def test_nothing_is_read_layer_by_layer(counted: dict[str, Any]) -> None:
     assert not any(cost.reads for cost in (*plain.blocks, *plain.layers))
     own = [place for place in plain.places if place.startswith("vlmfast.")]
     assert sum(plain.places[place] for place in own) <= 8
+
+
+# Reads of this package before the first token: the ids of the prompt, their copy to the device, the
+# pixels and weights that identify an image's features, the first token, and what a method adds.
+SHARED = 5
+MORE = {
+    "none": 0, "crops:0.5": 3, "tome": 2, "mustdrop": 4, "flashvid": 0, "catp": 3, "sparsevlm": 2,
+    "prumerge-plus": 2, "hired": 3, "random": 2, "visionzip": 2, "prumerge": 1, "mmtok": 1,
+    "dart": 2, "downsample": 1, "grid": 1, "scope": 0, "divprune": 0, "fastv": 0, "pyramiddrop": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crops() -> Iterator[tuple[Any, Any, Watch]]:
+    with pretended(kernels=True) as watch, counted_kernels(watch):
+        model, processor = tiny_models.build_llava_next(layers=4)
+        model.to("cuda")
+        yield model, processor, watch
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("recipe", MORE)
+def test_reads_of_a_method(crops: tuple[Any, Any, Watch], recipe: str) -> None:
+    model, processor, watch = crops
+    found = count(VLM(model, processor, decoding="eager"), recipe, watch, SIZE)
+    own = {place: n for place, n in found.places.items() if place.startswith("vlmfast.")}
+    assert sum(own.values()) == SHARED + MORE[recipe], own
 
 
 def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:

@@ -3,29 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.statistics import ItemGeometry
 
 MOST = 8192  # tokens in one similarity matrix
 
 
-def together(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Tensor]:
-    """Indices of the tokens of each image and of each video: int64, ascending.
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some of the tokens of a prompt, which the host knows without reading the device.
+
+    Parameters
+    ----------
+    tokens : VisualTokens
+        All of them.
+    first, last : int
+        The first and the last ``TokenLayout.item`` of the group.
+    """
+
+    tokens: VisualTokens
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        """Number of tokens, newlines included."""
+        return int(self._among(self.tokens.layout.on_host[1]).sum())
+
+    def index(self) -> Tensor:
+        """Indices of the tokens: int64, ascending."""
+        return marked_rows(self._among(self.tokens.layout.item), len(self))
+
+    def patches(self) -> Tensor:
+        """Indices of the patches: int64, ascending."""
+        mask, known = self._patches()
+        return marked_rows(mask, int(known.sum()))
+
+    def select(self) -> VisualTokens:
+        """The patches."""
+        return self.tokens.marked(*self._patches())
+
+    def _patches(self) -> tuple[Tensor, Tensor]:
+        """Which tokens are patches of the group, on the device and on the host."""
+        layout = self.tokens.layout
+        known = self._among(layout.on_host[1]) & layout.patches_on_host
+        return self._among(layout.item) & layout.patches, known
+
+    def _among(self, item: Tensor) -> Tensor:
+        return (item >= self.first) & (item <= self.last)
+
+
+def groups_of(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Group]:
+    """The tokens of each image and of each video.
 
     A video of more than `MOST` tokens is split into runs of frames of at most `MOST` tokens.
     """
-    groups: dict[tuple[int, int], list[Tensor]] = {}
-    run = size = 0
-    last = -1
-    for item, index in tokens.items():
+    found: list[Group] = []
+    size, last = 0, -1
+    numbers, counts = tokens.layout.on_host[1].unique(return_counts=True)
+    for item, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         video = items[item].video
-        size = size + len(index) if video == last >= 0 else len(index)
+        size += count
         if video != last or video < 0 or size > MOST:
-            run, size = run + 1, len(index)
-        groups.setdefault((video, run), []).append(index)
+            found.append(Group(tokens, item, item))
+            size = count
+        else:
+            found[-1] = Group(tokens, found[-1].first, item)
         last = video
-    return [torch.cat(parts) for parts in groups.values()]
+    return found
+
+
+def together(tokens: VisualTokens, items: Sequence[ItemGeometry]) -> list[Tensor]:
+    """Indices of the tokens of each group of `groups_of`: int64, ascending."""
+    return [group.index() for group in groups_of(tokens, items)]

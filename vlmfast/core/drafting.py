@@ -52,6 +52,16 @@ class Target:
     kept: dict[Any, Any] = field(default_factory=dict)
     notes: dict[Any, Any] = field(default_factory=dict)
 
+    def likeliest(self, logits: Tensor, budget: Budget, depth: int) -> tuple[int, float]:
+        """The best token at ``depth`` by logits (V,), and its probability; read at once."""
+        logits = logits.float()
+        for token in self.banned:
+            logits[token].fill_(-torch.inf)
+        best = budget.rank(logits[None], depth)[0].argmax()[None]
+        probability = logits.softmax(-1).index_select(0, best)
+        token, probable = torch.cat([best.double(), probability.double()]).tolist()
+        return int(token), probable
+
 
 @dataclass(frozen=True, eq=False)
 class SlotList:

@@ -157,7 +157,7 @@ def _prefilled(
             query[0], key[0], rows, scaling, bias=bias, first=first, last=last
         )
         if request.received:
-            visual = context.layout.visual.nonzero().flatten()
+            visual = context.layout.visual_rows()
             context.received[module.layer_idx] = received_logits(
                 query[0], key[0], visual, scaling, context.share(visual)
             )

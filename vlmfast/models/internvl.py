@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -56,8 +55,7 @@ class Tiled(Adapter):
         views = self.features(inputs)
         parts = [views[slice(*item.views)].flatten(0, 1) for item in context.items]
         layouts = [
-            self.layout_of(i, geometry, partial(self._layout, i, geometry))
-            for i, geometry in enumerate(context.items)
+            self.copied(self._layout(i, geometry)) for i, geometry in enumerate(context.items)
         ]
         return Encoded(parts, layouts, self.patch_stats(context, self.patches()), [()] * len(parts))
 
@@ -71,7 +69,7 @@ class Tiled(Adapter):
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         (rows, columns), (first, stop) = geometry.patches, geometry.views
         view, y, x = torch.meshgrid(
-            *(torch.arange(n, device=self.device) for n in (stop - first, rows, columns)),
+            *(torch.arange(n, device="cpu") for n in (stop - first, rows, columns)),
             indexing="ij",
         )
         view, y, x = view.flatten(), y.flatten(), x.flatten()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -41,8 +40,7 @@ class FamilyAdapter(Completed):
         features = self.image_features(pixels)
         n = len(features[0])
         layouts = [
-            self.layout_of(i, geometry, partial(self._raster, i, geometry, n, pixels.device), n)
-            for i, geometry in enumerate(context.items)
+            self.copied(self._raster(i, geometry, n)) for i, geometry in enumerate(context.items)
         ]
         rows, columns = context.items[0].patches
         stats = self.patch_stats(context, rows * columns)
@@ -52,16 +50,14 @@ class FamilyAdapter(Completed):
         (geometry,) = self.geometry([size])
         rows, columns = geometry.patches
         first = self.specials() - (self.config.vision_feature_select_strategy == "default")
-        layout = self._raster(0, geometry, rows * columns + first, torch.device("cpu"))
+        layout = self._raster(0, geometry, rows * columns + first)
         return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
 
-    def _raster(
-        self, item: int, geometry: ItemGeometry, n: int, device: torch.device
-    ) -> TokenLayout:
-        """The ``n`` tokens of one view."""
+    def _raster(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
+        """The ``n`` tokens of one view, in host memory."""
         rows, columns = geometry.patches
         # Special rows come first; they have no position in the image. "default" cuts off one.
-        raster = torch.arange(n, device=device) - (n - rows * columns)
+        raster = torch.arange(n, device="cpu") - (n - rows * columns)
         kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
         base = torch.zeros_like(raster)
         return self.view_layout(base, raster // columns, raster % columns, kind, item, geometry)

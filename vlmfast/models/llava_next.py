@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ class FamilyAdapter(Completed):
 
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"].cpu()
+        strategy = self.config.vision_feature_select_strategy
         features = self.image_features(pixels, image_sizes)
         layouts = [
-            self._kept_layout(i, geometry, image_sizes[i : i + 1])
+            self.copied(self._layout(i, geometry, image_sizes[i : i + 1], strategy))
             for i, geometry in enumerate(context.items)
         ]
         rows, columns = context.items[0].patches
@@ -94,13 +94,6 @@ class FamilyAdapter(Completed):
         strategy = self.config.vision_feature_select_strategy
         layout = self._layout(0, geometry, torch.tensor([size]), strategy)
         return ImageLayout(geometry, layout.replace(order=torch.arange(len(layout))))
-
-    def _kept_layout(self, item: int, geometry: ItemGeometry, size: Tensor) -> TokenLayout:
-        """`_layout` on the device, with ``size`` in host memory."""
-        strategy = self.config.vision_feature_select_strategy
-        make = partial(self._layout, item, geometry, size, strategy)
-        ratio = getattr(self.config, "vision_aspect_ratio", None)
-        return self.layout_of(item, geometry, make, strategy, ratio)
 
     def _layout(
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str

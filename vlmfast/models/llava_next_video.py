@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,21 +83,22 @@ class FamilyAdapter(LlavaNext):
     def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
         layouts: dict[int, TokenLayout] = {}
+        strategy = self.config.vision_feature_select_strategy
         has_video = self.video_tensors[0] in inputs
         framed = [i for i, item in enumerate(context.items) if has_video and item.video >= 0]
         alone = [i for i in range(len(context.items)) if i not in framed]
         if alone:
             for n, (i, of) in enumerate(zip(alone, self.images(inputs), strict=True)):
                 size = inputs["image_sizes"][n : n + 1].cpu()
-                features[i], layouts[i] = of, self._kept_layout(i, context.items[i], size)
+                own = self._layout(i, context.items[i], size, strategy)
+                features[i], layouts[i] = of, self.copied(own)
         first = dict(context.stats), dict(context.keys)
         if framed:
             context.stats.clear()
             context.keys.clear()
             for i, of in zip(framed, self.frames(inputs), strict=True):
-                item, n = context.items[i], len(of)
-                make = partial(self._frame, i, item, n)
-                features[i], layouts[i] = of, self.layout_of(i, item, make, n)
+                own = self._frame(i, context.items[i], len(of))
+                features[i], layouts[i] = of, self.copied(own)
             for before, now in zip(first, (context.stats, context.keys), strict=True):
                 for layer, of in before.items():
                     now[layer] = torch.cat([of, now[layer]])
@@ -124,11 +124,9 @@ class FamilyAdapter(LlavaNext):
         videos = [video.flatten(0, -2)[: pixels.shape[1] * each] for video in output.pooler_output]
         return [frame for video in videos for frame in video.split(each)]
 
-    def _frame(
-        self, item: int, geometry: ItemGeometry, n: int, device: torch.device | None = None
-    ) -> TokenLayout:
+    def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(n, device=device or self.device)
+        raster = torch.arange(n, device="cpu")
         newline = raster >= rows * columns
         kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
         y, x = (raster // columns).clamp(max=rows - 1), raster % columns

@@ -122,7 +122,7 @@ class VLCache(Layered):
         received = stats.sum.sum(1)
         if self.head_adaptive:
             return received
-        if not bool((kv.order == kv.order[:1]).all()):
+        if kv.layout is None and not bool((kv.order == kv.order[:1]).all()):
             raise RecipeError(
                 "vlcache: head_adaptive=false needs the same tokens in all heads, but an earlier "
                 "stage has left different ones; use head_adaptive=true"

@@ -162,7 +162,7 @@ class Question(Part, EncodeStage):
     ) -> VisualTokens:
         assert request.order is not None
         after = request.order > tokens.layout.order[-1]
-        text = request.question_embeds[after]
+        text = request.question_embeds[marked_rows(after)]
         note = request.notes.setdefault(self.name, {})
         note["raters"] = raters(tokens.features, text)[0] if len(text) else after[:0]
         return tokens

@@ -39,7 +39,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.kernels.diversity import cosine, dpp
 
 from .. import clip as open_clip_models
-from ..groups import together
+from ..groups import groups_of
 from ..reducer import Reducer
 from ..select import top
 
@@ -80,9 +80,8 @@ class ClipRelevance(Reducer):
                 f"{self.name} needs the images, but only their features are available"
             )
         relevance, kept = self.relevance(tokens, request), []
-        for index in together(tokens, stats.items):
-            k = self.count_of(len(index))
-            index = index[tokens.layout.patches[index]]
+        for group in groups_of(tokens, stats.items):
+            k, index = self.count_of(len(group)), group.patches()
             r, k = relevance[index], min(k, len(index))
             if self.diversity:
                 kernel = open_clip_models.conditional(cosine(tokens.features[index]), r)
