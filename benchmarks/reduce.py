@@ -61,14 +61,14 @@ def measure(vlm: VLM, image: Any, recipe: Recipe) -> dict[str, float]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown; times in milliseconds."""
-    head = ["recipe", "visual tokens", "vision", "reduce", "prefill", "TTFT", "saved"]
+    """Markdown."""
+    head = ["recipe", "visual tokens", "vision", "stages", "prefill", "TTFT", "TTFT saved"]
     lines = []
     for name, row in rows.items():
         cells = [f"`{name}`", f"{row['equivalent_tokens']:.0f}"]
-        cells += [f"{1e3 * row[key]:,.0f}" for key in TIMES]
+        cells += [f"{1e3 * row[key]:,.0f} ms" for key in TIMES]
         saved = 1e3 * (rows["none"]["ttft_s"] - row["ttft_s"])
-        lines.append([*cells, "–" if name == "none" else f"{saved:+,.0f}"])
+        lines.append([*cells, "–" if name == "none" else f"{saved:,.0f} ms"])
     return markdown_table(head, lines)
 
 
