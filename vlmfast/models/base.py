@@ -220,7 +220,7 @@ class Adapter:
         adapter.decoder = cast(
             "TextDecoder", SimpleNamespace(get_input_embeddings=partial(nn.Embedding, 1, 1))
         )
-        adapter.kept, adapter._layouts = {}, OrderedDict()
+        adapter.kept, adapter._copies = {}, OrderedDict()
         return adapter
 
     @staticmethod
