@@ -144,7 +144,11 @@ def _script(folder: str, name: str) -> ModuleType:
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     sys.modules[name] = script  # where its dataclasses look for their annotations
-    spec.loader.exec_module(script)
+    sys.path.insert(0, str(ROOT / folder))  # scripts import each other
+    try:
+        spec.loader.exec_module(script)
+    finally:
+        sys.path.remove(str(ROOT / folder))
     return script
 
 
@@ -291,6 +295,11 @@ def equal_time(*recipes: str) -> str:
             ]
         )
     return table(rows)
+
+
+def overhead() -> str:
+    """CPU time of `none` and of Hugging Face."""
+    return _script("benchmarks", "overhead").markdown(_measured("overhead-tiny-cpu")["row"])
 
 
 def tower_time(name: str) -> str:
@@ -802,6 +811,7 @@ TABLES = {
     ("docs/robustness.md", "guards"): guards,
     ("docs/robustness.md", "verbose"): verbose,
     ("docs/speed.md", "timings"): timings,
+    ("docs/speed.md", "overhead"): overhead,
     ("docs/tune.md", "draws"): draws,
     ("docs/views.md", "views"): views,
     ("docs/views.md", "static-frames"): static_frames,
