@@ -113,7 +113,8 @@ def draw(out: Path = OUT) -> None:
     axes.set_ylabel("accuracy of tiny on images (%)")
     axes.xaxis.label.set_size(9)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, loc="lower left")
+    axes.set_ylim(bottom=68)  # below the points is room for the names
+    axes.legend(fontsize=8, loc="lower left", ncols=3)
     figure.savefig(out)
 
 
