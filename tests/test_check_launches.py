@@ -221,9 +221,8 @@ SHARED_BY_ALL = {"engine.engine._check_bytes", "core.layout.text_start"}
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", READ)
-def test_reads_of_the_decoders_methods(watch: Watch, recipe: str) -> None:
-    model, processor = tiny_models.build_llava_next(layers=4)
-    model.to("cuda")
+def test_reads_of_the_decoders_methods(crops: tuple[Any, Any, Watch], recipe: str) -> None:
+    model, processor, watch = crops
     plain, found = (
         count(VLM(model, processor, decoding="eager"), of, watch, SIZE) for of in ("none", recipe)
     )

@@ -205,6 +205,7 @@ IN_MODULES = {("vlmfast.kernels.coverage", "cover"), ("vlmfast.core.views", "cel
 # What methods and families of vlmfast import that others do not need.
 OWN = {
     ("vlmfast.compressors", "clip"),  # loads OpenCLIP models
+    ("vlmfast.compressors.groups", "groups_of"),  # `together`, where the host counts
     ("vlmfast.core.saliency", "BLOCKS"),  # choices of a parameter
     ("vlmfast.kernels.quantize_kv", "BITS"),
     ("vlmfast.kernels.quantize_kv", "check"),

@@ -631,7 +631,7 @@ def test_incompatible_sessions_are_rejected(vlm, saved, tmp_path):
 
     target = tmp_path / "a.session"
     vlm.load_session(rewritten(saved, target)).close()
-    with pytest.raises(VLMFastError, match="in format 3; this vlmfast reads format 1 and 2"):
+    with pytest.raises(VLMFastError, match="in format 3; this vlmfast reads format 1"):
         vlm.load_session(rewritten(saved, target, version="3"))
     with pytest.raises(VLMFastError, match="is not a saved session"):
         vlm.load_session(rewritten(saved, target, kind="something"))
@@ -817,7 +817,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch
-    from vlmfast import files, snapshot
+    from vlmfast.core import files, snapshot
 
     path, whole, lines = Path(sys.argv[1]), {}, 0
     tensors = {str(i): torch.full((1 << 14,), float(i), dtype=torch.float16) for i in range(4)}
