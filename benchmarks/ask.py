@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vlmfast.check.commands import size
 from vlmfast.core.progress import Progress
 from vlmfast.eval.bench import forget_peak, peak, provenance, spread, turns
 from vlmfast.eval.results import write_json
@@ -272,8 +273,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         import tiny_models
 
         vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
-        side = str(2 * TOWERS[args.tower].side)
-        image = tiny_models.make_image(*map(int, (args.size or f"{side}x{side}").split("x")))
+        side = 2 * TOWERS[args.tower].side
+        image = tiny_models.make_image(*(args.size or (side, side)))
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
     if not args.frames:
@@ -416,10 +417,11 @@ class Worker:
 
     def __init__(self, model: str, args: argparse.Namespace) -> None:
         options = ["dtype", "device", "tower", "layers", "new_tokens", "threads", "frames", "clip"]
-        options += ["size"] if args.size else []
         command = [sys.executable, __file__, "--worker", "--models", model]
         if args.one_process:
             command.append("--one-process")
+        if args.size:
+            command += ["--size", "x".join(map(str, args.size))]
         for option in options:
             command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
         self.process = subprocess.Popen(
@@ -546,7 +548,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS), help="vision tower"
     )
-    parser.add_argument("--size", help="WIDTHxHEIGHT of the image (default: twice the tower's side)")
+    parser.add_argument(
+        "--size", type=size, help="WIDTHxHEIGHT of the image (default: twice the tower's side)"
+    )
     parser.add_argument("--frames", type=int, default=0, help="ask about a video of N frames")
     parser.add_argument("--clip", default="moving", choices=("moving", "static"))
     parser.add_argument("--one-process", action="store_true", help="of all variants; no memory")
@@ -586,7 +590,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     report = heading("ask.py", arguments, args) | {"new_tokens": args.new_tokens, "models": {}}
     if args.size:
-        report["size"] = args.size
+        report["size"] = list(args.size)
     if args.frames:
         report |= {"frames": args.frames, "clip": args.clip}
     failed = False

@@ -98,6 +98,7 @@ SHORTENED = {
 NOT_RUN_PYTHON = {
     r'"cuda"': "needs a GPU",
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
+    r"mm_processor_kwargs": "asks a server of vLLM; plugins/vllm/tests/test_server.py does",
     r"push_to_hub": "online: tests/test_sharing.py uploads to a local hub",
     r'check_stage\("(large|draft-repeat)|VipLlava': "needs the package of the page, which "
     "tests/test_outside.py installs before it runs the block",
@@ -129,6 +130,7 @@ def given(vlm: vlmfast.VLM) -> dict[str, Any]:
         "name": "llava-hf/llava-v1.6-mistral-7b-hf",
         "q": QUESTION,
         "p": IMAGE,
+        "frames": [Image.open(IMAGE)] * 4,
     }
 
 

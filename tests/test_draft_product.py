@@ -158,7 +158,9 @@ def check(models: Models, case: tuple) -> None:
         # Pages cut rounds short; the recycled plain answers leave few mistakes.
         assert len(accepted) >= 2 and rejected
     else:
-        assert accepted >= {1, 2, 3, 4} and rejected >= {1, 2, 3, 4}
+        # The few tokens of a sampled answer may never miss the first of a tree.
+        assert accepted >= {1, 2, 3, 4}
+        assert rejected >= ({2, 3, 4} if way == "sampled" else {1, 2, 3, 4})
 
 
 def test_the_pairs_are_covered() -> None:

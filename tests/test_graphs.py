@@ -399,7 +399,7 @@ def test_random_schedules_give_the_answers_alone(
     assert graphs.reused > 0
     # All that schedules consist of has happened.
     keys = [key for each in graphs._idle for key in each._replays]
-    assert {rows for rows, *_ in keys} >= {1, 2} and {width for _, width, *_ in keys} > {1}
+    assert len({rows for rows, *_ in keys}) > 1 and {width for _, width, *_ in keys} > {1}
 
 
 # --- controls ------------------------------------------------------------------------------------

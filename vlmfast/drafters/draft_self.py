@@ -358,7 +358,8 @@ class KeptSlots(Part, CacheStage):
     ) -> KV:
         notes = context.notes.setdefault(self.name, {})
         if not self.of.follows_attention:
-            mask, counts = kv.valid, kv.counts
+            mask = kv.valid
+            counts: tuple[int, ...] | None = kv.counts
             if (noted := notes.get("kept")) is not None:
                 mask = mask & (noted.among(kv.order) | ~kv.visual)
                 left = noted.left(kv.layout)

@@ -28,10 +28,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vlmfast.core.contexts import (
-    DecodeContext,
-    PrefillContext,
-)
+from vlmfast.core.contexts import DecodeContext, PrefillContext
 from vlmfast.core.drafting import Observer, SlotList
 from vlmfast.core.placement import device_of
 from vlmfast.core.statistics import StatRequest

@@ -20,7 +20,7 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache, RowSlots
 from .calls import step_modules
 from .fingerprint import fingerprint, structures_of
-from .forward import forward, shifted
+from .forward import forward, placed, shifted
 from .graphs import Graphs, StepGraphs
 from .joint import JointCache
 from .mode import Mode
@@ -596,13 +596,6 @@ def _aux_layers(rows: Many[DecodeRow]) -> tuple[int, ...]:
 # --- forward passes ------------------------------------------------------------------------------
 
 
-def placed(tokens: Many[int], device: torch.device) -> Tensor:
-    """Tokens as int64, (B, 1), on a device; a single one is not copied there, but filled in."""
-    if len(tokens) == 1:
-        return torch.full((1, 1), tokens[0], device=device)
-    return torch.tensor(tokens, device=device)[:, None]
-
-
 def feed(groups: Many[RowGroup], tokens: Tensor) -> Output:
     """Feed ``tokens`` (B, 1) to the rows of all groups, in this order."""
     for group in groups:
@@ -679,9 +672,7 @@ def verify(
 
 
 def run_step(
-    groups: Many[RowGroup],
-    *given: Tensor,
-    observers: Many[tuple[int, Observer] | None] = (),
+    groups: Many[RowGroup], *given: Tensor, observers: Many[tuple[int, Observer] | None] = ()
 ) -> Output:
     """A step of all groups: one forward pass, or one of each group.
 

@@ -145,3 +145,10 @@ def shifted(
             layer, own = adapter.decoder.layers[index], hook(index, offset)
             hooks.enter_context(layer.register_forward_pre_hook(own, with_kwargs=True))
         yield
+
+
+def placed(tokens: Sequence[int], device: torch.device) -> Tensor:
+    """Tokens as int64, (B, 1), on a device; a single one is not copied there, but filled in."""
+    if len(tokens) == 1:
+        return torch.full((1, 1), tokens[0], device=device)
+    return torch.tensor(tokens, device=device)[:, None]

@@ -17,7 +17,8 @@ from vlmfast.core.drafting import Proposal
 from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
 
-from .decode import Batch, placed
+from .decode import Batch
+from .forward import placed
 from .sampling import Sampling
 from .sequence import Sequence
 from .speculation import walk

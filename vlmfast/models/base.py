@@ -655,9 +655,9 @@ class Adapter:
                 self._fits(value)
         found = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         return {
-            # Without padding, a mask need not be copied.
+            # A mask without padding need not be copied.
             key: torch.ones_like(value, device=self.device)
-            if key == "attention_mask"
+            if key == "attention_mask" and value.device.type == "cpu" and bool(value.all())
             else self.moved(key, value)
             for key, value in found.items()
         }
@@ -906,11 +906,10 @@ class Adapter:
 
         Equal ones are copied once: images of one size come again.
         """
-        parts = self._on_device(*(getattr(layout, f.name) for f in fields(layout)))
-        if parts[0] is layout.order:
+        if self.device.type == "cpu":
             return layout
-        copy = TokenLayout(*parts)
-        return copy.seen(layout.on_host)
+        parts = self._on_device(*(getattr(layout, f.name) for f in fields(layout)))
+        return TokenLayout(*parts).seen(layout.on_host)
 
     def cells_of(self, geometry: ItemGeometry) -> Tensor | None:
         """`cells` on the device."""

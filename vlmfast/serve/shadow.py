@@ -142,12 +142,11 @@ class Shadow:
         self._waiting: deque[tuple[Sample, Answer]] = deque()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="vlmfast-shadow", daemon=True)
-        if share:
-            self._thread.start()
+        self._thread.start()
 
     def takes(self, recipe: str) -> bool:
         """Whether a request with a recipe is one of the share."""
-        return self._share > 0 and recipe != "none" and random.random() < self._share
+        return recipe != "none" and random.random() < self._share
 
     def add(self, sample: Sample, answer: Answer) -> None:
         """Answer a request again, later."""
