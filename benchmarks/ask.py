@@ -215,8 +215,9 @@ def qwen2_5_vl(shape: Tower, layers: int) -> tuple[Any, Any]:
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )
+    pixels = {"shortest_edge": 56 * 56, "longest_edge": 1344 * 1344}
     processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch),
+        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch, size=pixels),
         video_processor=Qwen2VLVideoProcessor(patch_size=shape.patch),
         tokenizer=tokens,
         chat_template=tiny_families.QWEN_TEMPLATE,
@@ -271,8 +272,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         import tiny_models
 
         vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
-        side = 2 * TOWERS[args.tower].side
-        image = tiny_models.make_image(side, side)
+        side = str(2 * TOWERS[args.tower].side)
+        image = tiny_models.make_image(*map(int, (args.size or f"{side}x{side}").split("x")))
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
     if not args.frames:
@@ -415,6 +416,7 @@ class Worker:
 
     def __init__(self, model: str, args: argparse.Namespace) -> None:
         options = ["dtype", "device", "tower", "layers", "new_tokens", "threads", "frames", "clip"]
+        options += ["size"] if args.size else []
         command = [sys.executable, __file__, "--worker", "--models", model]
         if args.one_process:
             command.append("--one-process")
@@ -544,6 +546,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS), help="vision tower"
     )
+    parser.add_argument("--size", help="WIDTHxHEIGHT of the image (default: twice the tower's side)")
     parser.add_argument("--frames", type=int, default=0, help="ask about a video of N frames")
     parser.add_argument("--clip", default="moving", choices=("moving", "static"))
     parser.add_argument("--one-process", action="store_true", help="of all variants; no memory")
@@ -582,6 +585,8 @@ def main(argv: list[str] | None = None) -> int:
         worker(args)
         return 0
     report = heading("ask.py", arguments, args) | {"new_tokens": args.new_tokens, "models": {}}
+    if args.size:
+        report["size"] = args.size
     if args.frames:
         report |= {"frames": args.frames, "clip": args.clip}
     failed = False

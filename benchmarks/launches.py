@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end import Shape, build
+from shapes import Shape, build
 
 from kernels import RESULTS
 from vlmfast.check.launches import Launches, counted

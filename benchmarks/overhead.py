@@ -113,7 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--prefix-cache", action="store_true", help="hash and store images and prompts")
     add("--out", type=Path, help="write the result there")
     args = parser.parse_args(argv)
-    args.device, args.frames = "cpu", 0
+    args.device, args.size, args.frames = "cpu", None, 0
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args

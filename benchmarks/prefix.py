@@ -139,6 +139,7 @@ def second(args: argparse.Namespace) -> Iterator[Row]:
             dtype=args.dtype,
             tower="clip-vit-l-14-336",
             layers=24,
+            size=None,
             frames=0,
         )
         vlm, media = ask.load(about)

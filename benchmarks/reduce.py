@@ -61,14 +61,14 @@ def measure(vlm: VLM, image: Any, recipe: Recipe) -> dict[str, float]:
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    """Markdown; times in milliseconds."""
-    head = ["recipe", "visual tokens", "vision", "reduce", "prefill", "TTFT", "saved"]
+    """Markdown."""
+    head = ["recipe", "visual tokens", "vision", "stages", "prefill", "TTFT", "TTFT saved"]
     lines = []
     for name, row in rows.items():
         cells = [f"`{name}`", f"{row['equivalent_tokens']:.0f}"]
-        cells += [f"{1e3 * row[key]:,.0f}" for key in TIMES]
+        cells += [f"{1e3 * row[key]:,.0f} ms" for key in TIMES]
         saved = 1e3 * (rows["none"]["ttft_s"] - row["ttft_s"])
-        lines.append([*cells, "–" if name == "none" else f"{saved:+,.0f}"])
+        lines.append([*cells, "–" if name == "none" else f"{saved:,.0f} ms"])
     return markdown_table(head, lines)
 
 
@@ -88,7 +88,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     args = parse(arguments)
-    args.model, args.frames = ask.SHAPED, 0
+    args.model, args.size, args.frames = ask.SHAPED, None, 0
     vlm, media = ask.load(args)
     image = media["images"]
     plans = recipes(vlm)

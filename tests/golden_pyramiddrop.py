@@ -11,7 +11,7 @@ from golden_case import Reader
 from golden_decoder import decoder_run, llama
 from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop, rank, stage_counts
 from vlmfast.compressors.select import best
-from vlmfast.engine.attention import attention_rows
+from vlmfast.engine.attention_maps import attention_rows
 
 
 @torch.no_grad()

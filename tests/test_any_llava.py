@@ -23,7 +23,7 @@ from test_families import CASES, TOKENS, make_image, start
 from tiny_families import DECODERS, TOWERS, llava_around
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.core.layout import Kind
-from vlmfast.engine import attention
+from vlmfast.engine import vision_attention
 from vlmfast.models._parts import decoder_parts, tower_parts
 from vlmfast.testing import check_family
 
@@ -329,13 +329,13 @@ def test_tower_with_positions_of_all_patches(tower: str, name: str) -> None:
 def test_saliency_is_the_towers_own_attention(monkeypatch, tower: str, source: str) -> None:
     """That of its eager implementation, with the bias that BEiT adds to its logits."""
     vlm, seen = VLM(*llava_around(tower, "llama")), []
-    rows_of = attention._vision_rows
+    rows_of = vision_attention._vision_rows
 
     def noted(*args: Any) -> Any:
         seen.append(rows_of(*args))
         return seen[-1]
 
-    monkeypatch.setattr(attention, "_vision_rows", noted)
+    monkeypatch.setattr(vision_attention, "_vision_rows", noted)
     vlm.ask("what ?", **MEDIA[0], recipe=f"hired:keep=0.5,saliency={source}", **LENGTH)
     pixels = start(vlm, **MEDIA[0]).inputs.tensors["pixel_values"]
     vlm.adapter.tower().set_attn_implementation("eager")

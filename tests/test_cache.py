@@ -28,6 +28,7 @@ from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.prefiller import count_bytes
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
@@ -826,6 +827,8 @@ def test_bytes_are_the_same_before_and_after_freezing(grouped, recipe):
         prompt = prepare(grouped.adapter, run.inputs, run.recipe, stats, Trace())
         prefill(grouped.adapter, prompt, run.recipe, cache, stats, Trace())
     before = cache.held_bytes()
+    count_bytes(stats, cache)
+    stats.read()
     assert before == stats.kv_bytes
     assert stats.kv_tokens_per_layer == cache.lengths()
     cache.freeze(10, prompt.full_length)

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import tiny_models
 from vlmfast import VLM
-from vlmfast.check.devices import Watch, pretended
+from vlmfast.check.devices import READS, Watch, pretended
 from vlmfast.check.launches import Cost, count, counted_kernels, runs
 from vlmfast.cli.commands import main
+from vlmfast.engine.opening import sampler_of
 from vlmfast.kernels import col_stats, select
 
 pytest.importorskip("triton")
@@ -95,6 +96,26 @@ def test_kernels_are_counted_as_on_a_gpu_and_give_the_values_of_their_references
     assert stats["sum"].sum().item() == pytest.approx(2 * 32, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [({"eos_token_id": [3, 4]}, False), ({"eos_token_id": 3, "min_new_tokens": 2}, True)],
+)
+def test_the_settings_of_an_answer_are_prepared_on_the_host(
+    watch: Watch, given: dict[str, Any], reads: bool
+) -> None:
+    model, _ = tiny_models.build_llava(layers=1)
+    model.to("cuda")
+    ids = torch.arange(5, 9)[None].to("cuda")
+    watch.counts.clear()
+    sampler = sampler_of(model, ids, {"max_new_tokens": 3, **given})
+    assert (set(watch.counts) & set(READS) != set()) == reads
+    sampler.tokens = [3]
+    assert sampler.is_done()
+    scores = torch.zeros(1, 32).to("cuda")
+    shut = sampler.processors(ids, scores)[0, 3].item()
+    assert shut == (-torch.inf if reads else 0.0)
+
+
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Any]:
     """A request, and the same where a hook reads a value after the second layer."""
@@ -133,6 +154,33 @@ def test_nothing_is_read_layer_by_layer(counted: dict[str, Any]) -> None:
     assert sum(plain.places[place] for place in own) <= 8
 
 
+# Reads of this package before the first token: the ids of the prompt, their copy to the device, the
+# pixels and weights that identify an image's features, the first token, and what a method adds.
+SHARED = 5
+MORE = {
+    "none": 0, "crops:0.5": 3, "tome": 2, "mustdrop": 4, "flashvid": 0, "catp": 3, "sparsevlm": 2,
+    "prumerge-plus": 2, "hired": 3, "random": 2, "visionzip": 2, "prumerge": 1, "mmtok": 1,
+    "dart": 2, "downsample": 1, "grid": 1, "scope": 0, "divprune": 0, "fastv": 0, "pyramiddrop": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crops() -> Iterator[tuple[Any, Any, Watch]]:
+    with pretended(kernels=True) as watch, counted_kernels(watch):
+        model, processor = tiny_models.build_llava_next(layers=4)
+        model.to("cuda")
+        yield model, processor, watch
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("recipe", MORE)
+def test_reads_of_a_method(crops: tuple[Any, Any, Watch], recipe: str) -> None:
+    model, processor, watch = crops
+    found = count(VLM(model, processor, decoding="eager"), recipe, watch, SIZE)
+    own = {place: n for place, n in found.places.items() if place.startswith("vlmfast.")}
+    assert sum(own.values()) == SHARED + MORE[recipe], own
+
+
 def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
     plain = counted["plain"]
     *blocks, last = plain.blocks
@@ -141,6 +189,53 @@ def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
     parts = [*blocks, *plain.layers]
     assert sum(cost.launches for cost in parts) < plain.first_token.launches
     assert plain.step.launches > 0
+
+
+# What a method reads before the first token in addition to `none`, by function, in 4 layers.
+READ = {
+    "zipcache": {"engine.compress.rows": 1, "kernels.quantize_kv.fits": 1},
+    "kivi": {"kernels.quantize_kv.fits": 1},
+    "cake": {"compressors.layered.read": 1},
+    "vlcache": {"compressors.layered.read": 1},
+    "snapkv": {},
+    "h2o": {},
+    "zipvl": {
+        "compressors.prefill.zipvl.important": 4,
+        "compressors.prefill.zipvl._probes": 1,
+        "kernels.quantize_kv.fits": 1,
+    },
+    "draft-self:confidence=0": {},
+    "draft-self:view=fastv,confidence=0": {},
+    "draft-layerskip:confidence=0,depth=2": {},
+    "draft-ngram": {},
+    "draft-recycle": {},
+}
+# The most copies to the host in a round: each token that is drafted by the model, each that is
+# emitted, and what the model ranked high. A tree is copied to the device, and which nodes move.
+ROUND = {"draft-self": 4 + 5, "draft-layerskip": 2 + 3, "draft-ngram": 11, "draft-recycle": 1 + 7}
+
+
+# Once for all methods, and once for a prompt whose images do not follow each other.
+SHARED_BY_ALL = {"engine.engine._check_bytes", "core.layout.text_start"}
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("recipe", READ)
+def test_reads_of_the_decoders_methods(watch: Watch, recipe: str) -> None:
+    model, processor = tiny_models.build_llava_next(layers=4)
+    model.to("cuda")
+    plain, found = (
+        count(VLM(model, processor, decoding="eager"), of, watch, SIZE) for of in ("none", recipe)
+    )
+    added = Counter(found.places) - Counter(plain.places)
+    own = {place.split(":")[0].removeprefix("vlmfast."): n for place, n in added.items()}
+    assert {place: n for place, n in own.items() if place not in SHARED_BY_ALL} == READ[recipe]
+    name, step = recipe.split(":")[0], Counter(found.step.reads)
+    if name not in ROUND:
+        assert step == {"copy to host": 1}
+    else:
+        assert 0 < step["copy to device"] <= 2 and 2 <= step["copy to host"] <= ROUND[name]
+        assert step.keys() == {"copy to device", "copy to host"}
 
 
 def test_equal_parts_stand_in_one_entry() -> None:

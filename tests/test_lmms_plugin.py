@@ -147,14 +147,6 @@ def test_manifest_imports_nothing_of_lmms_eval():
     assert done.stdout.strip() == "[]", done.stderr[-2000:]
 
 
-def test_former_location_of_the_model():
-    from vlmfast.eval import lmms
-
-    assert lmms.VLMFast is VLMFast
-    with pytest.raises(AttributeError, match="has no attribute 'Model'"):
-        lmms.Model  # noqa: B018
-
-
 def instance(messages, **arguments) -> Instance:
     """A request as lmms-eval makes them for chat models: six fields."""
     args = ("the text", lambda doc: messages(doc), arguments, 0, "a task", "test")

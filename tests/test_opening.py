@@ -46,6 +46,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "a length that is too small": {"max_length": 2},
     "ends": {"eos_token_id": [3, 4], "pad_token_id": 2, "exponential_decay_length_penalty": (2, 1)},
     "no end": {"eos_token_id": None},
+    "the prompt": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
     "ids": {"suppress_tokens": [3], "bad_words_ids": [[4]], "forced_eos_token_id": 2},
     "biases": {"sequence_bias": [[[5], 2.0]], "begin_suppress_tokens": [3], "max_time": 7.0},
     "outputs": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},

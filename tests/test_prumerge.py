@@ -71,11 +71,12 @@ def test_mixture_example(monkeypatch) -> None:
 def test_grid_between_outliers() -> None:
     attention = torch.zeros(36)
     attention[[3, 10, 30]] = 1.0  # 1/12: steps of 4
-    kept = PruMergePlus().chosen(attention, None)
-    assert kept.tolist() == sorted({3, 10, 30, *range(0, 35, 4)})
+    kept, _ = PruMergePlus().chosen(attention, None, outliers(attention))
+    assert kept.nonzero().flatten().tolist() == sorted({3, 10, 30, *range(0, 35, 4)})
     # Nine tokens: one for the rest, four outliers (the fourth is the first of a tie), four spread.
-    kept = PruMergePlus(0.25).chosen(attention, 9).tolist()
-    assert len(kept) == 8
+    marks, count = PruMergePlus(0.25).chosen(attention, 9, 0)
+    kept = marks.nonzero().flatten().tolist()
+    assert len(kept) == count == 8
     assert {0, 3, 10, 30} < set(kept)
     rest = [i for i in range(36) if i not in (0, 3, 10, 30)]
     assert set(kept) - {0, 3, 10, 30} == {rest[i] for i in (4, 12, 20, 28)}

@@ -21,7 +21,8 @@ from vlmfast.core.params import proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.attention import attention_rows, received_logits, switched, text_attention
+from vlmfast.engine.attention import switched, text_attention
+from vlmfast.engine.attention_maps import attention_rows, received_logits
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.prefill import Inputs
 from vlmfast.errors import RecipeError

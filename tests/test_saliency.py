@@ -19,7 +19,7 @@ from vlmfast.core.saliency import SaliencyRequest, to_tokens, window_order
 from vlmfast.core.statistics import StatRequest
 from vlmfast.demos import talk as talk_module
 from vlmfast.demos.talk import RECIPE, Desk, Media
-from vlmfast.engine.attention import _vision_rows
+from vlmfast.engine.vision_attention import _vision_rows
 from vlmfast.eval.bench import RECIPES as RECIPES_OF_BENCH
 from vlmfast.eval.bench import bench
 

@@ -279,9 +279,7 @@ def equal_time(*recipes: str) -> str:
     plot = _script("tools", "ttft_png")
     every = ["none", *(p.recipe for own in plot.curves().values() for p in own)]
     found = plot.points(list(recipes) or every)
-    exact = all(Recipe.parse(p.timed) == Recipe.parse(p.recipe) for p in found)
-    ttft = "TTFT" if exact else "TTFT, `positions=compact`"
-    rows = [["recipe", "kept", ttft, "images", "minus `none`"]]
+    rows = [["recipe", "kept", "TTFT", "images", "minus `none`"]]
     for p in sorted(found, key=lambda point: point.faster):
         rows.append(
             [
@@ -299,6 +297,11 @@ def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
     ((model, rows),) = _measured(name)["models"].items()
     return _script("benchmarks", "ask").parts_table(model, rows)
+
+
+def reduce_cost() -> str:
+    """What each method costs and saves before the first token."""
+    return _script("benchmarks", "reduce").table(_measured("reduce-cpu-bfloat16")["rows"])
 
 
 def static_frames() -> str:
@@ -783,6 +786,7 @@ TABLES = {
     ("docs/pocket.md", "cache"): pocket_cache,
     ("docs/launches.md", "requests"): launches,
     ("docs/launches.md", "towers"): tower_calls,
+    ("docs/recipes.md", "cost"): reduce_cost,
     ("docs/gpu.md", "answers"): gpu_answers,
     ("docs/gpu.md", "steps"): gpu_steps,
     ("docs/gpu.md", "kernels"): partial(gpu_kernels, "nvidia-h200"),

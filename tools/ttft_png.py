@@ -1,8 +1,7 @@
 """Draw accuracy against the measured time to the first token: ``python tools/ttft_png.py``.
 
 Accuracies are those of ``tiny`` on images, of docs/results/views-stacks. Ratios of the time to the
-first token are those of benchmarks/results/ask-views-cpu-float32.json, under the same recipes; the
-rotary ids of the kept tokens may be others, which costs no time.
+first token are those of benchmarks/results/ask-views-cpu-float32.json, under the same recipes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.core.recipe import Recipe
-from vlmfast.eval.axes import with_field
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCURACY = ROOT / "docs" / "results" / "views-stacks" / "report.json"
@@ -48,8 +46,6 @@ class Point:
         Of images, with the 95 % interval, in percent.
     faster : float
         Time to the first token of Hugging Face over that of the recipe.
-    timed : str
-        The recipe that was timed.
     """
 
     recipe: str
@@ -58,7 +54,6 @@ class Point:
     low: float
     high: float
     faster: float
-    timed: str
 
 
 def points(recipes: list[str]) -> list[Point]:
@@ -66,7 +61,7 @@ def points(recipes: list[str]) -> list[Point]:
     runs = json.loads(ACCURACY.read_text(encoding="utf-8"))["tasks"]["shapes"]["recipes"]
     accuracy = {run["recipe"]: run for run in runs.values() if run["control"] is None}
     ((_, times),) = json.loads(TIMES.read_text(encoding="utf-8"))["models"].items()
-    timed = {_plain(name): name for name in times if name != "huggingface"}
+    timed = {str(Recipe.parse(name)): row for name, row in times.items() if name != "huggingface"}
     found = []
     for recipe in recipes:
         canonical = str(Recipe.parse(recipe))
@@ -74,20 +69,14 @@ def points(recipes: list[str]) -> list[Point]:
             run: dict[str, Any] = accuracy[canonical]
             low, high = run["accuracy_image_ci"]
             values = (100 * value for value in (run["accuracy_image"], low, high))
-            name = timed[canonical]
-            faster = times[name]["ratio"]["ttft"]
-            found.append(Point(recipe, run["kept_image"], *values, faster, name))
+            faster = timed[canonical]["ratio"]["ttft"]
+            found.append(Point(recipe, run["kept_image"], *values, faster))
     return found
 
 
 def curves() -> dict[str, list[Point]]:
     """The points of each curve."""
     return {name: points(list(recipes)) for name, recipes in CURVES.items()}
-
-
-def _plain(recipe: str) -> str:
-    """A timed recipe without its position policy."""
-    return str(with_field(Recipe.parse(recipe), "positions", "keep"))
 
 
 def draw(out: Path = OUT) -> None:

@@ -6,7 +6,6 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.moved import install
 from vlmfast.version import __version__
 
 if TYPE_CHECKING:
@@ -62,9 +61,6 @@ _HOMES = {
 
 # A library prints no log lines unless the program that uses it asks for them.
 logging.getLogger("vlmfast").addHandler(logging.NullHandler())
-
-# Former module paths still work and raise a deprecation warning.
-install()
 
 __all__ = [
     "VLM",

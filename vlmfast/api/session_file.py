@@ -30,13 +30,11 @@ from vlmfast.kernels.quantize_kv import Segment
 from vlmfast.models.base import Adapter
 from vlmfast.version import __version__
 
-from .former_sessions import completed, former_paths
 from .session_checks import capacity
 
 __all__ = ["OF_CACHE", "classes", "frozen", "identity", "read", "thawed", "write"]
 
-_KIND, _VERSION = "vlmfast-session", "2"
-_READ = ("1", _VERSION)
+_KIND, _VERSION = "vlmfast-session", "1"
 _LONGEST = 4096  # characters of a recipe
 
 
@@ -125,10 +123,10 @@ def read(
     if metadata.get("kind") != _KIND:
         raise VLMFastError(f"{path} is not a saved session")
     version = metadata.get("version")
-    if version not in _READ:
+    if version != _VERSION:
         raise VLMFastError(
             f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
-            f"{str(version)[:40]}; this vlmfast reads format {' and '.join(_READ)}"
+            f"{str(version)[:40]}; this vlmfast reads format {_VERSION}"
         )
     lacking = [key for key in ("model", "recipe", "session") if not metadata.get(key)]
     if not lacking and len(metadata["recipe"]) > _LONGEST:
@@ -140,23 +138,17 @@ def read(
         about = json.loads(metadata["session"])
     except (ValueError, RecursionError) as error:
         raise VLMFastError(f"{path} cannot be used: its metadata are not JSON") from error
-    own_identity = identity(adapter)
-    if version == "1":  # which says nothing about settings
-        del own_identity["settings"]
-    _same_model(path, saved, own_identity)
+    _same_model(path, saved, identity(adapter))
     recipe = choose(metadata["recipe"])
     if recipe != Recipe.parse(metadata["recipe"]):
         raise RecipeError(
             f"{path} was saved under the recipe {metadata['recipe'][:200]}, not {recipe}"
         )
     try:
-        allowed = classes(recipe, own)
-        if version == "1":
-            allowed = {name: cls for cls in allowed.values() for name in former_paths(cls)}
-        state = snapshot.unpack(about, tensors, allowed)
+        state = snapshot.unpack(about, tensors, classes(recipe, own))
         if not isinstance(state, dict):
             raise ValueError("it contains no state")
-        return build(recipe, completed(adapter, recipe, state))
+        return build(recipe, state)
     except (ModelError, RecipeError):
         raise
     except Exception as error:  # a forged file can cause any exception

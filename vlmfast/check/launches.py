@@ -24,6 +24,8 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from vlmfast.core.protocols import DrafterStage
+from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import _triton
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 SIZE = (672, 672)
 QUESTION = "How many yellow objects are there?"
 _TOKENS = 3  # of an answer: the second decode step is like later ones
+_DRAFTED = 16  # of an answer with drafts, so that several rounds check some
 _MARK = "launches: "  # before each line of the process that counts
 _CHOICES = ("attention", "fused_step")  # names of `use_triton` that are no kernels
 
@@ -86,7 +89,8 @@ class Request:
     places : dict of str to int
         The reads among these by function and kind, most first.
     step : Cost
-        One decode step. Captured, it is one launch.
+        One decode step after the first; of those of a drafter, one with the most launches, as it
+        drafts and checks. Captured, it is one launch.
     """
 
     recipe: str
@@ -152,6 +156,7 @@ def counted_kernels(watch: Watch) -> Iterator[None]:
     """
     from triton.runtime.jit import KernelInterface
 
+    import vlmfast.engine.engine  # noqa: F401  # with the modules whose names are replaced below
     from vlmfast.engine import fused
 
     if isinstance(_triton.triton, _triton._Absent):
@@ -234,6 +239,28 @@ class Tokens:
         pass
 
 
+class Steps:
+    """What is counted in each decode step."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.counts = watch, list[Counter[str]]()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count inside the block."""
+        from vlmfast.engine.rounds import Rounds
+
+        own = Rounds.run
+
+        def run(rounds: Any, batches: Any) -> None:
+            before = self.watch.counts.copy()
+            own(rounds, batches)
+            self.counts.append(self.watch.counts - before)
+
+        with mock.patch.object(Rounds, "run", run):
+            yield
+
+
 class Parts:
     """What is counted before the first token in each of a list of modules, one after another.
 
@@ -281,29 +308,30 @@ def count(vlm: VLM, recipe: str, watch: Watch, size: tuple[int, int] = SIZE) -> 
     """
     given: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     vlm.ask(QUESTION, images=_image(size, 0), recipe=recipe, max_new_tokens=1, **given)
-    image, tokens = _image(size, 1), Tokens(watch)
+    image, tokens, steps = _image(size, 1), Tokens(watch), Steps(watch)
+    drafts = any(isinstance(stage, DrafterStage) for stage in Recipe.parse(recipe))
     blocks = Parts(watch, vlm.adapter.vision_blocks(), tokens)
     layers = Parts(watch, list(vlm.adapter.decoder.layers), tokens)
     watch.counts.clear()
     watch.places.clear()
-    with blocks.watched(), layers.watched():
+    with blocks.watched(), layers.watched(), steps.watched():
         answer = vlm.ask(
             QUESTION,
             images=image,
             recipe=recipe,
             streamer=tokens,
-            max_new_tokens=_TOKENS,
+            max_new_tokens=_DRAFTED if drafts else _TOKENS,
             **given,
         )
-    first, *_, before, last = tokens.counts
+    step = max(steps.counts[1:] or steps.counts, key=lambda counts: counts["launches"])
     return Request(
         recipe,
         answer.stats.visual_tokens_in,
         [Cost.of(counts) for counts in blocks.counts],
         [Cost.of(counts) for counts in layers.counts],
-        Cost.of(first),
+        Cost.of(tokens.counts[0]),
         _sorted(tokens.places),
-        Cost.of(last - before),
+        Cost.of(step),
     )
 
 

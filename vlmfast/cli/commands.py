@@ -597,7 +597,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         stack.callback(loud.setLevel, before)
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", ".* is deprecated, use ", FutureWarning)
         warnings.filterwarnings("default", "kernels: ", RuntimeWarning)
         warnings.filterwarnings("default", "vlmfast.(stages|families): ", UserWarning)
         warnings.showwarning = show

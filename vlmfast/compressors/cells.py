@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,13 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.core.views import cells
 from vlmfast.kernels.pool import cell_average
+
+
+def copied(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Whole numbers on a device, as int64, by one copy."""
+    flat = torch.cat([part.flatten().long() for part in parts]).to(device)
+    own = flat.split([part.numel() for part in parts])
+    return [x.view(part.shape) for x, part in zip(own, parts, strict=True)]
 
 
 def occupied(exists: Tensor) -> Tensor:
@@ -138,11 +146,6 @@ def grouped(layout: TokenLayout, geometry: ItemGeometry, target: int) -> Cells:
     start = (sizes.cumsum(0) - sizes)[:, None]
     there = slot < sizes[:, None]
     table = members[(start + slot).clamp(max=len(members) - 1)]
-    parts = (table, there, cell, index, y, x)
-    flat = torch.cat([part.flatten().long() for part in parts]).to(device)  # one copy
-    table, there, cell, index, y, x = (
-        own.view(part.shape)
-        for own, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)
-    )
+    table, there, cell, index, y, x = copied([table, there, cell, index, y, x], device)
     offset = torch.stack([y / (2 * h), x / (2 * w)], dim=1).float()
     return Cells(table, there.bool(), cell, index, offset, (h / a, w / b))

@@ -66,7 +66,6 @@ class Evictor(CacheStage):
         "fraction of the prompt's keys and values kept in each layer",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:

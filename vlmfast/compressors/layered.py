@@ -110,14 +110,18 @@ class Layered(Evictor):
         layers = list(self.seen(context).values())
         if not layers:  # everything is kept
             return cache
-        unknown = [scored for scored in layers if "claim" not in vars(scored)]
-        if unknown:  # one read for all layers
-            weights = [scored.weight.to(context.layout.device) for scored in unknown]
-            for scored, claim in zip(unknown, torch.stack(weights).tolist(), strict=True):
-                scored.claim = claim
+        self.read(context, layers)
         counts = self.counts(layers)
         context.notes[self.name] = {"kept": counts, "windows": [scored.window for scored in layers]}
         return [scored.best(kv, k) for scored, kv, k in zip(layers, cache, counts, strict=True)]
+
+    def read(self, context: PrefillContext, layers: list[Scored]) -> None:
+        """Read the claims of ``layers`` that are not known yet, at once."""
+        unknown = [scored for scored in layers if "claim" not in vars(scored)]
+        if unknown:
+            weights = [scored.weight.to(context.layout.device) for scored in unknown]
+            for scored, claim in zip(unknown, torch.stack(weights).tolist(), strict=True):
+                scored.claim = claim
 
     def seen(self, context: PrefillContext) -> dict[int, Scored]:
         """The layers that have run, in their order."""

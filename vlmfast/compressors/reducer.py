@@ -23,7 +23,7 @@ class Reducer(EncodeStage):
     # Whether exactly `target` patches of an image are kept, or all if there are fewer.
     exact: ClassVar[bool] = False
 
-    keep: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
+    keep: float = param(0.2, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     _: KW_ONLY  # so that the method's own fields come next as positional arguments
     positions: str = positions_param()
     budget: float | None = budget_param()

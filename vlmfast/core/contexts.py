@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from vlmfast.kernels.quantize_kv import largest, parameter_dtype
 
 from .drafting import Observer, SlotList
-from .former import FormerAttribute
 from .layout import Kind, TokenLayout
 from .packing import Packing
 from .statistics import ItemGeometry, StatRequest
@@ -94,7 +93,6 @@ class VisionContext:
     raster: Tensor | None = None
     numbers: list[int] | None = None
     packings: list[tuple[Tensor, Packing]] = field(default_factory=list)
-    repair = FormerAttribute("proportional_attention")
 
     def packing(self, ends: Tensor) -> Packing:
         """How the parts between these boundaries are batched; read from the device once."""
@@ -182,7 +180,6 @@ class PrefillContext:
     stats: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
-    repair = FormerAttribute("proportional_attention")
     _places: tuple[TokenLayout, list[int]] | None = field(default=None, init=False, repr=False)
 
     # Not annotated: `TrainingContext` declares them as fields.
@@ -346,4 +343,3 @@ class EncodeRequest:
     trained: dict[str, nn.Module] = field(default_factory=dict)
     order: Tensor | None = None
     images: Sequence[Image.Image] = ()
-    pictures = FormerAttribute("images")

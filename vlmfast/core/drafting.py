@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .former import FormerAttribute
 from .layout import TokenLayout
 from .tree import Tree
 
@@ -51,6 +50,16 @@ class Target:
     shallow: Callable[..., Tensor] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
     notes: dict[Any, Any] = field(default_factory=dict)
+
+    def likeliest(self, logits: Tensor, budget: Budget, depth: int) -> tuple[int, float]:
+        """The best token at ``depth`` by logits (V,), and its probability; read at once."""
+        logits = logits.float()
+        for token in self.banned:
+            logits[token].fill_(-torch.inf)
+        best = budget.rank(logits[None], depth)[0].argmax()[None]
+        probability = logits.softmax(-1).index_select(0, best)
+        token, probable = torch.cat([best.double(), probability.double()]).tolist()
+        return int(token), probable
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +143,6 @@ class Read:
     embeds: Tensor
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
-    taps = FormerAttribute("aux_hidden_states")
 
     def first(self, ids: int) -> Read:
         """The rows of the first ``ids`` of the prompt."""
@@ -175,7 +183,6 @@ class Round:
     logits: Tensor | None = None
     features: Tensor | None = None
     aux_hidden_states: Tensor | None = None
-    taps = FormerAttribute("aux_hidden_states")
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .former import FormerAttribute
-
 if TYPE_CHECKING:
     from vlmfast.kernels.quantize_kv import Segment
 
@@ -51,7 +49,6 @@ class KV:
     lengths: Tensor
     bias: Tensor | None = None
     attention_mass: Tensor | None = None
-    mass = FormerAttribute("attention_mass")
     segments: tuple[Segment, ...] = ()
     # `counts` and `layout`, with the ``lengths`` for which they hold.
     _known: tuple[Tensor, tuple[int, ...], TokenLayout | None] | None = field(

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     SPECIAL = 4  # an image's token that shows no part of it (a CLS token that is kept)
 
 
-_KNOWN = ("visuals", "text_start", "on_host")  # what the host may know of a layout
+_KNOWN = ("visuals", "run", "text_start", "on_host")  # what the host may know of a layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +94,15 @@ class TokenLayout:
         """The first row after the last `visual` one, read once."""
         if not self.visuals:
             return 0
+        if self.run is not None:
+            return self.run + self.visuals
         rows = torch.arange(1, len(self) + 1, device=self.device)
         return int((rows * self.visual).max())
+
+    @property
+    def run(self) -> int | None:
+        """The first `visual` row, where the host knows that they all follow each other."""
+        return vars(self).get("run")
 
     @functools.cached_property
     def on_host(self) -> Tensor:
@@ -103,9 +110,19 @@ class TokenLayout:
         _, y, x = self.grid.unbind(1)
         return torch.stack([self.kind.int(), self.item, self.tile, self.view, y, x]).cpu()
 
-    def counted(self, visuals: int) -> TokenLayout:
-        """This layout, of which the host knows how many rows are visual."""
-        vars(self)["visuals"] = visuals
+    def counted(self, visuals: int, run: int | None = None) -> TokenLayout:
+        """This layout, of which the host knows how many rows are visual, and perhaps `run`."""
+        vars(self).update(visuals=visuals, run=run)
+        return self
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether `on_host` is known without reading the device."""
+        return "on_host" in vars(self)
+
+    def seen(self, on_host: Tensor) -> TokenLayout:
+        """This layout, whose `on_host` is known."""
+        vars(self)["on_host"] = on_host
         return self
 
     def visual_rows(self) -> Tensor:
@@ -114,10 +131,11 @@ class TokenLayout:
 
     def patch_rows(self) -> Tensor:
         """Indices of the rows that are `patches`, int64, ascending."""
-        return marked_rows(self.patches, int(self._patches_on_host.sum()))
+        return marked_rows(self.patches, int(self.patches_on_host.sum()))
 
     @property
-    def _patches_on_host(self) -> Tensor:
+    def patches_on_host(self) -> Tensor:
+        """`patches` on the host."""
         kinds = self.on_host[0]
         return (kinds == Kind.IMAGE) | (kinds == Kind.VIDEO)
 
@@ -167,8 +185,8 @@ class TokenLayout:
                 for f in fields(TokenLayout)
             }
         )
-        if all("on_host" in vars(layout) for layout in layouts):
-            vars(made)["on_host"] = torch.cat([layout.on_host for layout in layouts], dim=1)
+        if all(layout.is_seen for layout in layouts):
+            made.seen(torch.cat([layout.on_host for layout in layouts], dim=1))
         return made
 
     @staticmethod
@@ -287,9 +305,12 @@ class VisualTokens:
 
     def patches(self) -> VisualTokens:
         """The tokens that show a part of an image."""
-        layout = self.layout
-        tokens = self.select(layout.patch_rows())
-        vars(tokens.layout)["on_host"] = layout.on_host[:, layout._patches_on_host]
+        return self.marked(self.layout.patches, self.layout.patches_on_host)
+
+    def marked(self, mask: Tensor, known: Tensor) -> VisualTokens:
+        """The tokens that a mask marks, bool, (N,), which is ``known`` on the host."""
+        tokens = self.select(marked_rows(mask, int(known.sum())))
+        tokens.layout.seen(self.layout.on_host[:, known])
         return tokens
 
     def parts(self) -> list[tuple[int, VisualTokens]]:
@@ -299,5 +320,5 @@ class VisualTokens:
             return [(items[0][0], self)]
         found = [(item, self.select(index)) for item, index in items]
         for item, tokens in found:
-            vars(tokens.layout)["on_host"] = known[:, known[1] == item]
+            tokens.layout.seen(known[:, known[1] == item])
         return found

@@ -71,7 +71,8 @@ class Packing:
         groups: dict[int, list[int]] = defaultdict(list)  # parts by the length of their batch
         for part, n in enumerate(lengths):
             groups[max(n, padded)].append(part)
-        batches, back, first = [], torch.empty(starts[-1], dtype=torch.int64), 0
+        back, first = torch.empty(starts[-1], dtype=torch.int64), 0
+        shapes, parts_of = [], [back]  # of batches; what is copied to the device, at once
         for length, parts in groups.items():
             own = torch.tensor([lengths[part] for part in parts])[:, None]
             start = torch.tensor([starts[part] for part in parts])[:, None]
@@ -79,10 +80,18 @@ class Packing:
             valid = slot < own
             rows = start + torch.minimum(slot, own - 1)
             back[rows[valid]] = first + valid.flatten().nonzero().flatten()
-            mask = None if bool(valid.all()) else valid[:, None, None].to(device)
-            batches.append(PartBatch(len(parts), length, rows.flatten().to(device), mask))
+            padding = not bool(valid.all())
+            shapes.append((len(parts), length, padding))
+            parts_of += [rows.flatten(), valid.flatten().long()] if padding else [rows.flatten()]
             first += rows.numel()
-        return Packing(tuple(lengths), tuple(batches), back.to(device))
+        sizes = [len(of) for of in parts_of]
+        back, *copied = torch.cat(parts_of).to(device).split(sizes)
+        given, batches = iter(copied), []
+        for count, length, padding in shapes:
+            rows = next(given)
+            mask = next(given).bool().view(count, 1, 1, length) if padding else None
+            batches.append(PartBatch(count, length, rows, mask))
+        return Packing(tuple(lengths), tuple(batches), back)
 
     def attend(
         self,

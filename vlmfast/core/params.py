@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any, get_args
 
 from ..errors import RecipeError, VLMFastError
-from .former import warn_renamed
 from .saliency import SOURCES
 
 
@@ -24,9 +23,6 @@ def param(
     choices: tuple[str, ...] | None = None,
     recipe_name: str | None = None,
     excludes: tuple[str, ...] = (),
-    former: tuple[str, ...] = (),
-    former_choices: dict[str, str] | None = None,
-    word: str | None = None,
 ) -> Any:
     """A documented and bounded dataclass field of a `Stage`.
 
@@ -43,22 +39,12 @@ def param(
         Name in recipes, where the field's own is taken by a method of the protocol.
     excludes : tuple of str
         Fields of the same purpose, which cannot be given together with this one.
-    former : tuple of str
-        Deprecated names, accepted in Python and in recipes with a warning.
-    former_choices : dict of str to str, optional
-        Deprecated values and what replaces each of them.
-    word : str, optional
-        Deprecated, `recipe_name`.
     """
-    if word is not None:
-        warn_renamed("param(word=)", "param(recipe_name=)")
     metadata = {
         "doc": doc,
         "choices": choices,
-        "recipe_name": recipe_name or word,
+        "recipe_name": recipe_name,
         "excludes": excludes,
-        "former": former,
-        "former_choices": former_choices or {},
     }
     bounds = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     limits = {key: value for key, value in bounds.items() if value is not None}
@@ -96,20 +82,7 @@ def proportional_attention_param(default: bool = False) -> Any:
     return param(
         default,
         "attention adds log(weight), so that a merged token counts as often as its parts",
-        former=("repair",),
     )
-
-
-def repair_param(default: bool = False) -> Any:
-    """Deprecated, `proportional_attention_param`."""
-    warn_renamed("repair_param", "proportional_attention_param")
-    return proportional_attention_param(default)
-
-
-def word_of(f: Field) -> str:
-    """Deprecated, `recipe_name`."""
-    warn_renamed("word_of", "recipe_name")
-    return recipe_name(f)
 
 
 def saliency_param() -> Any:

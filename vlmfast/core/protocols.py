@@ -296,7 +296,8 @@ class CacheStage(Stage):
 
     `compress` is called right after a layer's own attention, so that prefill is exact and memory
     falls layer by layer. Where budgets need all layers, `finish` is called at the end, and later
-    stages after it. Prompts without visual tokens are not compressed.
+    stages after it; `trim` may drop some of it before. Prompts without visual tokens are not
+    compressed.
     """
 
     protocol: ClassVar[str] = "cache"
@@ -312,6 +313,10 @@ class CacheStage(Stage):
     ) -> KV:
         """Compress ``kv`` of ``layer``; ``context.layout`` are the rows at that layer."""
         return kv
+
+    def trim(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        """As `finish`, for the layers so far, after each of them: what `finish` would drop."""
+        return cache
 
     def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
         """As `compress`, for all layers at once, after the last one has run."""

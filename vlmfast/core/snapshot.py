@@ -21,7 +21,6 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError, check_memory
 
 from .files import read_bytes, replace_bytes
-from .former import FormerAttribute
 
 _OPENING = b'{"__metadata__":{"digest":"'  # after the eight bytes of the header's length
 _AT = 8 + len(_OPENING)
@@ -78,10 +77,7 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str, classes: dict[str, t
 
 
 def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> Any:
-    """The inverse of `pack`; builds only ``classes``.
-
-    Fields may have deprecated names, see `core.former.FormerAttribute`.
-    """
+    """The inverse of `pack`; builds only ``classes``."""
     if isinstance(value, list):
         return [unpack(item, tensors, classes) for item in value]
     if not isinstance(value, dict):
@@ -96,13 +92,7 @@ def unpack(value: Any, tensors: dict[str, Tensor], classes: dict[str, type]) -> 
         pairs = [[unpack(item, tensors, classes) for item in pair] for pair in value["dict"]]
         return dict(pairs)
     cls = classes[value["class"]]
-    former = vars(cls)
-    parts = {
-        former[key].name if isinstance(former.get(key), FormerAttribute) else key: unpack(
-            item, tensors, classes
-        )
-        for key, item in value["fields"].items()
-    }
+    parts = {key: unpack(item, tensors, classes) for key, item in value["fields"].items()}
     hints = get_type_hints(cls)
     for key, part in parts.items():
         if key not in hints or not conforms(part, hints[key]):

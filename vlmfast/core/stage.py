@@ -7,12 +7,11 @@ import operator
 import re
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_type_hints, overload
 
 from torch import nn
 
 from ..errors import RecipeError
-from .former import warn_renamed
 from .params import (
     LARGEST,
     SIGNS,
@@ -28,16 +27,6 @@ from .params import (
 
 # In texts: they join the parts of a recipe, or are no characters of one line.
 _RESERVED = re.compile("[+,\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-# Names of class attributes and methods until version 0.1, and of today.
-_FORMER = {
-    "asks_question": "query_dependent",
-    "keep": "select_tokens",
-    "mass": "attention_mass",
-    "quantises": "quantizes",
-    "repair": "proportional_attention",
-    "taps": "aux_hidden_state_layers",
-}
 
 
 def _fields(cls: type) -> tuple[Field[Any], ...]:
@@ -78,48 +67,22 @@ def _check_exclusive(cls: Any, given: dict[str, Any]) -> None:
                 )
 
 
-def _former_parameters(cls: type) -> dict[str, str]:
-    """Deprecated to present names of the fields of a stage."""
-    return {old: f.name for f in fields(cls) for old in f.metadata.get("former", ())}
-
-
 class _StageType(type):
-    """Accepts deprecated parameter names and values when a stage is constructed."""
+    """Refuses parameters that are unknown or that replace each other, by the method's name."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        former = _former_parameters(cls)
-        values: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if name in former:
-                warn_renamed(f"{cls.__name__}({name}=)", f"{former[name]}=")
-                name = former[name]
-            if name in values:
-                raise TypeError(f"{cls.__name__}: {name} is given twice")
-            values[name] = value
-        for f in _fields(cls):
-            replaced = f.metadata.get("former_choices", {})
-            if isinstance(value := values.get(f.name), str) and value in replaced:
-                warn_renamed(f"{cls.__name__}({f.name}={value!r})", repr(replaced[value]))
-                values[f.name] = replaced[value]
         if any(f.metadata.get("excludes") for f in _fields(cls)):
             named = (f.name for f in _fields(cls) if not f.kw_only)
-            given = dict(zip(named, args, strict=False)) | values
+            given = dict(zip(named, args, strict=False)) | kwargs
             if given.keys() >= {f.name for f in _fields(cls)}:  # a copy by `dataclasses.replace`
                 given = {f.name: v for f in _fields(cls) if (v := given[f.name]) != f.default}
             _check_exclusive(cls, given)
         try:
-            return super().__call__(*args, **values)
+            return super().__call__(*args, **kwargs)
         except TypeError:
-            for name in values:
+            for name in kwargs:
                 _check_parameter(cls, name, [f.name for f in _fields(cls)])
             raise
-
-    def __getattr__(cls, name: str) -> Any:
-        new = _FORMER.get(name)
-        if new is None or not hasattr(cls, new):
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        warn_renamed(f"{cls.__name__}.{name}", new)
-        return getattr(cls, new)
 
 
 @dataclass(frozen=True)
@@ -158,26 +121,9 @@ class Stage(metaclass=_StageType):
     other_model: ClassVar[bool] = False
     _typed: ClassVar[str] = ""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept classes that define deprecated attributes and methods."""
-        super().__init_subclass__(**kwargs)
-        for old, new in _FORMER.items():
-            value = cls.__dict__.get(old)
-            if value is None or new in cls.__dict__ or (old == "keep" and not callable(value)):
-                continue
-            warn_renamed(f"{cls.__name__}.{old}", new)
-            if callable(value) or isinstance(value, bool):
-                setattr(cls, new, value)
-            else:  # a field, or a property
-                setattr(cls, new, property(operator.attrgetter(old)))
+    if TYPE_CHECKING:  # the parameters of each method
 
-    def __getattr__(self, name: str) -> Any:
-        """The value of a parameter or attribute under its deprecated name."""
-        new = _former_parameters(type(self)).get(name) or _FORMER.get(name)
-        if new is None or not hasattr(type(self), new):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        warn_renamed(f"{type(self).__name__}.{name}", new)
-        return getattr(self, new)
+        def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -230,8 +176,6 @@ class Stage(metaclass=_StageType):
         """
         hints, values = _types(cls), {}
         names = {recipe_name(f): f.name for f in fields(cls)}
-        former = _former_parameters(cls)
-        choices = {f.name: f.metadata.get("former_choices", {}) for f in fields(cls)}
         for key, text in texts.items():
             if key is None:
                 if cls.lead is None:
@@ -240,25 +184,12 @@ class Stage(metaclass=_StageType):
                         f"parameters: {listed(names)}"
                     )
                 key = next(w for w, name in names.items() if name == cls.lead)
-            if key not in former:
-                _check_parameter(cls, key, list(names))
-            name = names.get(key) or former[key]
-            if key not in names:
-                warn_renamed(f"{cls.name}:{key}=", f"{name}=", FutureWarning)
+            _check_parameter(cls, key, list(names))
+            name = names[key]
             if name in values:
                 raise RecipeError(f"{cls.name}: {key} is given twice")
-            replaced = choices.get(name, {}).get(text)
-            if replaced is not None:
-                warn_renamed(f"{cls.name}:{name}={text}", f"{name}={replaced}", FutureWarning)
-                text = replaced
             values[name] = parse_value(cls.name, key, text, hints[name])
         return cls(**values)
-
-    @classmethod
-    def from_words(cls, words: dict[str | None, str]) -> Stage:
-        """Deprecated, `from_texts`."""
-        warn_renamed("from_words", "from_texts")
-        return cls.from_texts(words)
 
     def __str__(self) -> str:
         """Canonical text in recipes; parsing it gives an equal stage."""

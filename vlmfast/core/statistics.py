@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from .former import FormerAttribute
 from .saliency import Saliency, SaliencyRequest
 
 _ROWS = ("cls", "received", "keys", "last", "text", "window", "columns")
@@ -160,7 +159,6 @@ class ItemGeometry:
     frame: tuple[int, int] = (0, 1)
     digest: int = field(default=0, compare=False)
     grids: tuple[tuple[int, int], ...] = ()
-    clip = FormerAttribute("video")
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ class Chain:
         assert self.target.shallow is not None
         chain = [root]
         for depth in range(1, min(budget.depth, self.stage.depth) + 1):
-            logits = self.target.shallow(chain[-1], depth - 1, self.layers).float()
-            logits[list(self.target.banned)] = -float("inf")
-            chain.append(int(budget.rank(logits[None], depth)[0].argmax()))
-            if float(logits.softmax(-1)[chain[-1]]) < self.stage.confidence:
+            logits = self.target.shallow(chain[-1], depth - 1, self.layers)
+            token, probability = self.target.likeliest(logits, budget, depth)
+            chain.append(token)
+            if probability < self.stage.confidence:
                 break
         return Tree.chain(chain)

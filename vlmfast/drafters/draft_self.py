@@ -49,6 +49,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -70,7 +71,7 @@ from vlmfast.core.drafting import (
     ViewDrafter,
 )
 from vlmfast.core.kv import KV
-from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.layout import TokenLayout, VisualTokens, marked_rows
 from vlmfast.core.params import param
 from vlmfast.core.protocols import (
     CacheStage,
@@ -220,11 +221,44 @@ class TopK(CacheStage):
     def compress(
         self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
     ) -> KV:
-        visual = kv.visual & kv.valid
-        counts = (self.keep * visual.sum(1)).long().clamp(min=1)
+        visual, layout = kv.visual & kv.valid, kv.layout
+        of = visual.sum(1) if layout is None else torch.tensor([layout.visuals] * len(visual))
+        wanted = (self.keep * of).long().clamp(min=1)
         assert stats is not None and stats.sum is not None
         scores = stats.sum.sum(1).masked_fill(~visual, -torch.inf)
-        return kv.select_mask((best(scores, counts) & visual) | (~kv.visual & kv.valid))
+        chosen = best(scores, wanted if layout is None else wanted.tolist()) & visual
+        counts = None if layout is None else (len(layout) - of + wanted.minimum(of)).tolist()
+        return kv.select_mask(chosen | (~kv.visual & kv.valid), counts)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens that the view's method has kept.
+
+    Parameters
+    ----------
+    order : Tensor, int64, (K,)
+        Ascending; with or without the text, all of which is kept.
+    visuals, of : int
+        How many visual ones there are, and of how many.
+    """
+
+    order: Tensor
+    visuals: int
+    of: int
+
+    def among(self, order: Tensor) -> Tensor:
+        """Whether tokens are among these, bool, of the shape of ``order``."""
+        if not len(self.order):
+            return torch.zeros_like(order, dtype=torch.bool)
+        at = torch.searchsorted(self.order, order.contiguous()).clamp(max=len(self.order) - 1)
+        return self.order[at] == order
+
+    def left(self, layout: TokenLayout | None) -> int | None:
+        """How many rows of a layout, text included, are kept, where the host knows it."""
+        if layout is None or layout.visuals != self.of:  # others have dropped some since
+            return None
+        return len(layout) - self.of + self.visuals
 
 
 @dataclass(frozen=True)
@@ -257,8 +291,9 @@ class KeptTokens(Part, EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        kept = self.of.selects.reduce(tokens, stats, request)
-        request.notes.setdefault(self.name, {})["kept"] = kept.layout.order
+        order = self.of.selects.reduce(tokens, stats, request).layout.order
+        kept = Kept(order, len(order), len(tokens))
+        request.notes.setdefault(self.name, {})["kept"] = kept
         return tokens
 
 
@@ -289,17 +324,20 @@ class KeptRows(Part, PrefillStage):
     def select_tokens(self, context: PrefillContext, layer: int) -> None:
         notes, layout = context.notes.setdefault(self.name, {}), context.layout
         rows = torch.arange(len(layout), device=layout.device)
-        if "kept" in notes:
-            rows = rows[torch.isin(layout.order, notes["kept"])]
+        if (kept := notes.get("kept")) is not None:
+            rows = marked_rows(kept.among(layout.order) | ~layout.visual, kept.left(layout))
+        visuals = len(rows) - (len(layout) - layout.visuals)
         own = replace(
             context,
-            layout=layout.select(rows),
+            layout=layout.select(rows).counted(visuals),
             notes=notes.setdefault("state", {}),
             stats={at: found.index_select(-1, rows) for at, found in context.stats.items()},
             hidden=None if context.hidden is None else context.hidden.index_select(0, rows),
         )
         left = self.of.selects.select_tokens(own, layer)
-        notes["kept"] = layout.order[rows if left is None else rows[left]]
+        rows = rows if left is None else rows[left]
+        visuals = len(rows) - (len(layout) - layout.visuals)
+        notes["kept"] = Kept(layout.order[rows], visuals, layout.visuals)
 
 
 @dataclass(frozen=True)
@@ -320,11 +358,12 @@ class KeptSlots(Part, CacheStage):
     ) -> KV:
         notes = context.notes.setdefault(self.name, {})
         if not self.of.follows_attention:
-            kept = numbered(kv).select_mask(
-                kv.valid & (torch.isin(kv.order, notes["kept"]) | ~kv.visual)
-                if "kept" in notes
-                else kv.valid
-            )
+            mask, counts = kv.valid, kv.counts
+            if (noted := notes.get("kept")) is not None:
+                mask = mask & (noted.among(kv.order) | ~kv.visual)
+                left = noted.left(kv.layout)
+                counts = None if left is None else (left,) * len(mask)
+            kept = numbered(kv).select_mask(mask, counts)
         else:
             # The slots are only selected; none is rotated.
             own = replace(context, notes=notes.setdefault("state", {}), rotate=None)
@@ -373,12 +412,13 @@ class Chain(ViewDrafter):
         self.stage, self.target = stage, target
         noted = target.notes.get("layers")
         self.visual: list[Tensor] = []
+        self.known: list[Known] = []
         if noted:
             layers = [_of_layer(noted, layer) for layer in range(target.depth)]
-            least = torch.stack([start.min() for _, _, start, _ in layers]).tolist()
+            self.known = Known.of(layers)
             self.view = tuple(
-                SlotList(slots, counts, start, (int(first),))
-                for (slots, counts, start, _), first in zip(layers, least, strict=True)
+                SlotList(slots, counts, start, (min(known.start),))
+                for (slots, counts, start, _), known in zip(layers, self.known, strict=True)
             )
             self.visual = [visual for *_, visual in layers]
         self.asked = {} if self.view is None else KeptSlots(stage).text_stats(target.depth)
@@ -397,10 +437,10 @@ class Chain(ViewDrafter):
         for depth in range(1, min(budget.depth, self.stage.steps) + 1):
             if self.view is None:
                 break
-            logits = (yield chain[-1]).float()
-            logits[list(self.target.banned)] = -float("inf")
-            chain.append(int(budget.rank(logits[None], depth)[0].argmax()))
-            if float(logits.softmax(-1)[chain[-1]]) < self.stage.confidence:
+            logits = yield chain[-1]
+            token, probability = self.target.likeliest(logits, budget, depth)
+            chain.append(token)
+            if probability < self.stage.confidence:
                 break
         return Tree.chain(chain)
 
@@ -418,23 +458,76 @@ class Chain(ViewDrafter):
         visual, start = self.visual[layer], self.view[layer].start
         n = visual.shape[1]
         slots = torch.arange(n, device=keys.device).expand(len(keys), -1)
+        known, context = self.known[layer], self._context(layer)
         kv = KV(keys[:, :n], values[:, :n], slots, slots, visual, start)
+        kv = kv.counted(known.start, context.layout if known.whole(n) else None)
         stats = columns(attention[..., :n], self.asked[layer], len(keys))
-        context = self._context(visual)
         method = self.stage.selects
         assert isinstance(method, CacheStage)  # others do not ask for attention
         kept = method.compress(context, layer, kv, stats)
         self.kept.append(indices(kept))
         if len(self.kept) == len(self.view):
-            final = method.finish(self._context(visual), self.kept)
+            final = method.finish(context, self.kept)
             pairs = zip(final, self.view, strict=True)
             self.view = tuple(SlotList(*chosen(kv), old.start, old.least) for kv, old in pairs)
             self.kept = []
 
-    def _context(self, visual: Tensor) -> PrefillContext:
+    def _context(self, layer: int) -> PrefillContext:
+        visual = self.visual[layer]
         order = torch.arange(visual.shape[1], device=visual.device)
         layout = TokenLayout.text(order, order[None]).replace(kind=visual[0].to(torch.uint8))
+        layout = layout.counted(self.known[layer].visuals)
         return PrefillContext(layout, depth=self.target.depth, notes=self.state)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the host knows of the prompt's slots in a layer.
+
+    Parameters
+    ----------
+    start : tuple of int
+        How many there are in each KV head.
+    visuals : int
+        How many of the first head's belong to visual tokens.
+    alike : bool
+        Whether the same slots do so in all heads.
+    """
+
+    start: tuple[int, ...]
+    visuals: int
+    alike: bool
+
+    @staticmethod
+    def of(layers: list[tuple[Tensor, ...]]) -> list[Known]:
+        """Of the notes of all layers, read at once.
+
+        Raises
+        ------
+        VLMFastError
+            Where a note is damaged.
+        """
+        home, rows = layers[0][2].device, []
+        for slots, counts, start, visual in layers:
+            wrong = (counts > slots.shape[1]).any() | (start > visual.shape[1]).any()
+            alike = (visual == visual[:1]).all()
+            rows += [torch.stack([wrong.long(), alike.long(), visual[0].sum()]), start]
+        numbers = iter(torch.cat([row.to(home) for row in rows]).tolist())
+        found = []
+        for layer, (_, _, start, _) in enumerate(layers):
+            wrong, alike, visuals = islice(numbers, 3)
+            if wrong:
+                raise _damaged(layer)
+            found.append(Known(tuple(islice(numbers, len(start))), visuals, bool(alike)))
+        return found
+
+    def whole(self, slots: int) -> bool:
+        """Whether all heads have the same tokens in ``slots`` slots."""
+        return self.alike and set(self.start) == {slots}
+
+
+def _damaged(layer: int) -> VLMFastError:
+    return VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
 
 
 def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor, ...]:
@@ -442,10 +535,8 @@ def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor,
     note = noted.get(layer, ())
     whole = len(note) == 4 and all(isinstance(x, Tensor) for x in note)
     if not whole or [x.dim() for x in note] != [2, 1, 1, 2] or len({len(x) for x in note}) != 1:
-        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
+        raise _damaged(layer)
     slots, counts, start, visual = note
-    if bool((counts > slots.shape[1]).any() | (start > visual.shape[1]).any()):
-        raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
     return slots.long(), counts.long(), start.long(), visual.bool()
 
 

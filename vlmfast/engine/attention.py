@@ -29,29 +29,34 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmfast.core.contexts import (
-    Context,
     DecodeContext,
     PrefillContext,
-    VisionContext,
-    current_context,
 )
 from vlmfast.core.drafting import Observer, SlotList
-from vlmfast.core.packing import Packing, PartBatch
 from vlmfast.core.placement import device_of
 from vlmfast.core.statistics import StatRequest
 from vlmfast.errors import ModelError
 from vlmfast.kernels._triton import use_triton
 from vlmfast.kernels.biased_attention import biased_attention
-from vlmfast.kernels.col_stats import col_stats, column_sums
 from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.decode_slots import decode_slots, gathered
 from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
+from .attention_maps import (
+    attention_rows,
+    context_of,
+    received_logits,
+    received_sum,
+    scale_of,
+    span,
+    with_bias,
+)
 from .joint import JointCache
 from .kv_layer import KVLayer
 from .modules import Modules
 from .restore import Changes
+from .vision_attention import vision_attention
 
 # transformers tests these names for "flash", "sdpa" and "/". With "flash", towers that pack their
 # images in one row call attention once per block, with the boundaries of the parts that attend to
@@ -67,19 +72,6 @@ if TYPE_CHECKING:
 
 
 _FEW = 64  # query rows that the decode kernel takes
-_ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are needed
-
-
-def _context(kwargs: dict) -> Context:
-    # An argument in decode (a ContextVar cannot be read inside a compiled region on torch 2.11),
-    # the ContextVar elsewhere.
-    context = kwargs.pop("vlmfast_context", None) or current_context.get()
-    if context is None:
-        raise RuntimeError(
-            "vlmfast's attention was reached outside a vlmfast call; "
-            "the attention implementation of this model was changed by hand"
-        )
-    return context
 
 
 def text_attention(
@@ -105,7 +97,7 @@ def text_attention(
     -------
     output : Tensor, (B, T, Hq, D)
     """
-    context, device = _context(kwargs), query.device
+    context, device = context_of(kwargs), query.device
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
     if isinstance(context, DecodeContext):
@@ -157,7 +149,7 @@ def _prefilled(
             query[0], key[0], rows, scaling, bias=bias, first=first, last=last
         )
         if request.received:
-            visual = context.layout.visual.nonzero().flatten()
+            visual = context.layout.visual_rows()
             context.received[module.layer_idx] = received_logits(
                 query[0], key[0], visual, scaling, context.share(visual)
             )
@@ -203,7 +195,7 @@ def _dense(
             return biased_attention(query, key, value, bias, scaling).transpose(1, 2)
         if attention_mask is None:
             attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
-        attention_mask = _with_bias(attention_mask, bias, query.dtype)
+        attention_mask = with_bias(attention_mask, bias, query.dtype)
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )[0]
@@ -276,7 +268,7 @@ def _cached(
         segments = []
     if dense:
         if bias is not None:
-            mask = _with_bias(mask, bias[:, :, None], query.dtype)
+            mask = with_bias(mask, bias[:, :, None], query.dtype)
         output = _buffer_attention(query, key, value, mask, scaling)
     else:
         output, _, attention_mass = decode_mixed(
@@ -380,7 +372,7 @@ def _listed(
         mask = mask & layer.mask(1, None, True)[:, :, 0].gather(2, at[2])
     mask = mask[:, :, None]
     if layer.bias is not None:
-        mask = _with_bias(mask, layer.bias[at][:, :, None], query.dtype)
+        mask = with_bias(mask, layer.bias[at][:, :, None], query.dtype)
     return _buffer_attention(query, layer.keys[at], layer.values[at], mask, scaling)
 
 
@@ -401,7 +393,7 @@ def _observe(
             continue
         nodes, observer = wanted
         keys, values = (x[row, :, : mask.shape[3]] for x in (layer.keys, layer.values))
-        q = query[row, :, :nodes].float().unflatten(0, (len(keys), -1)) * _scale(scaling, query)
+        q = query[row, :, :nodes].float().unflatten(0, (len(keys), -1)) * scale_of(scaling, query)
         logits = q @ keys.float().transpose(-1, -2)[:, None]
         if layer.bias is not None:
             logits = logits + layer.bias[row, :, None, None, : keys.shape[1]]
@@ -464,7 +456,7 @@ def _after_slots(
         mask[:, n - tokens :] = context.mask_rule(context.layout)
     mask = mask[None, None]
     if layer.bias is not None:
-        mask = _with_bias(mask, layer.bias[:, :, None, :n], query.dtype)
+        mask = with_bias(mask, layer.bias[:, :, None, :n], query.dtype)
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling
@@ -487,17 +479,6 @@ def _joined(
     return torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, 3), bias
 
 
-def _with_bias(mask: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a boolean mask (..., T, S) to an additive one, with ``bias`` added for each key.
-
-    Returns
-    -------
-    Tensor, (B or 1, H or 1, T, S)
-    """
-    biased = torch.where(mask, bias, -torch.inf).to(dtype)
-    return biased if biased.dim() == 4 else biased[None, None]
-
-
 def _buffer_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
@@ -510,197 +491,6 @@ def _buffer_attention(
         mask = mask.repeat(1, 1, hq // hkv, 1)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(b, hq, t, -1).transpose(1, 2)
-
-
-def vision_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of the vision tower, (V, H, N, D) each; statistics only where requested.
-
-    Towers that pack all images in one row, (1, H, S, D), pass the boundaries of its parts as
-    ``cu_seq_lens_q``.
-    """
-    context = _context(kwargs)
-    assert isinstance(context, VisionContext)
-    if (ends := kwargs.get("cu_seq_lens_q")) is not None:
-        packing = context.packing(ends)
-        return _packed(module, query, key, value, packing, context, scaling, dropout), None
-    n = key.shape[2]
-    if context.lengths is not None:
-        valid = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
-        attention_mask = valid if attention_mask is None else attention_mask & valid
-    padding = attention_mask
-    bias = None
-    if context.proportional_attention and context.merged is not None:
-        # Padding rows represent no patch; the mask hides them.
-        size = key.new_zeros(len(key), n, dtype=torch.float32)
-        size = size.scatter_add(
-            1, context.merged, torch.ones_like(context.merged, dtype=size.dtype)
-        )
-        bias = size.clamp(min=1).log()[:, None, None]
-        everything = torch.ones_like(bias, dtype=torch.bool)
-        mask = everything if attention_mask is None else attention_mask
-        attention_mask = _with_bias(mask, bias, query.dtype)
-    layer = context.modules.get(id(module), -1)
-    if (request := context.requests.get(layer)) is not None:
-        # A mask for each head is no padding: the tower adds it to its logits.
-        own = visible = None
-        if padding is not None and padding.shape[1] > 1:
-            own = padding
-        elif padding is not None:
-            visible = _visible_keys(padding).expand(len(key), n)
-        stats = _vision_rows(request, query, key, visible, bias, scaling, context.specials, own)
-        keys = _shown_keys(request, key)
-        if context.merged is not None:  # back to the rows that entered the tower
-            if stats is not None:
-                rows = context.merged[:, None, None].expand(-1, *stats.shape[1:3], -1)
-                stats = stats.gather(-1, rows)
-            if keys is not None:
-                keys = keys.gather(1, context.merged[..., None].expand(-1, -1, keys.shape[2]))
-        if context.chunks is not None:
-            found = context.chunks.setdefault(layer, [])
-            for view in range(len(key)):
-                here = slice(view, view + 1)
-                of = None if keys is None else keys[here]
-                found.append((None if stats is None else stats[here], of))
-        else:
-            if stats is not None:
-                context.stats[layer] = stats
-            if keys is not None:
-                context.keys[layer] = keys
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-
-
-def _packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    context: VisionContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
-    """Attention of a tower within the parts of a row, (1, S, H, D)."""
-    bias = None if context.sizes is None else context.sizes.log()
-    layer = context.modules.get(id(module), -1)
-    if (request := context.requests.get(layer)) is not None:
-        assert context.chunks is not None
-        lengths, found = packing.lengths, context.chunks.setdefault(layer, [])
-        shown = _shown_keys(request, key)
-        own = (None,) * len(lengths) if bias is None else bias[None, None, None].split(lengths, 3)
-        keys = (None,) * len(lengths) if shown is None else shown.split(lengths, 1)
-        parts = zip(query.split(lengths, 2), key.split(lengths, 2), own, keys, strict=True)
-        for q, k, added, of in parts:
-            rows = _vision_rows(request, q, k, None, added, scaling, context.specials)
-            found.append((rows, of))
-
-    def attention(batch: PartBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = batch.mask
-        if bias is not None:
-            added = batch.take(bias)[:, None, None]
-            seen = torch.ones_like(added, dtype=torch.bool) if mask is None else mask
-            mask = _with_bias(seen, added, query.dtype)
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
-        )[0]
-
-    return packing.attend(attention, query, key, value)
-
-
-def _shown_keys(request: StatRequest, key: Tensor) -> Tensor | None:
-    """The keys of a block that stages see, float32, (V, N, d)."""
-    if not request.keys:
-        return None
-    return key.transpose(1, 2).flatten(2).float() if request.wide else key.float().mean(1)
-
-
-def _visible_keys(mask: Tensor) -> Tensor:
-    """Keys (V, N) that an attention mask (V, 1, N or 1, N) of a tower leaves visible."""
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return seen.flatten(1, 2).any(1)
-
-
-def _vision_rows(
-    request: StatRequest,
-    query: Tensor,
-    key: Tensor,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scaling: float | None,
-    specials: int,
-    own: Tensor | None = None,
-) -> Tensor | None:
-    """Statistics of one block of a tower, float32, (V, H, 1, N); see `StatRequest`.
-
-    Parameters
-    ----------
-    visible : Tensor, bool, (V, N), optional
-        Valid rows; the others are padding.
-    bias : Tensor, float32, (V, 1, 1, N), optional
-    specials : int
-        Rows before the patches.
-    own : Tensor, (V or 1, H, N, N), optional
-        What the tower adds to its logits, as relative positions.
-    """
-    if request.rows == "keys":
-        return None
-    if request.rows == "cls":
-        logits = query[:, :, :1].float() @ key.float().transpose(-1, -2)
-        logits = logits * _scale(scaling, query)
-        if bias is not None:
-            logits = logits + bias
-        if own is not None:
-            logits = logits + own[:, :, :1].float()
-        if visible is not None:
-            logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
-        return logits.softmax(-1)
-    if request.rows not in ("columns", "received"):
-        raise ValueError(f"a vision tower has no {request.rows!r} rows")
-    first = specials if request.rows == "received" else 0
-    if own is not None:
-        shared = own.float() if bias is None else own.float() + bias
-        return _received_with(query, key, shared, first, scaling, mean=request.rows == "received")
-    views = []
-    for number, (q, k) in enumerate(zip(query, key, strict=True)):
-        here = torch.arange(k.shape[1], device=k.device)
-        if visible is not None:
-            here = here[visible[number]]
-        at = None if bias is None else bias[number, 0, 0, here]
-        rows = None if first == 0 else torch.arange(first, len(here), device=k.device)
-        taken = received_sum(q[:, here], k[:, here], rows, scaling, causal=False, bias=at)
-        if request.rows == "received":
-            taken = taken / max(len(here) - first, 1)
-        views.append(taken.new_zeros(*taken.shape[:2], k.shape[1]).index_copy(2, here, taken))
-    return torch.stack(views)
-
-
-def _received_with(
-    query: Tensor, key: Tensor, own: Tensor, first: int, scaling: float | None, *, mean: bool
-) -> Tensor:
-    """What keys receive from the rows after ``first``, (V, H, 1, N), with ``own`` in the logits.
-
-    The map of one view at a time is as large as ``own``.
-    """
-    views = []
-    for q, k, added in zip(query, key, own.expand(len(query), -1, -1, -1), strict=True):
-        logits = q[:, first:].float() @ k.float().transpose(-1, -2) * _scale(scaling, query)
-        rows = (logits + added[:, first:]).softmax(-1)
-        views.append(rows.mean(1, keepdim=True) if mean else rows.sum(1, keepdim=True))
-    return torch.stack(views)
-
-
-def _scale(scaling: float | None, query: Tensor) -> float:
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
@@ -718,110 +508,6 @@ def _query_rows(request: StatRequest, context: PrefillContext) -> Tensor | None:
 def has_kernels(*tensors: Tensor) -> bool:
     """Whether attention runs on the project's kernels: not where gradients are needed."""
     return not torch.is_grad_enabled() and use_triton("attention", *tensors)
-
-
-def attention_rows(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor | None,
-    scaling: float | None,
-    *,
-    causal: bool = True,
-    bias: Tensor | None = None,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention of a few query rows, in float32.
-
-    Parameters
-    ----------
-    query : Tensor, (Hq, T, D)
-    key : Tensor, (Hkv, T, D)
-        Each KV head serves ``Hq // Hkv`` query heads.
-    rows : Tensor, int64, (R,), or None
-        Query rows; all of them if ``None``.
-    bias : Tensor, float32, (T,), optional
-        Added to the logits of each key.
-    first, last : Tensor, int64, (T,), optional
-        The first and the last key that each row sees; by default key 0 and the row itself.
-
-    Returns
-    -------
-    Tensor, float32, (Hq, R, T)
-    """
-    t = query.shape[1]
-    columns = torch.arange(t, device=query.device)
-    rows = columns if rows is None else rows
-    groups, keys = query.shape[0] // key.shape[0], key.float().transpose(-1, -2)
-    q = query.index_select(1, rows).float() * _scale(scaling, query)
-    logits = (q.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
-    if bias is not None:
-        logits = logits + bias
-    if causal:
-        limit = rows if last is None else last[rows]
-        logits = logits.masked_fill(columns[None, :] > limit[:, None], -torch.inf)
-    if first is not None:
-        logits = logits.masked_fill(columns[None, :] < first[rows][:, None], -torch.inf)
-    return logits.softmax(-1)
-
-
-def received_sum(
-    query: Tensor,
-    key: Tensor,
-    rows: Tensor | None,
-    scaling: float | None,
-    *,
-    causal: bool = True,
-    bias: Tensor | None = None,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
-    """Softmax attention that each key receives, summed over query rows: (Hq, 1, T), float32.
-
-    Parameters are those of `attention_rows`. The map of all rows is never materialized.
-    """
-    if not torch.is_grad_enabled() and first is None and last is None:
-        stats = col_stats(query, key, rows, scaling, causal=causal, bias=bias, want=("sum",))
-        return stats["sum"].flatten(0, 1)[:, None]
-    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows
-    maps = (
-        attention_rows(query, key, block, scaling, causal=causal, bias=bias, first=first, last=last)
-        for block in rows.split(_ROWS_AT_ONCE)
-    )
-    return column_sums(maps, 0.0, ("sum",))["sum"][:, None]
-
-
-def span(context: PrefillContext, layer: int) -> tuple[Tensor | None, Tensor | None]:
-    """The first and the last row that each row of a prompt sees at a layer, (S,) each.
-
-    The first is ``None`` where every row sees row 0; the last is ``None`` where it is the row
-    itself. Every mask rule lets a row see all rows up to one; a window cuts off the first ones.
-    """
-    first = last = None
-    if context.mask_rule is not None:
-        last = context.mask_rule(context.layout).sum(1) - 1
-    if (window := context.window(layer)) is not None:
-        place = context.place.contiguous()
-        first = torch.searchsorted(place, place - window, right=True)
-    return first, last
-
-
-def received_logits(
-    query: Tensor, key: Tensor, rows: Tensor, scaling: float | None, share: Tensor | None = None
-) -> Tensor:
-    """Logits that each key receives, mean over the query rows ``rows`` (R,): (Hq, 1, T), float32.
-
-    A mean of products is the product with the mean, so that no map is needed. ``share`` (R,)
-    weights the rows.
-    """
-    groups = query.shape[0] // key.shape[0]
-    queries = query.index_select(1, rows).float() * _scale(scaling, query)
-    if share is None:
-        mean = queries.mean(1, keepdim=True)
-    else:
-        mean = (queries * share[:, None]).sum(1, keepdim=True) / share.sum()
-    keys = key.float().transpose(-1, -2)
-    return (mean.unflatten(0, (-1, groups)) @ keys[:, None]).flatten(0, 1)
 
 
 # Attention is switched in these config objects, which several models may share, so the locks belong

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.contexts import VisionContext, current_context
+from vlmfast.core.layout import marked_rows
+from vlmfast.core.packing import Packing
 from vlmfast.core.protocols import InEncoderStage
 from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
@@ -142,7 +144,7 @@ class Batched:
         self.numbers = list(range(first, self.views)) if numbers is None else numbers
         here, items = set(self.numbers), self.context.items
         self.items = tuple(item for item in items if here & set(range(*item.views)))
-        cells = self.adapter.cells(self.items[0]) if self.items else None
+        cells = self.adapter.cells_of(self.items[0]) if self.items else None
         self.cells = None if cells is None else cells.to(hidden.device)
         self.context.merged = self.context.lengths = self.merged = None
 
@@ -243,7 +245,7 @@ class Packed:
         self.counts: list[int] = []
         while sum(self.counts) < len(hidden):
             self.taken.append(self.waiting.pop(0))
-            own = self.adapter.cells(self.context.items[self.taken[-1]])
+            own = self.adapter.cells_of(self.context.items[self.taken[-1]])
             assert own is not None
             cells.append(own.to(device))
             self.counts.append(cells[-1].numel())
@@ -289,17 +291,28 @@ class Packed:
         if not self.has_merged:
             return args, kwargs
         ends = kwargs["cu_seqlens"]
-        ends_by_cell = (ends // self.m).to(self.positions.dtype)
-        left = torch.searchsorted(self.positions, ends_by_cell) * self.m
-        left = left.unique_consecutive().to(ends.dtype)  # drops windows that are now empty
+        if (known := self.left.get(id(ends))) is None:
+            known = self.left[id(ends)] = ends, *self._left(ends)
+        _, left, longest = known
         kwargs = {**kwargs, "cu_seqlens": left}
-        if kwargs.get("max_seqlen") is not None:
-            kwargs["max_seqlen"] = type(kwargs["max_seqlen"])((left[1:] - left[:-1]).max())
+        if (most := kwargs.get("max_seqlen")) is not None:
+            kwargs["max_seqlen"] = most.new_tensor(longest) if isinstance(most, Tensor) else longest
         if (tables := kwargs.get("position_embeddings")) is not None:
             kwargs["position_embeddings"] = tuple(table[self.rows] for table in tables)
         if self.context.proportional_attention:
             self.context.sizes = self.sizes
         return args, kwargs
+
+    def _left(self, ends: Tensor) -> tuple[Tensor, int]:
+        """Boundaries of the remaining rows, and the most rows between two of them."""
+        ends_by_cell = (ends // self.m).to(self.positions.dtype)
+        left = torch.searchsorted(self.positions, ends_by_cell) * self.m
+        lengths = left.diff()
+        known = [n for n in lengths.tolist() if n]  # the only read: windows may be empty now
+        rows = marked_rows(lengths > 0, len(known)) + 1
+        left = torch.cat([left[:1], left.index_select(0, rows)]).to(ends.dtype)
+        self.context.packings.append((left, Packing.of(known, left.device)))
+        return left, max(known)
 
     def note(self, index: int) -> None:
         """Record the statistics of block ``index``, chunk by chunk, for all original rows."""
@@ -346,6 +359,7 @@ class Packed:
 
     def _update(self) -> None:
         """Recompute positions, rows and sizes of the remaining cells."""
+        self.left: dict[int, tuple[Tensor, Tensor, int]] = {}  # by boundaries before: them, `_left`
         starts = [sum(self.counts[:i]) // self.m for i in range(len(self.counts))]
         cells = [first + start for first, start in zip(self.first, starts, strict=True)]
         self.positions = torch.cat(cells)

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from vlmfast.core.buffers import BufferPool, capacity_class
-from vlmfast.core.former import FormerAttribute
 from vlmfast.errors import ModelError
 from vlmfast.kernels.quantize_kv import Segment
 
@@ -282,19 +281,28 @@ class KVCache(Cache):
             for layer in self.layers:
                 layer.max_lengths[at] -= tokens
 
-    def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> None:
+    def accept(self, index: Tensor, counts: Sequence[int], *, moves: bool = True) -> Tensor | int:
         """Keep the accepted tokens of those that the last forward pass wrote, and count them.
 
         Parameters
         ----------
         index : Tensor, int64, (B, A)
-            Which of the T written tokens each row keeps, ascending; padded after ``counts``.
+            Which of the T written tokens each row keeps, ascending; padded after ``counts``. On the
+            host.
         counts : sequence of int
             How many of the A each row keeps.
         moves : bool
             Whether any token has to move; ``False`` where every row keeps its first ones.
+
+        Returns
+        -------
+        Tensor, int64, (B,), or int
+            ``counts`` on the device; one number where all are equal.
         """
-        kept = torch.tensor(counts, device=index.device)
+        kept: Tensor | int = counts[0]
+        if moves or len(set(counts)) > 1:  # one copy for both
+            table = torch.cat([index, torch.tensor(counts)[:, None]], 1).to(self.length.device)
+            index, kept = table[:, :-1], table[:, -1]
         for layer in self.layers if moves else ():
             index = index.to(layer.device)
             source = layer.length[..., None] + index[:, None]
@@ -319,9 +327,10 @@ class KVCache(Cache):
                 length + n for length, n in zip(layer.max_lengths, counts, strict=True)
             ]
         for length, seen in self._counted:
-            length.add_(kept.to(length.device)[None, :, None])
-            seen.add_(kept.to(seen.device))
+            length.add_(kept if isinstance(kept, int) else kept.to(length.device)[None, :, None])
+            seen.add_(kept if isinstance(kept, int) else kept.to(seen.device))
         self.logical = [n + count for n, count in zip(self.logical, counts, strict=True)]
+        return kept
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -570,9 +579,6 @@ class KVCache(Cache):
 
 class RowSlots:
     """One row of one layer's tail, as decode stages see it (`core.protocols.Slots`)."""
-
-    mass = FormerAttribute("attention_mass")
-    held = FormerAttribute("max_length")
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.kernels.col_stats import col_stats, column_sums
 from vlmfast.models.base import Adapter
 
-from .attention import attention_rows, span
+from .attention_maps import attention_rows, span
 from .cache import KVCache
 from .stats import Stats
 
@@ -41,6 +41,10 @@ class Compression:
     # Stages after one whose budgets need all layers: they run at the end.
     late: list[CacheStage] = field(init=False)
     waiting: dict[tuple[int, str], tuple[ColumnStats | None, Tensor]] = field(default_factory=dict)
+    # Rows that requests have drawn, of all layers with this many rows: they are copied at once.
+    drawn: dict[tuple[ColumnRequest, int, torch.device], dict[int, Tensor]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         whole = [type(stage).finish is not CacheStage.finish for stage in self.stages]
@@ -101,7 +105,16 @@ class Compression:
         # Before anything is evicted; equal requests share one computation.
         requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
         known = {
-            request: statistics(request, layer, query[0], key[0], context, scaling, bias)
+            request: statistics(
+                request,
+                layer,
+                self.rows(request, layer, context),
+                query[0],
+                key[0],
+                context,
+                scaling,
+                bias,
+            )
             for request in set(requests.values())
         }
         for stage in self.stages:
@@ -114,6 +127,37 @@ class Compression:
             cached.append(kv)
         else:
             cached.put(kv)
+            self._trim(context)
+
+    def _trim(self, context: PrefillContext) -> None:
+        """Drop what stages whose budgets need all layers can tell already."""
+        for stage in self.stages:
+            if stage in self.late or type(stage).trim is CacheStage.trim:
+                continue
+            held = [(layer, layer.kv) for layer in self.cache.layers if layer.kv is not None]
+            trimmed = stage.trim(context, [kv for _, kv in held])
+            for (layer, before), kv in zip(held, trimmed, strict=True):
+                if kv is not before:
+                    layer.put(kv)
+
+    def rows(self, request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:
+        """Rows of ``context.layout`` that a request selects, ascending."""
+        layout = context.layout
+        n, device = len(layout), layout.device
+        every = torch.arange(n, device=device)
+        if request.rows == "all":
+            return every
+        if request.rows == "text":
+            return every[min(layout.text_start, n - 1) :]
+        recent = every[n - last_rows(request, n) :]
+        if request.rows == "window":
+            return recent
+        known = self.drawn.setdefault((request, n, device), {})
+        if layer not in known:
+            layers = range(layer, self.adapter.depth)
+            drawn = torch.stack([drawn_rows(request, each, n) for each in layers]).to(device)
+            known.update(zip(layers, drawn, strict=True))
+        return torch.cat([known[layer], recent])
 
     def finish(self) -> None:
         """Apply budgets that need all layers, after the last one has run."""
@@ -151,37 +195,31 @@ class Compression:
         return aligned(stats, kv, order)
 
 
-def query_rows(request: ColumnRequest, layer: int, context: PrefillContext) -> Tensor:
-    """Rows of ``context.layout`` that a request selects, ascending."""
-    layout = context.layout
-    n, device = len(layout), layout.device
-    every = torch.arange(n, device=device)
-    if request.rows == "all":
-        return every
-    if request.rows == "text":
-        return every[min(layout.text_start, n - 1) :]
+def last_rows(request: ColumnRequest, n: int) -> int:
+    """How many of the last of ``n`` rows a request selects."""
     last = int(request.n) if request.n >= 1 else n - int((1 - request.n) * n)
-    recent = every[max(n - last, 0) :]
-    if request.rows == "window":
-        return recent
-    others = n - len(recent)
+    return min(last, n)
+
+
+def drawn_rows(request: ColumnRequest, layer: int, n: int) -> Tensor:
+    """Which of ``n`` rows a request draws before the last ones, on the host, ascending."""
     generator = torch.Generator().manual_seed(request.seed * 1009 + layer)
     count = int(request.random if request.random >= 1 else request.random * n)
-    drawn = torch.randperm(others, generator=generator)[:count]
-    return torch.cat([drawn.sort().values.to(device), recent])
+    drawn = torch.randperm(n - last_rows(request, n), generator=generator)[:count]
+    return drawn.sort().values
 
 
 def statistics(
     request: ColumnRequest,
     layer: int,
+    rows: Tensor,
     query: Tensor,
     key: Tensor,
     context: PrefillContext,
     scaling: float | None,
     bias: Tensor | None,
 ) -> ColumnStats:
-    """Statistics of one layer for a request, over all rows of ``context.layout``."""
-    rows = query_rows(request, layer, context)
+    """Statistics of one layer for a request, over its ``rows`` of ``context.layout``."""
     want = (*request.want, "nnz")
     first, last = span(context, layer)
     if first is not None or last is not None:

@@ -220,11 +220,10 @@ class RowGroup:
         """Count the nodes of ``paths``, root first, of the trees that `verify` has checked."""
         counts = [len(path) for path in paths]
         longest = max(max(counts), 1)
-        device = self.position.device
         index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths])
         moves = any(list(path) != list(range(len(path))) for path in paths)
-        self.cache.accept(index.to(device), counts, moves=moves)
-        self.position.add_(torch.tensor(counts, device=device)[:, None])
+        kept = self.cache.accept(index, counts, moves=moves)
+        self.position.add_(kept if isinstance(kept, int) else kept[:, None])
         for row, count in zip(self.rows, counts, strict=True):
             row.steps += count - 1  # `run_decode_stages` has counted the root
 
@@ -285,7 +284,7 @@ class RowGroup:
                     )
             norm = self.adapter.normalizer()
             hidden = hidden if norm is None else norm(hidden)
-            return self.adapter.logits(hidden[number, -1].to(position.device))
+            return self.adapter.logits(hidden[number, -1:].to(position.device))[0]
         finally:
             cache.advance(-drafted)
 
@@ -548,7 +547,7 @@ class Batch(Generic[R]):
         number = {id(row): at for at, row in enumerate(self.rows)}
         order = [number[id(row)] for group in groups for row in group.rows]
         of = [[views.get(number[id(row)]) for row in group.rows] for group in groups]
-        fed = torch.tensor([[tokens.get(row, 0)] for row in order])
+        fed = placed([tokens.get(row, 0) for row in order], groups[0].position.device)
         logits = draft(groups, fed, of, drafted)
         return {row: logits[at] for at, row in enumerate(order) if row in tokens}
 
@@ -597,6 +596,13 @@ def _aux_layers(rows: Many[DecodeRow]) -> tuple[int, ...]:
 # --- forward passes ------------------------------------------------------------------------------
 
 
+def placed(tokens: Many[int], device: torch.device) -> Tensor:
+    """Tokens as int64, (B, 1), on a device; a single one is not copied there, but filled in."""
+    if len(tokens) == 1:
+        return torch.full((1, 1), tokens[0], device=device)
+    return torch.tensor(tokens, device=device)[:, None]
+
+
 def feed(groups: Many[RowGroup], tokens: Tensor) -> Output:
     """Feed ``tokens`` (B, 1) to the rows of all groups, in this order."""
     for group in groups:
@@ -621,13 +627,11 @@ def draft(
     for group in groups:
         group.reserve(drafted + 1)
     lists = [group.listed(own) for group, own in zip(groups, views, strict=True)]
-    device = groups[0].position.device
     caches = [group.cache for group in groups]
     cache = caches[0] if len(caches) == 1 else JointCache(caches)
     for own in caches:
         own.advance(drafted)
     try:
-        tokens = tokens.to(device)
         given = tokens, torch.full_like(tokens, drafted), torch.ones_like(tokens, dtype=torch.bool)
         output = forward(groups[0].adapter, cache, (), *given[:2], given[2][..., None], views=lists)
         return output.logits[:, -1]
@@ -646,9 +650,16 @@ def verify(
     width = max(len(tree) for tree in trees)
     if groups[0].captures:  # few widths, so that few steps are captured
         width = next(w for w in _WIDTHS if w >= width) if width <= _WIDTHS[-1] else width
-    tokens = torch.zeros(len(trees), width, dtype=torch.int64)
-    offset, mask = torch.zeros_like(tokens), torch.eye(width, dtype=torch.bool)
-    mask = mask.repeat(len(trees), 1, 1)
+    rows = len(trees)
+    sizes = [rows * width, rows * width, rows * width * width]
+
+    def parts(given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, offset, mask = given.split(sizes)
+        return tokens.view(rows, width), offset.view(rows, width), mask.view(rows, width, width)
+
+    given = torch.zeros(sum(sizes), dtype=torch.int64)  # all of it is copied to the device at once
+    tokens, offset, mask = parts(given)
+    mask.diagonal(dim1=1, dim2=2).fill_(1)
     masses = [group.cache.attention_mass for group in groups for _ in group.rows]
     for row, (tree, attention_mass) in enumerate(zip(trees, masses, strict=True)):
         n = len(tree)
@@ -657,13 +668,14 @@ def verify(
         offset[row, :n] = torch.tensor(tree.depths)
         mask[row, :n, :n] = tree.mask()
         if attention_mass:  # padding must not count as a reader
-            mask[row, n:] = False
+            mask[row, n:] = 0
     device = groups[0].position.device
     for group in groups:
         group.reserve(width)
     pairs = zip(trees, observers, strict=True) if any(observers) else ()
     seen = [None if observer is None else (len(tree), observer) for tree, observer in pairs]
-    return run_step(groups, *(x.to(device) for x in (tokens, offset, mask)), observers=seen)
+    tokens, offset, mask = parts(given.to(device))
+    return run_step(groups, tokens, offset, mask.bool(), observers=seen)
 
 
 def run_step(

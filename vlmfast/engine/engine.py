@@ -674,7 +674,7 @@ class Engine:
 
     def _check_bytes(self, sequence: Sequence) -> None:
         """Refuse a sequence whose text and answer alone need more memory than there is."""
-        ids = sequence.ids[0]
+        ids = sequence.inputs.ids
         least = int((~self.adapter.visual(ids)).sum()) if tuple(sequence.recipe) else len(ids)
         need = self.adapter.cache_bytes(least + sequence.max_new_tokens)
         bound = self.max_cache_bytes

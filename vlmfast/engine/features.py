@@ -449,10 +449,15 @@ def _joined(items: tuple[ItemGeometry, ...], kept: list[Item], wanted: Wanted) -
 
 def _moved(layout: TokenLayout, item: int, views: int) -> TokenLayout:
     """A layout as that of item ``item``, with ``views`` added to its views."""
-    return layout.replace(
+    moved = layout.replace(
         item=torch.full_like(layout.item, item),
         view=torch.where(layout.view >= 0, layout.view + views, layout.view),
     )
+    if not layout.is_seen:
+        return moved
+    known = layout.on_host.clone()
+    known[1], known[3] = item, torch.where(known[3] >= 0, known[3] + views, known[3])
+    return moved.seen(known)
 
 
 def _bytes(value: Kept) -> int:

@@ -63,7 +63,7 @@ class LayerKind:
     @property
     def gated(self) -> Callable[[Tensor, Tensor], Tensor]:
         """The kernel of the MLP's gated activation."""
-        return _GATED[self.activation][0]
+        return geglu_tanh if self.gelu_tanh else swiglu
 
     @property
     def gelu_tanh(self) -> bool:
@@ -90,11 +90,7 @@ class LayerKind:
         return found
 
 
-# The fused activation, and the class of the module that it replaces.
-_GATED = {
-    "silu": (swiglu, "SiLUActivation"),
-    "gelu_pytorch_tanh": (geglu_tanh, "GELUTanh"),
-}
+_ACTIVATIONS = {"silu": "SiLUActivation", "gelu_pytorch_tanh": "GELUTanh"}  # their modules
 
 # By ``model_type`` of the text config. M-RoPE differs only in the rotary module, which chooses the
 # sections of its tables itself.
@@ -145,7 +141,7 @@ def _matches(kind: LayerKind, decoder: TextDecoder) -> bool:
     ):
         return False
     norms: list[Any] = [decoder.norm, *(norm for layer in layers for norm in kind.norms(layer))]
-    activation, head = _GATED[kind.activation][1], layers[0].self_attn.head_dim
+    activation, head = _ACTIVATIONS[kind.activation], layers[0].self_attn.head_dim
     return (
         own(f"{kind.prefix}RMSNorm", *norms)
         and all(

@@ -38,15 +38,25 @@ class Decision:
     ----------
     rows : list of int
         The encoded views, counted from the first of the call, in the order of the tower.
-    position : Tensor, int64, (views,)
-        For each view of the call the entry of ``rows`` whose features it gets, -1 for none.
+    index, position : Tensor, int64, (encoded views,) and (views,)
+        ``rows`` on the device, and for each view of the call the entry of ``rows`` whose features
+        it gets, -1 for none.
     source : list of int
         The view that each view is a copy of, itself for most.
     """
 
     rows: list[int]
+    index: Tensor
     position: Tensor
     source: list[int]
+
+    @staticmethod
+    def of(rows: list[int], source: list[int], device: torch.device) -> Decision:
+        """With its indices on ``device``."""
+        place = {view: row for row, view in enumerate(rows)}
+        position = [place.get(view, -1) for view in source]
+        both = torch.tensor(rows + position, device=device)  # one copy
+        return Decision(rows, both[: len(rows)], both[len(rows) :], source)
 
     @property
     def everything(self) -> bool:
@@ -157,9 +167,7 @@ class Gate:
                 more = call.encode(crops)
                 output = self.changed(lambda *rows: torch.cat(rows), output, more)
                 rows = rows + crops
-        place = {view: row for row, view in enumerate(rows)}
-        position = torch.tensor([place.get(view, -1) for view in source], device=pixels.device)
-        return Decision(rows, position, source), output
+        return Decision.of(rows, source, pixels.device), output
 
     def _reuse(
         self,
@@ -239,7 +247,7 @@ class Gate:
         decision = self.decided[max(self.decided)]
         if decision.everything:
             return rows
-        return rows.index_select(0, torch.tensor(decision.rows, device=rows.device))
+        return rows.index_select(0, decision.index)
 
 
 class _Call:
@@ -280,6 +288,8 @@ class _Call:
     def _select(self, value: Any, rows: list[int]) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != self.count:
             return value
+        if rows == list(range(rows[0], rows[-1] + 1)):
+            return value[rows[0] : rows[-1] + 1]
         return value.index_select(0, torch.tensor(rows, device=value.device))
 
 

@@ -31,6 +31,10 @@ from .stats import Stats, Trace
 _GENERATE = GenerationMixin.generate
 # Its arguments that are no settings.
 _APART = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+# Settings whose processors compare the ids of the end on the device.
+_OF_END = (
+    "min_length", "min_new_tokens", "exponential_decay_length_penalty", "forced_eos_token_id",
+)  # fmt: skip
 
 
 def fitted(adapter: Adapter, recipe: Recipe) -> tuple[Recipe, Watch | None]:
@@ -160,7 +164,10 @@ def sampler_of(
     if others:
         model._validate_model_kwargs(others)
     model._validate_generation_mode(config.get_generation_mode(), config, {})
-    model._prepare_special_tokens(config, True, device=ids.device, batch_size=len(ids))
+    # On the host where only the host compares them, so that the device is not waited for.
+    of_end = any(getattr(config, name, None) for name in _OF_END)
+    device = ids.device if of_end else torch.device("cpu")
+    model._prepare_special_tokens(config, True, device=device, batch_size=len(ids))
     length = ids.shape[1]
     config = model._prepare_generated_length(
         generation_config=config,
@@ -170,10 +177,12 @@ def sampler_of(
         **unset,
     )
     model._validate_generated_length(config, length, unset["has_default_max_length"])
+    penalty, size = config.encoder_repetition_penalty, config.encoder_no_repeat_ngram_size
+    of_prompt = penalty not in (None, 1.0) or bool(size)  # else the ids are only checked
     processors = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=length,
-        encoder_input_ids=ids,
+        encoder_input_ids=ids if of_prompt else None,
         prefix_allowed_tokens_fn=allowed,
         logits_processor=LogitsProcessorList() if processors is None else processors,
         device=ids.device,

@@ -234,6 +234,12 @@ class Places:
             return torch.arange(first, first + rows, device=device)[None]
         return self.positions.to(device)
 
+    @property
+    def run(self) -> int | None:
+        """`TokenLayout.run` of the prompt, also after tokens were dropped."""
+        rows = self.visual.nonzero().flatten().tolist()
+        return rows[0] if rows and rows[-1] - rows[0] == len(rows) - 1 else None
+
     def split(self, visual: Tensor) -> tuple[Tensor, Tensor]:
         """Indices of text and of placeholders, int64, by ``visual`` on the device."""
         rows = visual.to(torch.uint8).argsort(stable=True)
@@ -361,7 +367,7 @@ def prepare(
             stats.visual_tokens_kept[stage.name] = len(tokens)
         layout = TokenLayout.cat([text_layout, tokens.layout])
         rank = layout.order.argsort(stable=True)
-        layout = layout.select(rank).counted(len(tokens))
+        layout = layout.select(rank).counted(len(tokens), places.run)
         full = Numbering.of(position, torch.where(is_visual, ids[0], -1))
         if closed:
             layout = layout.replace(position=adapter.compact(full, layout.order))
@@ -640,8 +646,8 @@ class Drops:
         left = layout.visuals - (len(layout) - len(keep))
         if len(keep) < len(layout):
             hidden = self._select(stage, index, hidden, keep, kwargs)
-        remaining = self.context.layout.counted(left)
-        visual = remaining.select(remaining.visual_rows()).counted(left)
+        remaining = self.context.layout.counted(left, layout.run)
+        visual = remaining.select(remaining.visual_rows()).counted(left, 0)
         self.visual_per_layer[index:] = [len(visual)] * (len(self.layers) - index)
         self.trace.drop_before(index, visual, stage.name)
         self.stats.visual_tokens_kept[stage.name] = len(visual)

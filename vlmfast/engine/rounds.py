@@ -17,11 +17,11 @@ from vlmfast.core.drafting import Proposal
 from vlmfast.core.tree import Tree
 from vlmfast.models.base import Adapter
 
-from .decode import Batch
+from .decode import Batch, placed
 from .sampling import Sampling
 from .sequence import Sequence
 from .speculation import walk
-from .stats import clock
+from .stats import timed
 
 _TREE = 64  # tokens that a tree of fewer nodes may be padded to
 _ULPS = 8  # near tie: within this many units in the last place of the largest logit
@@ -70,8 +70,8 @@ class Rounds:
         self._reserve(batch, 1)
         if not batch.rows:
             return
-        tokens = [sequence.sampler.tokens[-1:] for sequence in batch.rows]
-        output = batch.feed(torch.tensor(tokens, device=self.adapter.device))
+        tokens = [sequence.sampler.tokens[-1] for sequence in batch.rows]
+        output = batch.feed(placed(tokens, self.adapter.device))
         self._sampling = self._sampling.of([sequence.sampler for sequence in batch.rows])
         self._sampling.take(output.logits[:, -1])
         for sequence in batch.rows:
@@ -85,18 +85,16 @@ class Rounds:
             return
         before, spare = sequences[0].steps, batch.spare(0) if sequences[0].strict else 0
         trees = self._trees(batch)
-        start = clock(self.adapter.device)
         drafted = any(len(tree) > 1 for tree in trees)
-        if drafted:
-            observers = [s.drafts.observer() for s in sequences if s.drafts is not None]
-            output = batch.verify(trees, *([observers] if any(observers) else []))
-        else:
-            roots = [[tree.tokens[0]] for tree in trees]
-            output = batch.feed(torch.tensor(roots, device=self.adapter.device))
-        seconds = clock(self.adapter.device) - start
+        device, together = self.adapter.device, [sequence.stats for sequence in sequences]
+        with timed("time_verify_s", device, together):
+            if drafted:
+                observers = [s.drafts.observer() for s in sequences if s.drafts is not None]
+                output = batch.verify(trees, *([observers] if any(observers) else []))
+            else:
+                output = batch.feed(placed([tree.tokens[0] for tree in trees], device))
         paths = []
         for row, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            sequence.stats.time_verify_s += seconds
             # A strict answer takes unambiguous tokens, or logits computed by single tokens alone.
             watched = sequence.strict and (drafted or bool(sequence.drifted))
             is_unambiguous = partial(self._is_unambiguous, sequence) if watched else None
@@ -148,11 +146,9 @@ class Rounds:
         views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
         while waiting:
             tokens = {row: token for row, (_, token) in waiting.items()}
-            start = clock(self.adapter.device)
-            logits = batch.draft(tokens, views, drafted)
-            seconds = clock(self.adapter.device) - start
-            for row in waiting:
-                batch.rows[row].stats.time_draft_s += seconds
+            together = [batch.rows[row].stats for row in waiting]
+            with timed("time_draft_s", self.adapter.device, together):
+                logits = batch.draft(tokens, views, drafted)
             drafted += 1
             for row, (proposal, _) in list(waiting.items()):
                 trees[row] = self._tree(batch.rows[row], proposal, logits[row], row, waiting)
@@ -182,10 +178,10 @@ class Rounds:
     def _redecode(self, batch: Batch[Sequence], sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""
         self._rewrite(batch, sequence)
-        token = sequence.ids[:, -1:]
-        output = batch.feed(token)
+        token = sequence.sampler.tokens[-1]
+        output = batch.feed(placed([token], self.adapter.device))
         sequence.stats.redecoded += 1
-        root = Tree.chain([int(token[0, 0])])
+        root = Tree.chain([token])
         path, emitted = walk(root, output.logits[0], partial(self._take_one, sequence))
         assert sequence.drafts is not None
         sequence.drafts.learn(root, path, emitted, output, 0)
@@ -235,11 +231,13 @@ class Rounds:
 
     def _is_unambiguous(self, sequence: Sequence, logits: Tensor) -> bool:
         """Whether the token of ``logits`` (V,) does not depend on their last bits."""
-        ulp = torch.finfo(self.adapter.dtype).eps * float(logits.float().abs().max())
         best = sequence.sampling.ranked(logits[None]).topk(2, dim=-1).values[0]
+        known = (best[0] - best[1]).double(), logits.float().abs().max().double()
+        gap, largest = torch.stack(known).tolist()  # at once
+        ulp = torch.finfo(self.adapter.dtype).eps * largest
         sampler = sequence.sampler
         scale = getattr(sampler.config, "temperature", None) or 1.0 if sampler.sampled else 1.0
-        return float(best[0] - best[1]) > _ULPS * ulp / scale
+        return gap > _ULPS * ulp / scale
 
 
 def fail(sequence: Sequence, error: Exception) -> None:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,6 @@ from .decode import Batch
 from .noise import gumbel
 from .output import Output
 from .sequence import Sequence
-from .stats import clock
 
 _REMEMBERED = 32  # recipes and tenants whose drafters' state is kept
 # Logits processors that depend on a row of logits alone, so that they can rank drafts.
@@ -223,12 +222,9 @@ class Speculation:
         banned = self.adapter.placeholders()
         return tree.without(banned).first(budget.nodes, budget.depth)
 
-    @contextmanager
-    def _drafting(self) -> Iterator[None]:
+    def _drafting(self) -> AbstractContextManager[None]:
         """Count the time inside the block as the drafters' work."""
-        start = clock(self.adapter.device)
-        yield
-        self.sequence.stats.time_draft_s += clock(self.adapter.device) - start
+        return self.sequence.stats.timed("time_draft_s", self.adapter.device)
 
     def _traffic(self, batch: Batch) -> Traffic:
         """Bytes that the next forward passes read."""
@@ -266,7 +262,8 @@ class Speculation:
             stats.drafted_at_depth[depth - 1] += len(path) >= depth
             stats.accepted_at_depth[depth - 1] += len(path) > depth
         if self.governor is not None:
-            seconds = clock(self.adapter.device) - self.began
+            # The host has read the emitted tokens, so that the device has done this round.
+            seconds = time.perf_counter() - self.began
             self.governor.observe(self.rows, self.taken, n, len(emitted), seconds, self.first)
             self.first = False
         if self.sequence.done:
@@ -339,13 +336,16 @@ class Speculation:
             return
         lengths = self.sequence.prompt_slots
         assert lengths is not None
-        for layer, (part, length) in enumerate(zip(view, lengths, strict=True)):
+        found = []
+        for part, length in zip(view, lengths, strict=True):
             used = torch.arange(part.slots.shape[1], device=length.device) < part.counts[:, None]
             wrong = used & ((part.slots < 0) | (part.slots >= part.start[:, None]))
-            if bool(wrong.any() | (part.start > length).any()):
+            found.append(wrong.any() | (part.start > length).any())
+        for layer, bad in enumerate(torch.stack(found).tolist()):  # read at once
+            if bad:
                 raise VLMFastError(
                     f"{self.names}: the view of layer {layer} is of another cache: it has slots "
-                    f"beyond the {int(length.max())} of this prompt"
+                    f"beyond the {int(lengths[layer].max())} of this prompt"
                 )
 
     def _catch_up(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ class Stats:
     ``tokens_per_s`` its inverse, not the throughput of the engine. ``time_verify_s`` counts the
     forward passes that checked drafts in full for every sequence that shared them, and
     ``time_draft_s`` the drafters of this one, with those forward passes of the model that they
-    draft with.
+    draft with; on a GPU, both are times of the device, too.
 
     ``peak_memory_bytes`` is, on a GPU, the peak since a prefill last began while no sequence was
     decoded, with all sequences since then: of this answer alone, where there were no others. On a
@@ -119,24 +119,9 @@ class Stats:
         self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._later: list[Callable[[], None]] = []
 
-    @contextmanager
-    def timed(self, name: str, device: torch.device) -> Iterator[None]:
-        """Add the time of the block to a field.
-
-        On a GPU, events mark its ends, and `read` adds their distance later: a host that waits for
-        the device before it gives more work leaves it idle.
-        """
-        if device.type != "cuda":
-            start = time.perf_counter()
-            yield
-            self._add(name, time.perf_counter() - start)
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(device)
-        begin.record(stream)
-        yield
-        end.record(stream)
-        self._marks.append((name, begin, end))
+    def timed(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """Add the time of the block to a field, see `timed`."""
+        return timed(name, device, [self])
 
     def later(self, record: Callable[[], None]) -> None:
         """Call a function that waits for the device when the statistics are `read`."""
@@ -175,6 +160,7 @@ class Stats:
         self, generated: int, start: float, first: float, end: float, device: torch.device
     ) -> None:
         """Derive the rates from clock readings around the first and the last token."""
+        self.read()
         self.generated_tokens = generated
         self.ttft_s, self.time_total_s = first - start, end - start
         if generated > 1:
@@ -220,6 +206,29 @@ class Stats:
         return display.block(
             display.html_costs(self.costs()), display.paragraph(generated, faint=True)
         )
+
+
+@contextmanager
+def timed(name: str, device: torch.device, all_: Sequence[Stats]) -> Iterator[None]:
+    """Add the time of the block to a field of several `Stats`.
+
+    On a GPU, events mark its ends, and `Stats.read` adds their distance later: a host that waits
+    for the device before it gives more work leaves it idle.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        for stats in all_:
+            stats._add(name, seconds)
+        return
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    yield
+    end.record(stream)
+    for stats in all_:
+        stats._marks.append((name, begin, end))
 
 
 def peak_memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vlmfast.core.calls import users_calls
 from vlmfast.core.contexts import VisionContext, active
@@ -30,6 +31,8 @@ from .jitter import jittered
 from .modules import modules_of
 from .stats import Stats, Trace
 from .tower import captured
+
+_APART = 1 << 32  # between the numbers of groups of different views
 
 
 def merge_requests(
@@ -238,9 +241,11 @@ def place(
         )
     layout = TokenLayout.cat(encoded.layouts).replace(order=order, position=position)
     if any(item.video >= 0 for item in items):
-        frames = torch.tensor([item.video >= 0 for item in items], device=order.device)
-        in_video = (layout.kind == Kind.IMAGE) & frames[layout.item.long()]
-        layout = layout.replace(kind=layout.kind.masked_fill(in_video, int(Kind.VIDEO)))
+        known = layout.on_host.clone()
+        of_video = torch.tensor([item.video >= 0 for item in items])[known[1].long()]
+        known[0, of_video & (known[0] == Kind.IMAGE)] = int(Kind.VIDEO)
+        kind = known[0].to(layout.device, torch.uint8)
+        layout = layout.replace(kind=kind).seen(known)
     layout.counted(len(layout))
     extra = tuple(torch.cat(level) for level in zip(*encoded.extra, strict=True))
     tokens = VisualTokens(features, layout, extra)
@@ -564,17 +569,16 @@ def encoded_only(tokens: VisualTokens, skipped: Tensor) -> VisualTokens:
     ----------
     skipped : Tensor, bool, (views,)
     """
-    layout, kept = tokens.layout, []
+    layout = tokens.layout
     gone = (layout.view >= 0) & skipped[layout.view.clamp(min=0).long()]
-    if not bool(gone.any()):
-        return tokens
+    stays = ~gone
     for _, index in tokens.items():
-        own, stays = layout.select(index), ~gone[index]
-        if not bool(stays.all()):
-            newline = own.kind == Kind.NEWLINE
-            stays &= ~newline | open_rows(stays & ~newline, own, tiled=True)
-        kept.append(index[stays])
-    return tokens.select(torch.cat(kept))
+        own, lost = layout.select(index), gone[index]
+        newline = own.kind == Kind.NEWLINE
+        open_ = open_rows(~lost & ~newline, own, tiled=True) | ~lost.any()
+        stays = stays.index_copy(0, index, ~lost & (open_ | ~newline))
+    known = stays.cpu()  # the only read
+    return tokens if bool(known.all()) else tokens.marked(stays, known)
 
 
 def representatives(
@@ -594,20 +598,19 @@ def representatives(
     VisualTokens
         ``weight`` counts the tokens of the group that are in the prompt, ``box`` covers them.
     """
-    layout = tokens.layout
+    layout, n = tokens.layout, len(tokens)
     here, view = layout.view >= 0, layout.view.clamp(min=0).long()
-    counts = torch.tensor([0, *map(len, groups)], device=view.device)
-    stride = max(int(group.max()) for group in groups if len(group)) + 1
-    table = torch.cat([group + number * stride for number, group in enumerate(groups)])
-    width = torch.tensor(widths, device=view.device)[view]
-    index = counts.cumsum(0)[view] + layout.grid[:, 1] * width + layout.grid[:, 2]
-    group = table[torch.where(here, index, 0).long()]
+    own, some = torch.arange(n, device=view.device), set(widths) - {0}
+    # Views of one width need no table of them, which would be copied to the device.
+    width = torch.tensor(widths, device=view.device)[view] if len(some) > 1 else max(some)
+    place = torch.where(here, layout.grid[:, 1] * width + layout.grid[:, 2], 0).long()
+    group = view * _APART + pad_sequence(list(groups), batch_first=True)[view, place]
     # Newlines belong to no view: each is a group of its own.
-    group = torch.where(
-        here, group, int(group.max()) + 1 + torch.arange(len(layout), device=group.device)
-    )
-    _, group = group.unique(return_inverse=True)
-    n = int(group.max()) + 1
+    group = torch.where(here, group, -1 - own)
+    rank = group.argsort(stable=True)
+    first = torch.ones_like(here)  # of its group, in this order
+    first[1:] = group[rank[1:]] != group[rank[:-1]]
+    group = torch.empty_like(rank).scatter(0, rank, first.cumsum(0) - 1)
     point = layout.grid[:, 1:].double()
     size = torch.zeros(n, dtype=torch.float64, device=group.device).index_add(
         0, group, torch.ones_like(point[:, 0])
@@ -618,12 +621,7 @@ def representatives(
     # Sorted by group, then distance, then index (both sorts are stable): the first of each group.
     rank = distance.argsort(stable=True)
     rank = rank[group[rank].argsort(stable=True)]
-    starts = torch.cat([size.new_zeros(1), size.cumsum(0)[:-1]]).long()
-    chosen = rank[starts]
-    kept = chosen.sort().values
-    box = covering(layout.box, group, n)
-    reduced = tokens.select(kept)
-    weight = size[group[kept]].to(layout.weight.dtype)
-    return VisualTokens(
-        reduced.features, reduced.layout.replace(weight=weight, box=box[group[kept]]), reduced.extra
-    )
+    chosen = torch.zeros_like(here).scatter(0, rank, first)
+    box = covering(layout.box, group, n)[group]
+    changed = layout.replace(weight=size[group].to(layout.weight.dtype), box=box)
+    return VisualTokens(tokens.features, changed, tokens.extra).marked(chosen, chosen.cpu())

@@ -24,12 +24,3 @@ def manifests() -> Any:
         chat_class_path=f"{_MODELS}.VLMFast",
         simple_class_path=f"{_MODELS}.VLMFastSimple",
     )
-
-
-def __getattr__(name: str) -> Any:
-    """Former location of the models and their helpers."""
-    if name not in ("VLMFast", "chat_of", "generation_of"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_MODELS), name)

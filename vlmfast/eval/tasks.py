@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmfast.core.former import FormerAttribute
 from vlmfast.core.params import nearest
 from vlmfast.errors import VLMFastError
 
@@ -63,7 +62,6 @@ class Doc:
     seed: int
     groups: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
-    picture = FormerAttribute("media_id")
 
 
 class Task(Protocol):

@@ -7,7 +7,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -43,7 +43,7 @@ _KINDS = {"full_attention", "sliding_attention", *_STATES}
 # How far 4-bit weights may be from those that they replace, relative to the largest: half of the
 # widest gap of NF4, 0.15 (Dettmers et al. 2023, arXiv 2305.14314), and its scales are per block.
 _QUANTIZED = 0.25
-_LAYOUTS = 64  # images whose layouts are kept; a frame of a video is one
+_COPIES = 64  # layouts that are kept on the device; a frame of a video has one
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, ProcessorMixin
@@ -198,7 +198,7 @@ class Adapter:
         self.pool = BufferPool()  # cache buffers, reused by later requests
         self.decoding = "auto"  # how decode steps run, see `VLM`
         self.kept: dict[Hashable, Any] = {}  # state of the engine between requests
-        self._layouts: OrderedDict[Hashable, TokenLayout] = OrderedDict()
+        self._copies: OrderedDict[Hashable, tuple[Tensor, ...]] = OrderedDict()
 
         self._check_devices()
         # Steps of modules that accelerate loads or moves for each call cannot be captured.
@@ -220,7 +220,7 @@ class Adapter:
         adapter.decoder = cast(
             "TextDecoder", SimpleNamespace(get_input_embeddings=partial(nn.Embedding, 1, 1))
         )
-        adapter.kept, adapter._layouts = {}, OrderedDict()
+        adapter.kept, adapter._copies = {}, OrderedDict()
         return adapter
 
     @staticmethod
@@ -901,28 +901,35 @@ class Adapter:
         keys = {layer: k[:views, -patches:] for layer, k in context.keys.items()}
         return VisionStats(context.items, rows, keys)
 
-    def layout_of(
-        self, item: int, geometry: ItemGeometry, make: Callable[[], TokenLayout], *about: Hashable
-    ) -> TokenLayout:
-        """The layout of an image, made once: images of its size come again.
+    def copied(self, layout: TokenLayout) -> TokenLayout:
+        """A layout that was made in host memory, on the device; the host knows its rows.
 
-        Parameters
-        ----------
-        item : int
-        geometry : ItemGeometry
-        make : callable
-            Computes it, on any device.
-        *about
-            What else it depends on.
+        Equal ones are copied once: images of one size come again.
         """
-        key, known = (item, geometry, about, self.device), self._layouts
-        if (layout := known.pop(key, None)) is None:
-            layout = make().to(self.device)
-            _ = layout.on_host  # read now, and known for all later images
-        known[key] = layout
-        if len(known) > _LAYOUTS:
+        parts = self._on_device(*(getattr(layout, f.name) for f in fields(layout)))
+        if parts[0] is layout.order:
+            return layout
+        copy = TokenLayout(*parts)
+        return copy.seen(layout.on_host)
+
+    def cells_of(self, geometry: ItemGeometry) -> Tensor | None:
+        """`cells` on the device."""
+        cells = self.cells(geometry)
+        return None if cells is None else self._on_device(cells)[0]
+
+    def _on_device(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in host memory, on the device; kept by their values."""
+        if self.device.type == "cpu":
+            return parts
+        known = self._copies
+        key = (self.device, *((p.dtype, p.shape, p.numpy().tobytes()) for p in parts))
+        if (found := known.pop(key, None)) is None:
+            with torch.inference_mode(False):  # later calls may need gradients
+                found = tuple(part.to(self.device) for part in parts)
+        known[key] = found
+        if len(known) > _COPIES:
             known.popitem(last=False)
-        return layout
+        return found
 
     def view_layout(
         self, tile: Tensor, y: Tensor, x: Tensor, kind: Tensor, item: int, geometry: ItemGeometry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -61,10 +60,7 @@ class Tiled(Adapter):
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
-        return [
-            self.layout_of(i, geometry, partial(self._layout, i, geometry))
-            for i, geometry in enumerate(items)
-        ]
+        return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
         *crops, whole = range(*item.views)
@@ -76,7 +72,7 @@ class Tiled(Adapter):
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         (rows, columns), (first, stop) = geometry.patches, geometry.views
         view, y, x = torch.meshgrid(
-            *(torch.arange(n, device=self.device) for n in (stop - first, rows, columns)),
+            *(torch.arange(n, device="cpu") for n in (stop - first, rows, columns)),
             indexing="ij",
         )
         view, y, x = view.flatten(), y.flatten(), x.flatten()

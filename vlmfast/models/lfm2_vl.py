@@ -163,7 +163,8 @@ class FamilyAdapter(Shaped):
         for i, item in enumerate(items):
             *tiles, whole = range(*item.views)
             views = (*enumerate(tiles, 1), (0, whole))
-            found.append(TokenLayout.cat([self._layout(i, item, *of) for of in views]))
+            own = TokenLayout.cat([self._layout(i, item, *of) for of in views])
+            found.append(self.copied(own))
         return found
 
     def whole_first(self, item: ItemGeometry) -> list[int]:
@@ -176,10 +177,11 @@ class FamilyAdapter(Shaped):
     def _layout(self, number: int, item: ItemGeometry, tile: int, view: int) -> TokenLayout:
         """Layout of the tokens of one view."""
         own = replace(item, patches=_grid(item, view))
-        y, x = spread(own.patches, own.patches, self.device).unbind(1)
+        host = torch.device("cpu")
+        y, x = spread(own.patches, own.patches, host).unbind(1)
         kind = torch.full_like(y, int(self.kind))
         layout = self.view_layout(torch.full_like(y, tile), y, x, kind, number, own)
-        place = spread(own.patches, item.patches, self.device)
+        place = spread(own.patches, item.patches, host)
         grid = torch.cat([torch.zeros_like(place[:, :1]), place], dim=1)
         return layout.replace(
             grid=grid.to(torch.int32), view=torch.full_like(y, view, dtype=torch.int32)

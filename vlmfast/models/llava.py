@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -48,30 +47,23 @@ class FamilyAdapter(Completed):
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
         n = self._tokens(items[0])
-        return [
-            self.layout_of(i, geometry, partial(self._raster, i, geometry, n, self.device), n)
-            for i, geometry in enumerate(items)
-        ]
+        return [self.copied(self._raster(i, geometry, n)) for i, geometry in enumerate(items)]
 
     def image_layout(self, size: tuple[int, int], *, alone: bool = True) -> ImageLayout:
         """The visual tokens of one image, from its size; without a processor."""
         (geometry,) = self.geometry([size])
-        return ImageLayout.of(
-            geometry, self._raster(0, geometry, self._tokens(geometry), torch.device("cpu"))
-        )
+        return ImageLayout.of(geometry, self._raster(0, geometry, self._tokens(geometry)))
 
     def _tokens(self, geometry: ItemGeometry) -> int:
         rows, columns = geometry.patches
         cut = self.config.vision_feature_select_strategy == "default"
         return rows * columns + self.specials() - cut
 
-    def _raster(
-        self, item: int, geometry: ItemGeometry, n: int, device: torch.device
-    ) -> TokenLayout:
-        """The ``n`` tokens of one view."""
+    def _raster(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
+        """The ``n`` tokens of one view, in host memory."""
         rows, columns = geometry.patches
         # Special rows come first; they have no position in the image. "default" cuts off one.
-        raster = torch.arange(n, device=device) - (n - rows * columns)
+        raster = torch.arange(n, device="cpu") - (n - rows * columns)
         kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
         base = torch.zeros_like(raster)
         return self.view_layout(base, raster // columns, raster % columns, kind, item, geometry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,11 @@ class FamilyAdapter(Completed):
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
         sizes = tensors["image_sizes"].cpu()
-        return [self._kept_layout(i, item, sizes[i : i + 1]) for i, item in enumerate(items)]
+        strategy = self.config.vision_feature_select_strategy
+        return [
+            self.copied(self._layout(i, item, sizes[i : i + 1], strategy))
+            for i, item in enumerate(items)
+        ]
 
     def parts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
@@ -105,13 +108,6 @@ class FamilyAdapter(Completed):
         geometry = self.geometry([size] if alone else [size, size])[0]
         strategy = self.config.vision_feature_select_strategy
         return ImageLayout.of(geometry, self._layout(0, geometry, torch.tensor([size]), strategy))
-
-    def _kept_layout(self, item: int, geometry: ItemGeometry, size: Tensor) -> TokenLayout:
-        """`_layout` on the device, with ``size`` in host memory."""
-        strategy = self.config.vision_feature_select_strategy
-        make = partial(self._layout, item, geometry, size, strategy)
-        ratio = getattr(self.config, "vision_aspect_ratio", None)
-        return self.layout_of(item, geometry, make, strategy, ratio)
 
     def _layout(
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,13 +112,13 @@ class FamilyAdapter(LlavaNext):
     ) -> list[TokenLayout]:
         alone, framed = self._kinds(tensors, items)
         found: dict[int, TokenLayout] = {}
+        strategy = self.config.vision_feature_select_strategy
         for n, i in enumerate(alone):
             size = tensors["image_sizes"][n : n + 1].cpu()
-            found[i] = self._kept_layout(i, items[i], size)
+            found[i] = self._layout(i, items[i], size, strategy)
         for i in framed:
-            n = self.frame_tokens(items[i])
-            found[i] = self.layout_of(i, items[i], partial(self._frame, i, items[i], n), n)
-        return [found[i] for i in range(len(items))]
+            found[i] = self._frame(i, items[i], self.frame_tokens(items[i]))
+        return [self.copied(found[i]) for i in range(len(items))]
 
     def frame_tokens(self, item: ItemGeometry) -> int:
         """Tokens of a frame of a video."""
@@ -141,11 +140,9 @@ class FamilyAdapter(LlavaNext):
         videos = [video.flatten(0, -2)[: pixels.shape[1] * each] for video in output.pooler_output]
         return [frame for video in videos for frame in video.split(each)]
 
-    def _frame(
-        self, item: int, geometry: ItemGeometry, n: int, device: torch.device | None = None
-    ) -> TokenLayout:
+    def _frame(self, item: int, geometry: ItemGeometry, n: int) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(n, device=device or self.device)
+        raster = torch.arange(n, device="cpu")
         newline = raster >= rows * columns
         kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
         y, x = (raster // columns).clamp(max=rows - 1), raster % columns

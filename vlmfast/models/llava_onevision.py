@@ -127,7 +127,7 @@ class FamilyAdapter(LlavaNextVideo):
         self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
     ) -> TokenLayout:
         if geometry.tiles == (0, 0):
-            return self._frame(item, geometry, self.patches() + 1, size.device)
+            return self._frame(item, geometry, self.patches() + 1)
         origins = self._packed(geometry, size, self.config.vision_aspect_ratio)
         whole = self._packed(geometry, size, f"anyres_max_{10**6}")
         kind = torch.where(origins[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))

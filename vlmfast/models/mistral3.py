@@ -133,11 +133,10 @@ class Shaped(Adapter):
         found = []
         for i, geometry in enumerate(items):
             rows, columns = geometry.patches
-            raster = torch.arange(rows * columns, device=self.device)
+            raster = torch.arange(rows * columns, device="cpu")
             none, kind = torch.zeros_like(raster), torch.full_like(raster, int(self.kind))
-            found.append(
-                self.view_layout(none, raster // columns, raster % columns, kind, i, geometry)
-            )
+            y, x = raster // columns, raster % columns
+            found.append(self.copied(self.view_layout(none, y, x, kind, i, geometry)))
         return found
 
 

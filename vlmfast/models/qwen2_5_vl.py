@@ -10,7 +10,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -53,7 +52,7 @@ class FamilyAdapter(Adapter):
     video_tensors = ("pixel_values_videos", "video_grid_thw")
     beside: ClassVar[tuple[str, ...]] = ("second_per_grid_ts", "mm_token_type_ids")
     processors: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor", "Qwen2VLProcessor")
-    position_tensors = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    position_tensors = host_tensors = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     attention = "attn"
     packed = fixed_tower = True
     whole_steps: ClassVar[bool] = False  # whether the processor refuses less than a step of a video
@@ -120,7 +119,10 @@ class FamilyAdapter(Adapter):
         merge = self.config.vision_config.spatial_merge_size
         tokens = patches.unflatten(-1, (-1, merge**2)).mean(-1)
         order = self._order(item)
-        return tokens if order is None else tokens[..., order.argsort().to(tokens.device)]
+        if order is None:
+            return tokens
+        (raster,) = self._on_device(order.argsort())
+        return tokens.index_select(-1, raster.to(tokens.device))
 
     def _order(self, item: ItemGeometry) -> Tensor | None:
         """Tokens in the order of the tower's windows; ``None`` for raster order."""
@@ -140,7 +142,7 @@ class FamilyAdapter(Adapter):
         position, _ = self.model.base_model.get_rope_index(
             ids,
             mm_token_type_ids=self.modalities(ids),
-            **{key: inputs[key] for key in self.position_tensors if key in inputs},
+            **{key: inputs[key].to(ids.device) for key in self.position_tensors if key in inputs},
         )
         return position[:, 0]
 
@@ -241,10 +243,7 @@ class FamilyAdapter(Adapter):
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
-        return [
-            self.layout_of(i, geometry, partial(self._layout, i, geometry))
-            for i, geometry in enumerate(items)
-        ]
+        return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def _tower(
         self,
@@ -306,7 +305,7 @@ class FamilyAdapter(Adapter):
 
     def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
         rows, columns = geometry.patches
-        raster = torch.arange(rows * columns, device=self.device)
+        raster = torch.arange(rows * columns, device="cpu")
         none = torch.zeros_like(raster)
         kind = torch.full_like(raster, int(self.kind))
         return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)

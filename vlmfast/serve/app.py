@@ -96,6 +96,7 @@ class Server:
             runner = Runner(vlm, self.config)
             self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(vlm.processor.tokenizer)
             runner.warm_up()
+            runner.start_shadow(self.metrics.compared)
         except Exception as error:
             LOG.error("the model cannot be loaded: %s", error)
             self.failure = error
@@ -205,6 +206,9 @@ class Server:
             running.counted = True
         total_s = time.monotonic() - request.state.end + self.config.timeout_s
         self.metrics.answered(result.answer, result.prompt_tokens, result.ttft_s, total_s)
+        if running is not None and running.sample is not None:
+            assert self.runner is not None and self.runner.shadow is not None
+            self.runner.shadow.add(running.sample, result.answer)
         request.state.log.update(
             prompt_tokens=result.prompt_tokens,
             completion_tokens=len(result.answer.token_ids),

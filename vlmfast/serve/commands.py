@@ -195,6 +195,7 @@ _LIMITS = {
     "--max-queue": ("max_queue", "requests that wait"),
     "--grace": ("grace_s", "seconds that running answers have after SIGTERM"),
     "--media-threads": ("media_threads", "threads that decode media"),
+    "--shadow": ("shadow", "share of requests answered again under none, in idle time"),
 }
 
 

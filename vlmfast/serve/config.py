@@ -92,6 +92,8 @@ class ServerConfig:
         Time that running answers have after SIGTERM.
     media_threads : int
         Threads that decode media and prepare prompts.
+    shadow : float
+        Share of requests that are answered again under ``none``, while nothing else runs.
     """
 
     model: str = "tiny"
@@ -114,6 +116,7 @@ class ServerConfig:
     max_queue: int = 256
     grace_s: float = 30.0
     media_threads: int = 2
+    shadow: float = 0.0
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.api_keys and not self.insecure:
@@ -140,6 +143,8 @@ class ServerConfig:
                 at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
         for name in ("timeout_s", "header_timeout_s", "grace_s"):
             at_least(name, getattr(self, name), 0)
+        if not 0 <= self.shadow <= 1:
+            raise VLMFastError(f"shadow={self.shadow!r} must be a number from 0 to 1")
         if self.model in self.aliases:
             raise VLMFastError(f"alias {self.model!r} is the name of the model itself")
 

@@ -12,9 +12,12 @@ from vlmfast.api.answer import Answer
 from vlmfast.engine.engine import Load
 from vlmfast.engine.prefix_cache import CacheStats
 
+from .shadow import Agreement
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1)
 _TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000)
 OTHER = "other"
 
@@ -109,6 +112,23 @@ class Metrics:
         self._whole = self._seconds("e2e_request_latency", "From the request to its last token")
         self._queue = self._seconds("request_queue_time", "From submission to prefill")
         self._prefill = self._seconds("request_prefill_time", "Vision tower and prefill")
+        self._again = self._counter(
+            "shadow_answers", "Greedy answers that the full model has computed too", "recipe"
+        )
+        self._equal = self._counter(
+            "shadow_answers_equal", "Those with the same tokens as the full model's", "recipe"
+        )
+        self._left_out = self._counter("shadow_left_out", "Requests that were not answered again")
+        self._overlap = Histogram(
+            "vlmfast:shadow_first_token_overlap",
+            "Probability of the first token that a recipe and the full model share",
+            ["model_name", "recipe"],
+            registry=self.registry,
+            buckets=_SHARES,
+        )
+        for recipe in sorted(self._recipes - {"none"}):  # 0 from the beginning
+            for family in (self._again, self._equal, self._overlap):
+                family.labels(model, recipe)
         self._lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -143,9 +163,7 @@ class Metrics:
         self._generated.inc(stats.generated_tokens)
         self._cached.inc(stats.cached_tokens)
         self._success.labels(model, answer.finish_reason).inc()
-        recipe = answer.canonical_recipe
-        recipe = recipe if recipe in self._recipes else OTHER
-        self._recipe.labels(model, recipe).inc()
+        self._recipe.labels(model, self._label(answer.canonical_recipe)).inc()
         self._visual.labels(model, "input").inc(stats.visual_tokens_in)
         for stage, kept in stats.visual_tokens_kept.items():
             name = stage if stage in self._stages else OTHER
@@ -161,6 +179,20 @@ class Metrics:
         self._queue.observe(stats.queue_s)
         self._prefill.observe(stats.time_vision_s + stats.time_prefill_s)
         self._lengths.observe(prompt_tokens)
+
+    def _label(self, recipe: str) -> str:
+        return recipe if recipe in self._recipes else OTHER
+
+    def compared(self, found: Agreement | None) -> None:
+        """Count a request that was answered again, or ``None`` for one that was not."""
+        if found is None:
+            self._left_out.inc()
+            return
+        labels = self._model, self._label(found.recipe)
+        self._overlap.labels(*labels).observe(found.overlap)
+        if found.equal is not None:
+            self._again.labels(*labels).inc()
+            self._equal.labels(*labels).inc(found.equal)
 
     def failed(self, status: int) -> None:
         """Count a request without an answer; 499 is a client that has left."""

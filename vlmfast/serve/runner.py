@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .media import MediaReader
 from .metrics import Metrics
 from .penalties import OpenAIPenalties
 from .query import Media, Query, Recipes, generation_of, messages_of
+from .shadow import Agreement, Sample, Shadow
 from .text import TextStream
 
 
@@ -123,6 +125,8 @@ class Running:
         By `time.perf_counter`.
     finisher : Executor
         Makes the answer from what the engine has computed.
+    sample : Sample, optional
+        Of a request that is to be answered again.
 
     Attributes
     ----------
@@ -135,6 +139,7 @@ class Running:
     text: TextStream | None
     arrived: float
     finisher: Executor
+    sample: Sample | None = None
     counted: bool = False
     _event: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -210,6 +215,7 @@ class Runner:
         self._wakes: Wakes | None = None
         self._closed = False
         self._preparing = 0
+        self.shadow: Shadow | None = None
 
     def metrics(self) -> Metrics:
         """Metrics of this model, not counted yet."""
@@ -269,6 +275,17 @@ class Runner:
         """Run the engine in this thread until `close`."""
         self.vlm.engine.serve(lambda: self._closed)
 
+    def start_shadow(self, found: Callable[[Agreement | None], None]) -> None:
+        """Answer the configured share of requests again; ``found`` is as in `Shadow`."""
+        if self.config.shadow:
+            self.shadow = Shadow(self.vlm, self.config.shadow, lambda: self.idle, found)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        load = self.vlm.engine.load()
+        return not (self._preparing or load.waiting or load.prefilling or load.decoding)
+
     def release(self) -> bool:
         """Free the idle buffers of caches where no request is left: they only save allocations.
 
@@ -277,9 +294,7 @@ class Runner:
         bool
             Whether no request is left.
         """
-        load = self.vlm.engine.load()
-        idle = not (self._preparing or load.waiting or load.prefilling or load.decoding)
-        if idle:
+        if idle := self.idle:
             self.vlm.adapter.pool.clear()
         return idle
 
@@ -287,6 +302,8 @@ class Runner:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._finisher.shutdown(wait=False)
+        if self.shadow is not None:
+            self.shadow.close()
         self._grammars.close()
         self._closed = True
         self.vlm.engine.notify()
@@ -322,23 +339,23 @@ class Runner:
 
         messages = messages_of(query.turns, image, video, query.num_frames, query.fps)
         _check_present(gone)
-        text = self._text(query)
         generation = generation_of(query, self._samples)
         own = self.vlm.model.generation_config.max_new_tokens or 0
         if "max_new_tokens" not in generation and own > self.config.max_new_tokens:
             generation["max_new_tokens"] = self.config.max_new_tokens
-        if text is not None:
-            generation["streamer"] = text
-            if query.stops:
-                generation["stopping_criteria"] = [text]
-        if processors := self._processors(query, end):
-            generation["logits_processor"] = LogitsProcessorList(processors)
         request = Request(
             messages=messages,
             recipe=query.recipe,
             generation=generation,
             tenant=_tenant(key, query.cache_salt),
         )
+        sample = None
+        if self.shadow is not None and self.shadow.takes(str(query.recipe)):
+            sample = Sample(
+                request, partial(self._again, replace(query, turns=())), self.config.max_new_tokens
+            )
+        text = self._text(query)
+        request = replace(request, generation=generation | self._stateful(query, text, end))
         left = end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request reached its deadline while its media were read")
@@ -351,7 +368,23 @@ class Runner:
         if gone.is_set():  # before the engine has done much of it
             handle.cancel()
         # Without its messages, whose media may be large.
-        return Running(replace(query, turns=()), handle, text, arrived, self._finisher)
+        return Running(replace(query, turns=()), handle, text, arrived, self._finisher, sample)
+
+    def _stateful(self, query: Query, text: TextStream | None, end: float) -> dict[str, Any]:
+        """Generation arguments that follow the tokens of one answer."""
+        found: dict[str, Any] = {}
+        if text is not None:
+            found["streamer"] = text
+            if query.stops:
+                found["stopping_criteria"] = [text]
+        if processors := self._processors(query, end):
+            found["logits_processor"] = LogitsProcessorList(processors)
+        return found
+
+    def _again(self, query: Query) -> dict[str, Any]:
+        """`_stateful` of another answer, which nobody reads as it is generated."""
+        text = self._text(replace(query, stream=False))
+        return self._stateful(query, text, time.monotonic() + self.config.timeout_s)
 
     def _text(self, query: Query) -> TextStream | None:
         if not query.stream and not query.stops:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any
@@ -132,7 +132,8 @@ class _Checks:
     def declaration(self) -> None:
         stage, cls, name = self.stage, type(self.stage), "declaration"
         need = self.report.require
-        need(is_dataclass(cls) and cls.__dataclass_params__.frozen, name, "not a frozen dataclass")
+        frozen = getattr(cls, "__dataclass_params__", None)
+        need(frozen is not None and frozen.frozen, name, "not a frozen dataclass")
         need(stage.name and stage.name == stage.name.lower(), name, "its name must be lower case")
         known = {part.protocol for part in stage.expand()}
         need(known <= set(PROTOCOLS), name, f"its protocol must be one of {', '.join(PROTOCOLS)}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import VisionStats
-from vlmfast.engine.attention import received_sum
+from vlmfast.engine.attention_maps import received_sum
 
 from .grids import Blocks, Grids
 from .recipes import Plan

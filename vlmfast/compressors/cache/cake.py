@@ -18,7 +18,8 @@ the best by attention and by its changes, which foretell that a key will be want
 
 The cascade: parts are known only when all layers have run, but as soon as one has run, an upper
 bound of its part is known (see `most`), as its part by preference can only shrink when others join.
-Slots beyond that are dropped at once, which reduces the memory of a prefill.
+After every `TOGETHER` layers, whose preferences are read at once, slots beyond that are dropped,
+which reduces the memory of a prefill.
 
 While the answer grows, a layer that exceeds its budget evicts one slot per step: the one that the
 newest token attends to least, except for the last ``w`` tokens.
@@ -26,7 +27,7 @@ newest token attends to least, except for the last ``w`` tokens.
 Different from the authors' code, and why:
 
 - The authors cut all earlier layers again whenever one has run. Here each is cut twice: to its
-  upper bound when it has run, and at the end. The result is that of cutting at the end alone.
+  upper bound soon after it has run, and at the end. The result is that of cutting at the end alone.
   Theirs may keep fewer slots, where a part grows again as a later layer cannot take its own.
 - What exceeds the slots of one layer is redistributed until nothing is left. The authors do so
   once, and a layer that then exceeds its slots wastes the rest.
@@ -62,6 +63,8 @@ from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from ..layered import Layered, Scored
 from ..part import Part
 from .snapkv import SnapKV, votes
+
+TOGETHER = 8  # layers that are cut at once: a read of the device for each would leave it idle
 
 
 def moments(stats: ColumnStats) -> tuple[Tensor, Tensor]:
@@ -117,16 +120,18 @@ def parts(layers: list[Scored], depth: int) -> tuple[list[float], int]:
     return [total * (layer.claim / whole if whole > 0 else equal) for layer in layers], total
 
 
-def most(layers: list[Scored], depth: int) -> int:
-    """Upper bound of the slots of the last of the first ``layers`` when all ``depth`` have run.
+def most(layers: list[Scored], depth: int) -> list[int]:
+    """Upper bounds of the slots of the first ``layers`` when all ``depth`` have run.
 
-    Its part by preference can only shrink. The excess that a layer receives from full layers is at
+    A part by preference can only shrink. The excess that a layer receives from full layers is at
     most the longest layer's average, since a full layer keeps at least its own average. Rounding
     adds at most one slot per round of redistribution, of which there are at most ``depth``.
     """
     ideal, _ = parts(layers, depth)
     redistributed = max(layer.average - layer.window for layer in layers) + depth
-    return int(ideal[-1]) + redistributed + layers[-1].window
+    return [
+        int(part) + redistributed + layer.window for part, layer in zip(ideal, layers, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,6 @@ class CAKE(Layered, SnapKV):
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1, le=65535)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))
@@ -172,13 +176,16 @@ class CAKE(Layered, SnapKV):
         budgets = adjust_budgets(ideal, total, [layer.n - layer.window for layer in layers])
         return [budget + layer.window for budget, layer in zip(budgets, layers, strict=True)]
 
-    def compress(
-        self, context: PrefillContext, layer: int, kv: KV, stats: ColumnStats | None
-    ) -> KV:
-        kv, seen = super().compress(context, layer, kv, stats), self.seen(context)
-        if layer not in seen:
-            return kv
-        return seen[layer].best(kv, most(list(seen.values()), context.depth))
+    def trim(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
+        seen, first = self.seen(context), len(cache) - TOGETHER
+        if not seen or len(cache) % TOGETHER or len(cache) == context.depth:
+            return cache
+        self.read(context, list(seen.values()))
+        bounds = dict(zip(seen, most(list(seen.values()), context.depth), strict=True))
+        return [
+            seen[layer].best(kv, bounds[layer]) if layer >= first and layer in seen else kv
+            for layer, kv in enumerate(cache)
+        ]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ class FastKV(SnapKV):
         "fraction of the prompt's keys and values kept in each layer",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     window: float = param(
         8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0

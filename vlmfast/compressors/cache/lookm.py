@@ -98,7 +98,6 @@ class LookM(CacheStage):
         "fraction of the prompt's keys and values kept in each layer",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     merge: str = param(

@@ -61,9 +61,7 @@ class QuickPrefill(CacheStage):
     lead: ClassVar[str | None] = "keep"
     blockwise: ClassVar[bool] = True
 
-    keep: float = param(
-        0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0, former=("share",)
-    )
+    keep: float = param(0.5, "fraction of each block's visual tokens kept", gt=0.0, le=1.0)
     top_k: int | None = param(
         None, "visual tokens kept of each block, instead of keep", ge=1, excludes=("keep",)
     )

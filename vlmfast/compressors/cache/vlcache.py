@@ -91,7 +91,6 @@ class VLCache(Layered):
         "fraction of the prompt's keys and values kept, averaged over layers",
         gt=0.0,
         le=1.0,
-        former=("share",),
     )
     p: float = param(
         0.01, "threshold of an entry, as a fraction of its row's largest", gt=0.0, le=1.0
@@ -122,7 +121,7 @@ class VLCache(Layered):
         received = stats.sum.sum(1)
         if self.head_adaptive:
             return received
-        if not bool((kv.order == kv.order[:1]).all()):
+        if kv.layout is None and not bool((kv.order == kv.order[:1]).all()):
             raise RecipeError(
                 "vlcache: head_adaptive=false needs the same tokens in all heads, but an earlier "
                 "stage has left different ones; use head_adaptive=true"

@@ -69,7 +69,7 @@ from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext, VisionContext
 from vlmfast.core.kv import KV
-from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.layout import TokenLayout, VisualTokens, marked_rows
 from vlmfast.core.params import (
     budget_param,
     param,
@@ -101,11 +101,14 @@ PUBLISHED = {
 # --- in the vision tower -------------------------------------------------------------------------
 
 
-def window_members(grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
+def window_members(
+    grid: tuple[int, int], window: tuple[int, int], device: torch.device | None = None
+) -> Tensor:
     """Raster indices of the patches in each whole window of a grid: int64, (W, m)."""
     (rows, columns), (down, across) = grid, window
     fit = rows // down * down, columns // across * across
-    raster = torch.arange(rows * columns).view(rows, columns)[: fit[0], : fit[1]]
+    raster = torch.arange(rows * columns, device=device).view(rows, columns)
+    raster = raster[: fit[0], : fit[1]]
     cells = raster.unflatten(1, (-1, across)).unflatten(0, (-1, down))
     return cells.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -113,7 +116,7 @@ def window_members(grid: tuple[int, int], window: tuple[int, int]) -> Tensor:
 def windows(patches: Tensor, window: tuple[int, int]) -> Tensor:
     """Patches (V, N, D) of square views as (V, W, m, D): windows, and the patches in each."""
     side = math.isqrt(patches.shape[1])
-    return patches[:, window_members((side, side), window).to(patches.device)]
+    return patches[:, window_members((side, side), window, patches.device)]
 
 
 def window_similarity(cells: Tensor) -> Tensor:
@@ -132,6 +135,7 @@ def spatial_merge(
     similarity: Tensor,
     counts: Tensor,
     cls: int = 1,
+    fewest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the ``counts[v]`` most similar windows of view ``v``.
 
@@ -145,6 +149,8 @@ def spatial_merge(
     counts : Tensor, int64, (V,)
     cls : int
         0 for a tower without CLS.
+    fewest : int, optional
+        The smallest of ``counts``, where the host knows it.
 
     Returns
     -------
@@ -168,7 +174,8 @@ def spatial_merge(
     source = cls + torch.where(merged, place, alone)
     source = torch.cat([torch.zeros_like(source[:, :cls]), source], dim=1)
     lengths = source.amax(1) + 1
-    most = int(lengths.max())
+    fewest = int(counts.min()) if fewest is None else fewest
+    most = cls + n - fewest * (members.shape[1] - 1)  # the largest of the lengths
 
     # Source of each new row: an old row or the mean of a window. Windows that do not merge write
     # into a last column that is cut off; padding is a copy of the first row.
@@ -357,7 +364,7 @@ class Merge(Part, InEncoderStage):
                 f"tower has {n} of {grid[0]}x{grid[1]} here"
             )
         window = self.of.window_of(grid, border=context.chunks is not None)
-        members = window_members(grid, window).to(hidden.device)
+        members = window_members(grid, window, hidden.device)
         if window == (1, 1) or len(members) == 0:
             return hidden, None
         if context.raster is not None:
@@ -371,10 +378,12 @@ class Merge(Part, InEncoderStage):
             counts = (similar & best(similarity.view(1, -1), [limit]).view_as(similar)).sum(1)
         else:
             counts = similar.sum(1).min().clamp(max=limit // len(hidden)).expand(len(hidden))
-        if not bool(counts.any()):
+        known = counts.tolist()  # the only read
+        if not any(known):
             return hidden, None
-        hidden, source, lengths = spatial_merge(hidden, members, similarity, counts, cls)
-        if bool((lengths < hidden.shape[1]).any()):
+        given = members, similarity, counts, cls, min(known)
+        hidden, source, lengths = spatial_merge(hidden, *given)
+        if max(known) > min(known):
             context.lengths = lengths
         return hidden, source
 
@@ -417,20 +426,23 @@ class Filter(Part, PrefillStage):
 
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         layout, attention = context.layout, context.stats[layer - 1]
-        visual = layout.visual.nonzero().flatten()
+        visual = layout.visual_rows()
         if len(visual) == 0 or attention.shape[1] == 0:  # no image, or no text after it
             return None
         protected = layout.protected[visual]
         g, m = text_attention(attention.index_select(-1, visual))
         if self.of.budget is None:
             kept = dual_attention(g, m, *self.of.thresholds) | protected
+            count = int(kept.sum())
         else:
             rank = dual_attention_rank(g, m, *self.of.thresholds)
             rank = rank.masked_fill(protected, torch.inf)
-            kept = best(rank[None], [self._count(context, layer)])[0]
-        if bool(kept.all()):
+            count = self._count(context, layer)
+            kept = best(rank[None], [count])[0]
+        gone = len(visual) - count
+        if gone <= 0:
             return None
-        return (~layout.visual).index_fill(0, visual[kept], True).nonzero().flatten()
+        return marked_rows((~layout.visual).index_copy(0, visual, kept), len(layout) - gone)
 
     def _count(self, context: PrefillContext, layer: int) -> int:
         """Tokens left by the filter before ``layer``, solved once, at the first filter."""
@@ -438,12 +450,11 @@ class Filter(Part, PrefillStage):
         note = context.notes.setdefault(self.name, {})
         if "counts" not in note:
             # A row's weight is the number of tokens merged into it: the sum is the input length.
-            came_in = float(context.layout.weight[visual].double().sum())
-            key = int(context.layout.protected[visual].sum())
-            target = self.of.budget * came_in
-            note["counts"] = solve_counts(
-                int(visual.sum()), target, layers, context.depth, least=key
-            )
+            came_in = (context.layout.weight.double() * visual).sum()
+            key = (context.layout.protected & visual).sum()
+            weight, least = torch.stack([came_in, key]).tolist()
+            n, target = context.layout.visuals, self.of.budget * weight
+            note["counts"] = solve_counts(n, target, layers, context.depth, least=int(least))
         return note["counts"][layers.index(layer)]
 
 
@@ -455,16 +466,50 @@ class Cache(Part, CacheStage):
 
     def finish(self, context: PrefillContext, cache: list[KV]) -> list[KV]:
         first = self.of.filters(context.depth)[0] - 1
-        return [*cache[:first], *(self._survivors(context, kv) for kv in cache[first:])]
-
-    def _survivors(self, context: PrefillContext, kv: KV) -> KV:
-        if kv.segments:
+        if any(kv.segments for kv in cache[first:]):
             raise RecipeError(
                 "mustdrop: a later stage of the recipe quantizes the cache before the last filter "
                 "has run; use cache=false"
             )
+        # Another stage may have dropped tokens from the cache: which of them is on the device.
+        whole = [kv.layout is not None for kv in cache[first:]]
+        masks = [
+            self._survivors(context, kv)
+            for kv, all_of_them in zip(cache[first:], whole, strict=True)
+            if not all_of_them
+        ]
+        parts = zip(masks, _counts(masks, context.layout.device), strict=True)
+        kept = [
+            self._chosen(context, kv) if all_of_them else _selected(kv, *next(parts))
+            for kv, all_of_them in zip(cache[first:], whole, strict=True)
+        ]
+        return [*cache[:first], *kept]
+
+    def _chosen(self, context: PrefillContext, kv: KV) -> KV:
+        """The survivors in a layer that has all tokens which entered it."""
+        if len(kv) == len(context.layout):
+            return kv
         # Tokens are identified by their order in the prompt, so indices of one filter need not be
         # mapped to those of another.
         order = context.layout.order.to(kv.order.device)  # of a model on several devices
-        keep = torch.isin(kv.order, order) & kv.valid
-        return kv if torch.equal(keep, kv.valid) else kv.select_mask(keep)
+        return kv.select(torch.searchsorted(kv.order[0].contiguous(), order))
+
+    def _survivors(self, context: PrefillContext, kv: KV) -> Tensor:
+        """Slots of a layer whose tokens survived: bool, (H, N)."""
+        order = context.layout.order.to(kv.order.device)
+        at = torch.searchsorted(order, kv.order.contiguous()).clamp(max=len(order) - 1)
+        return (order[at] == kv.order) & kv.valid
+
+
+def _counts(masks: list[Tensor], device: torch.device) -> list[list[int]]:
+    """How many slots each mask (H, N) marks in each of its rows, read together."""
+    if not masks:
+        return []
+    sums = [mask.sum(1).to(device) for mask in masks]
+    found = iter(torch.cat(sums).tolist())
+    return [[next(found) for _ in range(len(mask))] for mask in masks]
+
+
+def _selected(kv: KV, keep: Tensor, counts: list[int]) -> KV:
+    """The slots that a mask marks; ``counts`` of each head."""
+    return kv if tuple(counts) == kv.counts else kv.select_mask(keep, counts)

@@ -81,7 +81,7 @@ def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
     value, target = cosine.max(-1)
     target = (cosine == value[..., None]).int().argmax(-1)  # the first on a tie
     a = value.shape[1]
-    merges = best(value, [min(r, (n - cls) // 2)] * views)
+    merges = best(value, [_merged(n, r, cls)] * views)
     stays = (~merges).cumsum(1) - 1
     first = a - merges.sum(1, keepdim=True)  # where B begins
     source = torch.empty(views, n, dtype=torch.int64, device=metric.device)
@@ -90,12 +90,21 @@ def bipartite(metric: Tensor, r: int, cls: bool) -> Tensor:
     return source
 
 
-def merge(rows: Tensor, size: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+def _merged(n: int, r: int, cls: bool) -> int:
+    """How many of ``n`` rows `bipartite` merges into others."""
+    return min(r, (n - cls) // 2)
+
+
+def merge(
+    rows: Tensor, size: Tensor, source: Tensor, count: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Means of rows (V, N, D) by ``source`` (V, N), weighted by ``size`` (V, N), and their sizes.
 
     Products are used because the order of scattered sums is not deterministic on a GPU.
+    ``count``: how many rows are left, where the host knows it.
     """
-    new = torch.arange(int(source.max()) + 1, device=source.device)
+    count = int(source.max()) + 1 if count is None else count
+    new = torch.arange(count, device=source.device)
     member = (source[:, None] == new[:, None]).float() * size[:, None]
     total = member.sum(-1)
     return (member @ rows.float() / total[..., None]).to(rows.dtype), total
@@ -126,9 +135,7 @@ class ToMe(Stage):
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
     lead: ClassVar[str | None] = "keep"
 
-    keep: float = param(
-        1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)
     r: int = param(
         0, "tokens merged in each block; if not 0, it replaces keep", ge=0, excludes=("keep",)
     )
@@ -183,7 +190,8 @@ class Merge(Part, InEncoderStage):
             keys = keys.new_zeros(views, rows, keys.shape[2]).scatter(1, target, keys)
             size = size.new_zeros(views, rows).scatter_add(1, context.merged, size)
         source = bipartite(keys, r, context.specials == 1)
-        return merge(hidden, size, source)[0], source
+        left = rows - _merged(rows, r, context.specials == 1)
+        return merge(hidden, size, source, left)[0], source
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,7 @@ class DART(PrefillStage):
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    keep: float = param(
-        0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(0.222, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)
     visual_pivots: int = param(4, "number of visual pivots, those with the largest keys", ge=1)
     text_pivots: int = param(4, "number of text pivots after the image, likewise", ge=0)

@@ -46,9 +46,7 @@ class FastV(PrefillStage):
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    keep: float = param(
-        0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(0.5, "fraction of the visual tokens kept after the drop", gt=0.0, le=1.0)
     k: int = param(2, "layers that see every token", ge=1)
     positions: str = positions_param()
     budget: float | None = budget_param()

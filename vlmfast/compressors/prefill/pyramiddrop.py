@@ -73,7 +73,6 @@ class PyramidDrop(PrefillStage):
         "lambda: fraction of its tokens that each drop keeps",
         gt=0.0,
         le=1.0,
-        former=("ratio",),
     )
     ratios: tuple[float, ...] | None = param(
         None,

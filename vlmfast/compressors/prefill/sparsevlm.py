@@ -107,7 +107,6 @@ class SparseVLM(Stage):
         gt=0.0,
         le=1.0,
         excludes=("published",),
-        former=("rate",),
     )
     # Not trained: without published weights.
     published: str = param(  # type: ignore[assignment]
@@ -162,7 +161,7 @@ class Question(Part, EncodeStage):
     ) -> VisualTokens:
         assert request.order is not None
         after = request.order > tokens.layout.order[-1]
-        text = request.question_embeds[after]
+        text = request.question_embeds[marked_rows(after)]
         note = request.notes.setdefault(self.name, {})
         note["raters"] = raters(tokens.features, text)[0] if len(text) else after[:0]
         return tokens

@@ -37,7 +37,7 @@ from torch.nn.functional import cosine_similarity
 
 from vlmfast.core.contexts import EncodeRequest, PrefillContext
 from vlmfast.core.counting import TokenCount, inexact
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import budget_param, param, positions_param
 from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.stage import Stage
@@ -47,7 +47,7 @@ from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
 from ..budget import equivalent, solve
-from ..groups import together
+from ..groups import groups_of
 from ..part import Part
 from ..select import top
 
@@ -62,9 +62,7 @@ class CATP(Stage):
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 
-    keep: float = param(
-        1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 3, "fraction of the tokens left at the end, 1 - R", gt=0.0, le=1.0)
     k: float = param(6 / 32, "layer K; a value below 1 is a fraction of the depth", gt=0.0)
     text: float = param(0.7, "weight of an image's text, before the language model", ge=0.0)
     sample: float = param(0.6, "weight of the last image's text, in the language model", ge=0.0)
@@ -130,26 +128,28 @@ class Cover(Part, EncodeStage):
     def reduce(
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
-        groups = together(tokens, stats.items)
-        videos = [stats.items[int(tokens.layout.item[index[0]])].video for index in groups]
+        groups = groups_of(tokens, stats.items)
+        videos = [stats.items[group.first].video for group in groups]
         # Long videos come in parts.
         asks = [i for i, video in enumerate(videos) if video == videos[-1] >= 0]
         asks = asks or [len(videos) - 1]
         n = sum(len(groups[i]) for i in asks)
         share, last = self.of.shares(request.depth, n / len(tokens))
         request.notes[self.name] = {
-            "asks": torch.cat([tokens.layout.item[groups[i]] for i in asks]).unique(),
+            "asks": groups[asks[0]].first,  # all items from here on
             "totals": [max(1, round(last * count)) for count in (n, len(tokens) - n)],
         }
         if share == 1:
             return tokens
         assert request.order is not None
-        order, kept = tokens.layout.order, []
-        for number, index in enumerate(groups):
-            after = request.order > order[index[-1]]
-            if number + 1 < len(groups):
-                after = after & (request.order < order[groups[number + 1][0]])
-            text = request.question_embeds[after if bool(after.any()) else slice(None)]
+        kept, indices = [], [group.index() for group in groups]
+        first, last = (tokens.layout.order[torch.stack([i[at] for i in indices])] for at in (0, -1))
+        after = request.order > last[:, None]  # (groups, T): the text between two of them
+        after[:-1] &= request.order < first[1:, None]
+        counts = after.sum(1).tolist()  # the only read
+        for index, mask, count in zip(indices, after, counts, strict=True):
+            text = request.question_embeds
+            text = text[marked_rows(mask, count)] if count else text
             rows = tokens.features[index].float()
             alike = (cosine(rows) + 1) / 2
             named = (cosine_similarity(rows, text.float().mean(0)[None]) + 1) / 2
@@ -176,22 +176,23 @@ class Context(Part, PrefillStage):
     def select_tokens(self, context: PrefillContext, layer: int) -> Tensor | None:
         assert context.hidden is not None
         layout, note, hidden = context.layout, context.notes[self.name], context.hidden.float()
-        asks = layout.visual & torch.isin(layout.item, note["asks"])
+        asks = layout.visual & (layout.item >= note["asks"])
         shown = layout.visual & ~asks  # the other images
         sample, others = note["totals"]
         first = layer == self.layers(context.depth)[0]
         pool, total = (shown, others) if first else (asks, sample)
-        if int(pool.sum()) <= total:
+        ends = torch.arange(1, len(layout) + 1, device=hidden.device) * pool
+        here, border = torch.stack([pool.sum(), ends.amax()]).tolist()  # the only read
+        if here <= total:
             return None
-        if first or not bool(shown.any()):
-            rows = torch.arange(len(layout), device=hidden.device)
+        if first or here == layout.visuals:
             # For a single image, the text after it.
-            border = rows[shown if first else asks][-1]
-            rows = (rows > border) & (rows < len(layout) - context.answer)
+            rows = hidden[border : len(layout) - context.answer]
             gain = context.stats[layer - 1].mean(0)[0] - context.stats[layer - 2].mean(0)[0]
-            rows = rows if bool(rows.any()) else asks
-            mean = hidden[rows].mean(0)
+            mean = (rows if len(rows) else hidden[layout.visual_rows()]).mean(0)
             score = gain.clamp(min=0) + self.of.sample * cosine_similarity(hidden, mean[None])
         else:
-            score = cosine_similarity(hidden, hidden[shown].mean(0)[None])
-        return (~layout.visual | (layout.visual & ~pool) | top(score, pool, total)).nonzero()[:, 0]
+            rows = marked_rows(shown, layout.visuals - here)
+            score = cosine_similarity(hidden, hidden[rows].mean(0)[None])
+        stays = ~pool | top(score, pool, total)
+        return marked_rows(stays, len(layout) - here + total)

@@ -39,7 +39,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.kernels.diversity import cosine, dpp
 
 from .. import clip as open_clip_models
-from ..groups import together
+from ..groups import groups_of
 from ..reducer import Reducer
 from ..select import top
 
@@ -55,9 +55,7 @@ class ClipRelevance(Reducer):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     model: str = open_clip_models.model_param()
     pretrained: str = open_clip_models.pretrained_param()
     diversity: bool = param(True, "select by the determinant; false: by relevance alone")
@@ -82,9 +80,8 @@ class ClipRelevance(Reducer):
                 f"{self.name} needs the images, but only their features are available"
             )
         relevance, kept = self.relevance(tokens, request), []
-        for index in together(tokens, stats.items):
-            k = self.count_of(len(index))
-            index = index[tokens.layout.patches[index]]
+        for group in groups_of(tokens, stats.items):
+            k, index = self.count_of(len(group)), group.patches()
             r, k = relevance[index], min(k, len(index))
             if self.diversity:
                 kernel = open_clip_models.conditional(cosine(tokens.features[index]), r)

@@ -45,14 +45,11 @@ class DivPrune(Reducer):
     name: ClassVar[str] = "divprune"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2503.02175"
 
-    keep: float = param(
-        0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     across: str = param(
         "video",
         "frames of one video: prune them together (video), or each separately (frame)",
         choices=("video", "frame"),
-        former_choices={"clip": "video"},
     )
 
     @property

@@ -34,6 +34,7 @@ Different from the authors' code, and why:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -41,14 +42,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.layout import TokenLayout, VisualTokens, marked_rows
 from vlmfast.core.params import param, proportional_attention_param, saliency_param
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import merged, token_saliency
 from vlmfast.kernels.diversity import cosine, density_peaks, euclidean
 
-from ..groups import together
+from ..groups import groups_of
 from ..guard import Guarded
 from ..select import apportion
 
@@ -56,16 +57,19 @@ NEIGHBOURS = 7
 LARGE = 1e15  # bound of a score, whose product with a distance is finite
 
 
-def segments(means: Tensor, threshold: float, least: int) -> Tensor:
-    """Segment number of each frame, from the mean features (F, D): int64, (F,)."""
+def segments(means: Tensor, threshold: float, least: int) -> list[int]:
+    """Segment number of each of F frames, from the mean features (F, D)."""
+    if len(means) == 1:
+        return [0]
     units = normalize(means.float(), dim=-1)
     alike = (units[1:] * units[:-1]).sum(-1)
-    cut = alike < threshold
-    missing = least - 1 - int(cut.sum())
-    if missing > 0:
-        rest = alike.masked_fill(cut, torch.inf).sort(stable=True).indices[: int((~cut).sum())]
-        cut = cut.index_fill(0, rest[:missing], True)
-    return torch.cat([cut.new_zeros(1), cut]).cumsum(0)
+    below = alike < threshold
+    order = alike.masked_fill(below, torch.inf).sort(stable=True).indices
+    cut, rest = torch.stack([below.long(), order]).tolist()  # the only read
+    whole = len(cut) - sum(cut)
+    for at in rest[: max(min(least - 1 - sum(cut), whole), 0)]:
+        cut[at] = 1
+    return list(accumulate([0, *cut]))
 
 
 def calibrated(similarity: Tensor, weight: Tensor, k: int) -> Tensor:
@@ -87,11 +91,10 @@ def calibrated(similarity: Tensor, weight: Tensor, k: int) -> Tensor:
     return torch.cat(chosen)
 
 
-def means(rows: Tensor, group: Tensor) -> Tensor:
-    """The mean of each row's group: (N, D)."""
-    _, number, size = group.unique(return_inverse=True, return_counts=True)
-    member = (number == torch.arange(len(size), device=number.device)[:, None]).float()
-    return (member @ rows.float() / size[:, None])[number]
+def means(rows: Tensor, group: Tensor, count: int) -> Tensor:
+    """The mean of each row's group, of ``count``, from 0: (N, D)."""
+    member = (group == torch.arange(count, device=group.device)[:, None]).float()
+    return (member @ rows.float() / member.sum(1, keepdim=True))[group]
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class FlashVID(Guarded):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",))
+    keep: float = param(0.1, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(0.7, "fraction of these chosen rather than merged", gt=0.0, le=1.0)
     similarity: float = param(0.8, "cosine above which tokens of two frames are linked", ge=-1.0)
     segment: float = param(0.9, "cosine of two frames below which a segment ends", le=1.0)
@@ -121,10 +124,9 @@ class FlashVID(Guarded):
             return tokens
         attention = token_saliency(tokens, stats, *self.saliencies())
         parts = []
-        for index in together(tokens, stats.items):
-            k = self.count_of(len(index))
-            index = index[tokens.layout.patches[index]]
-            parts.append(self._video(tokens.select(index), attention[index], min(k, len(index))))
+        for group in groups_of(tokens, stats.items):
+            k, index = self.count_of(len(group)), group.patches()
+            parts.append(self._video(group.select(), attention[index], min(k, len(index))))
         levels = zip(*(part.extra for part in parts), strict=True)
         return VisualTokens(
             torch.cat([part.features for part in parts]),
@@ -143,45 +145,57 @@ class FlashVID(Guarded):
         chosen = torch.zeros(len(tokens), dtype=torch.bool, device=device)
         picks = apportion(max(1, round(self.alpha * total)), [1.0] * len(frames), sizes)
         for index, number, k in zip(frames, segment, picks, strict=True):
-            event = (rows[index] @ middle[segment == number].T).mean(1)
+            first = segment.index(number)
+            event = (rows[index] @ middle[first : first + segment.count(number)].T).mean(1)
             # A product that is not finite would give an index outside of the frame.
             weight = (attention[index] * event).nan_to_num(0.0).clamp(0, LARGE)
             chosen[index[calibrated(cosine(rows[index]), weight, k)]] = True
 
-        parent, alike = self._links(rows, frames, segment, chosen)
-        rest = total - int(chosen.sum())
-        others = int((~chosen).sum())
-        most = others - rest  # links that leave as many trees as the budget allows
-        linked = alike > self.similarity
-        if int(linked.sum()) > most:
-            best = alike.sort(descending=True, stable=True).indices[:most]
-            linked = torch.zeros_like(linked).index_fill(0, best, True)
+        others = [
+            index[marked_rows(~chosen[index], n - k)]
+            for index, n, k in zip(frames, sizes, picks, strict=True)
+        ]
+        parent, alike = self._links(rows, others, segment)
+        most = len(tokens) - total  # links that leave as many trees as the budget allows
+        best = alike.sort(descending=True, stable=True).indices[:most]
+        linked = torch.zeros_like(chosen).index_fill(0, best, True) & (alike > self.similarity)
         own = torch.arange(len(tokens), device=device)
         root = torch.where(linked, parent, own)
         for _ in frames:  # a parent is one frame earlier
             root = root[root]
-        home = self._clusters(means(rows, root), frames, (root == own) & ~chosen, rest, own)[root]
+        is_root, counts = root == own, [len(index) for index in others]
+        if len(frames) > 1:
+            counts = torch.stack([is_root[index].sum() for index in others]).tolist()
+        roots = [
+            index[marked_rows(is_root[index], n)] for index, n in zip(others, counts, strict=True)
+        ]
+        trees, tree = sum(picks) + sum(counts), (is_root.cumsum(0) - 1)[root]
+        left = apportion(total - sum(picks), [float(n) for n in counts], counts)
+        home = self._clusters(means(rows, tree, trees), roots, left, own)[root]
+        kept = sum(picks) + sum(left)
+        dropped = sum(n for n, k in zip(counts, left, strict=True) if not k)
 
         def combine(features: Tensor, home: Tensor) -> Tensor:
-            trees = means(features, root)
-            here = (root == own) & (home >= 0)
+            here = marked_rows(is_root & (home >= 0), trees - dropped)
+            cluster = ((home == own).cumsum(0) - 1)[home[here]]
             new = features.clone()
-            new[here] = means(trees[here], home[here]).to(features.dtype)
+            of = means(features, tree, trees)[here]
+            new[here] = means(of, cluster, kept).to(features.dtype)
             # A token that is not merged stays bit-identical.
-            alone = torch.bincount(home[home >= 0], minlength=len(own)) == 1
-            return torch.where(alone[:, None], features, new)
+            size = torch.zeros_like(own).index_add(0, home.clamp(min=0), (home >= 0).long())
+            return torch.where((size == 1)[:, None], features, new)
 
-        return merged(tokens, home, combine, own[:0], tokens.features[:0])
+        return merged(tokens, home, combine, own[:0], tokens.features[:0], kept)
 
     def _links(
-        self, rows: Tensor, frames: list[Tensor], segment: Tensor, chosen: Tensor
+        self, rows: Tensor, frames: list[Tensor], segment: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The most similar token in the previous frame of each token, and their cosine."""
+        """The most similar token in the previous frame of each of ``frames``, and their cosine."""
         units = normalize(rows, dim=-1).nan_to_num(0.0)
         parent = torch.arange(len(rows), device=rows.device)
         alike = torch.full((len(rows),), -torch.inf, device=rows.device)
         for number in range(1, len(frames)):
-            before, here = (index[~chosen[index]] for index in frames[number - 1 : number + 1])
+            before, here = frames[number - 1 : number + 1]
             if segment[number - 1] == segment[number] and len(before) and len(here):
                 cos = units[here] @ units[before].T
                 alike[here] = cos.amax(1)
@@ -189,14 +203,13 @@ class FlashVID(Guarded):
         return parent, alike
 
     def _clusters(
-        self, trees: Tensor, frames: list[Tensor], roots: Tensor, rest: int, own: Tensor
+        self, trees: Tensor, roots: list[Tensor], left: list[int], home: Tensor
     ) -> Tensor:
-        """The root that each root merges into so that ``rest`` are left, -1 if dropped."""
-        home, found = own, [index[roots[index]] for index in frames]
-        counts = [len(index) for index in found]
-        for index, k in zip(
-            found, apportion(rest, [float(n) for n in counts], counts), strict=True
-        ):
+        """The root that each root merges into so that ``left`` are left of each frame.
+
+        -1 if it is dropped; ``home`` where it merges into none.
+        """
+        for index, k in zip(roots, left, strict=True):
             if k == 0:
                 home = home.index_fill(0, index, -1)
             elif k < len(index):

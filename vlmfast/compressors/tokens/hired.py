@@ -152,9 +152,7 @@ class HiRED(GuardedRanking):
     name: ClassVar[str] = "hired"
     paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
 
-    keep: float = param(
-        0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0)
     alpha: float = param(0.5, "fraction of the budget for the whole view", ge=0.0, le=1.0)
     rule: str = param("paper", "how a crop's content is measured", choices=("paper", "code"))
     grid_compat: bool = param(False, "also drop the tokens that the authors' swapped grid drops")

@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.layout import VisualTokens
+from vlmfast.core.layout import VisualTokens, marked_rows
 from vlmfast.core.params import param
 from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
-from ..groups import together
+from ..groups import groups_of
 from ..reducer import Reducer
 
 
@@ -65,9 +65,7 @@ class MMTok(Reducer):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(0.5, "weight of image coverage relative to text coverage", ge=0.0)
     tau_t: float = param(0.02, "temperature of text-image similarity", gt=0.0)
     tau_v: float = param(0.2, "temperature of image-image similarity", gt=0.0)
@@ -80,10 +78,10 @@ class MMTok(Reducer):
         text, kept = request.question_embeds, []
         if request.order is not None:
             after = request.order > tokens.layout.order[0]
-            text = text[after] if bool(after.any()) else text
-        for index in together(tokens, stats.items):
-            k = self.count_of(len(index))
-            index = index[tokens.layout.patches[index]]
+            count = int(after.sum())  # the only read
+            text = text[marked_rows(after, count)] if count else text
+        for group in groups_of(tokens, stats.items):
+            k, index = self.count_of(len(group)), group.patches()
             worth = coverage(tokens.features[index], text, self.tau_t, self.tau_v, self.alpha)
             kept.append(index[cover(worth, min(k, len(index)))])
         return tokens.select(torch.cat(kept).sort().values)

@@ -128,7 +128,6 @@ class PruMerge(GuardedRanking):
         "fraction of the visual tokens kept; none: as many as outliers",
         gt=0.0,
         le=1.0,
-        former=("rate",),
     )
     proportional_attention: bool = proportional_attention_param(False)
     saliency: str = saliency_param()
@@ -137,15 +136,13 @@ class PruMerge(GuardedRanking):
         """Of the last block, whose output LLaVA does not use."""
         return (self.guarded(SaliencyRequest("last", self.saliency, keys=True, wide=True)),)
 
-    def chosen(self, attention: Tensor, total: int | None, k: int | None = None) -> Tensor:
-        """Indices of the kept patches of one view (N,): ``total - 1`` of them, or the outliers.
+    def chosen(self, attention: Tensor, total: int | None, k: int) -> tuple[Tensor, int | None]:
+        """Which patches of one view are kept, bool, (N,), and how many, if the host knows it.
 
-        ``k``: how many outliers there are; counted by default.
+        ``total - 1`` of them, or the ``k`` outliers.
         """
-        if total is not None:
-            k = total - 1
-        k = min(outliers(attention) if k is None else k, len(attention))
-        return marked_rows(self.best(attention[None], [k])[0], k)
+        k = min(k if total is None else total - 1, len(attention))
+        return self.best(attention[None], [k])[0], k
 
     def reduce_item(
         self,
@@ -167,21 +164,26 @@ class PruMerge(GuardedRanking):
         home = torch.arange(len(tokens), device=attention.device)
         parts = []  # indices of a view, of its new tokens, mixing weights
         some = [a for index, a, _ in views if total is None and len(index)]
-        found = iter(outliers_of(some))
+        found, left = iter(outliers_of(some)), len(tokens)
+        acting = []  # views of which some patches merge
         for (index, a, keys), count in zip(views, totals, strict=True):
             if count == 0:
                 home[index] = -1
-            elif not len(index):
+                left -= len(index)
+            elif len(index) and (count is None or count < len(index)):
+                marks, known = self.chosen(a, count, next(found) if count is None else 0)
+                acting.append((index, a, keys, marks, known))
+        unknown = [marks.sum() for *_, marks, known in acting if known is None]
+        read = iter(torch.stack(unknown).tolist() if unknown else ())  # together
+        for index, a, keys, marks, known in acting:
+            k = next(read) if known is None else known
+            if k == len(a):
                 continue
-            elif count is None or count < len(index):
-                kept = self.chosen(a, count, next(found) if count is None else None)
-                gone = torch.ones_like(a, dtype=torch.bool).index_fill(0, kept, False)
-                gone = marked_rows(gone, len(a) - len(kept))
-                if not len(gone):
-                    continue
-                home[index[gone]] = index[gone[-1:]]
-                targets = torch.cat([kept, gone[-1:]])
-                parts.append((index, index[targets], mixture(a, keys, kept)))
+            kept, gone = marked_rows(marks, k), marked_rows(~marks, len(a) - k)
+            left -= len(gone) - 1
+            home[index[gone]] = index[gone[-1:]]
+            targets = torch.cat([kept, gone[-1:]])
+            parts.append((index, index[targets], mixture(a, keys, kept)))
 
         def combine(features: Tensor, home: Tensor) -> Tensor:
             new = features.clone()
@@ -190,4 +192,4 @@ class PruMerge(GuardedRanking):
             return new
 
         none = home[:0]
-        return merged(tokens, home, combine, none, tokens.features[:0])
+        return merged(tokens, home, combine, none, tokens.features[:0], left)

@@ -29,7 +29,7 @@ from torch import Tensor
 from vlmfast.core.layout import marked_rows
 from vlmfast.core.views import cells
 
-from .prumerge import PruMerge, outliers
+from .prumerge import PruMerge
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,15 @@ class PruMergePlus(PruMerge):
 
     name: ClassVar[str] = "prumerge-plus"
 
-    def chosen(self, attention: Tensor, total: int | None, k: int | None = None) -> Tensor:
+    def chosen(self, attention: Tensor, total: int | None, k: int) -> tuple[Tensor, int | None]:
         n = len(attention)
         if total is not None:
             spread = (total - 1) // 2
             kept = self.best(attention[None], [total - 1 - spread])[0]
             rest = marked_rows(~kept, n - min(total - 1 - spread, n))
             even = rest[cells(spread, len(rest)).to(rest.device)]
-        else:
-            k = outliers(attention) if k is None else k
-            kept = self.best(attention[None], [k])[0]
-            step = max(int(int(n / k) / 3), 1)
-            even = torch.arange(0, max(n - 1, 1), step, device=attention.device)
-        return kept.index_fill(0, even, True).nonzero()[:, 0]
+            return kept.index_fill(0, even, True), total - 1
+        kept = self.best(attention[None], [k])[0]
+        step = max(int(int(n / k) / 3), 1)
+        even = torch.arange(0, max(n - 1, 1), step, device=attention.device)
+        return kept.index_fill(0, even, True), None

@@ -51,7 +51,7 @@ class Random(Reducer):
     ) -> Tensor:
         """Rows kept of one image."""
         patches = tokens.layout.patch_rows()
-        key = (self.seed, int(tokens.layout.item[0]), len(tokens), geometry.digest)
+        key = (self.seed, int(tokens.layout.on_host[1, 0]), len(tokens), geometry.digest)
         draw = shuffled(len(patches), *key)
         draw = draw[: self.target(tokens)].sort().values
         return patches[draw.to(patches.device)]

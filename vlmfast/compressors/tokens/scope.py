@@ -34,7 +34,7 @@ from vlmfast.core.views import token_saliency
 from vlmfast.kernels.coverage import cover
 from vlmfast.kernels.diversity import cosine
 
-from ..groups import together
+from ..groups import groups_of
 from ..guard import Guarded
 
 
@@ -47,9 +47,7 @@ class SCOPE(Guarded):
     exact: ClassVar[bool] = True
     joins_frames = True
 
-    keep: float = param(
-        1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0, former=("rate",)
-    )
+    keep: float = param(1 / 9, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     alpha: float = param(1.0, "exponent of saliency; 0: coverage alone", ge=0.0)
     saliency: str = saliency_param()
 
@@ -63,9 +61,8 @@ class SCOPE(Guarded):
             return tokens
         weight = token_saliency(tokens, stats, *self.saliencies()) ** self.alpha
         kept = []
-        for index in together(tokens, stats.items):
-            k = self.count_of(len(index))
-            index = index[tokens.layout.patches[index]]
+        for group in groups_of(tokens, stats.items):
+            k, index = self.count_of(len(group)), group.patches()
             alike = cosine(tokens.features[index]).clamp(min=0)
             kept.append(index[cover(alike, min(k, len(index)), scale=weight[index])])
         return tokens.select(torch.cat(kept).sort().values)

@@ -69,7 +69,6 @@ class DraftEagle(DrafterStage):
         gt=0.0,
         le=1.0,
         excludes=("queries",),
-        former=("share",),
     )
     queries: int = param(2, "rows of the resampler for each image", ge=1)
     seed: int = param(0, "seed of random pruning", ge=0)

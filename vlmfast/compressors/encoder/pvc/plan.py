@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import torch
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
 
-from .module import TURNS
+from ...cells import copied
+from .module import TURNS, ranks
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ class Cells:
         Rows of the repeated batch that show each view.
     turn : Tensor, int64, (n,)
         Index of each view's first position among the patches of a cell that take turns.
+    rank : Tensor, int64, (n, m)
+        Of the patches of a cell in each view, see `ranks`.
     """
 
     side: int
     views: Tensor
     rows: Tensor
     turn: Tensor
+    rank: Tensor
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,24 @@ class Plan:
     cells: tuple[Cells, ...]
     whole: Tensor
 
+    def to(self, device: torch.device) -> Plan:
+        """The plan on a device, by one copy."""
+        if device == self.source.device:
+            return self
+        of_cells = [x for own in self.cells for x in (own.views, own.rows, own.turn, own.rank)]
+        bits = self.time.view(torch.int32)
+        source, bits, whole, *rest = copied(
+            [self.source, bits, self.whole, *self.sequences, *of_cells], device
+        )
+        left = iter(rest)
+        return Plan(
+            source,
+            bits.int().view(torch.float32),
+            tuple(next(left) for _ in self.sequences),
+            tuple(Cells(cells.side, *islice(left, 4)) for cells in self.cells),
+            whole.bool(),
+        )
+
 
 def scenes(items: Sequence[ItemGeometry]) -> list[list[int]]:
     """Groups of items: single images, and the frames of each video in temporal order."""
@@ -95,9 +117,8 @@ def scenes(items: Sequence[ItemGeometry]) -> list[list[int]]:
 def make_plan(
     items: Sequence[ItemGeometry],
     choose: Callable[[list[ItemGeometry]], Choice],
-    device: torch.device | str = "cpu",
 ) -> Plan:
-    """The plan of a prompt; ``choose`` is called for each of its `scenes`.
+    """The plan of a prompt, on the host; ``choose`` is called for each of its `scenes`.
 
     The same view of consecutive frames is one sequence, in which every frame occurs ``repeats``
     times. The patches of a cell take turns along it, so that static content is sampled at all of
@@ -122,8 +143,8 @@ def make_plan(
                 again = range(len(source), len(source) + choice.repeats - 1)
                 rows = [view, *again]
                 source += [view] * len(again)
-                alike = cells.setdefault((choice.side, choice.repeats), [])
-                alike.append((view, rows, len(sequence) % TURNS))
+                turn = len(sequence) % TURNS
+                cells.setdefault((choice.side, choice.repeats), []).append((view, rows, turn))
                 sequence += rows
             time += [0.0] * (len(source) - len(time))
             for number, row in enumerate(sequence):
@@ -131,17 +152,18 @@ def make_plan(
             sequences.setdefault(len(sequence), []).append(sequence)
 
     def whole_numbers(values: Sequence) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return torch.tensor(values, dtype=torch.int64)
+
+    def alike(side: int, parts: list[tuple[int, list[int], int]]) -> Cells:
+        views, rows, turn = (whole_numbers(part) for part in zip(*parts, strict=True))
+        return Cells(side, views, rows, turn, ranks(side)[turn])
 
     return Plan(
         whole_numbers(source),
-        torch.tensor(time, device=device),
+        torch.tensor(time),
         tuple(whole_numbers(rows) for rows in sequences.values()),
-        tuple(
-            Cells(side, *(whole_numbers(part) for part in zip(*parts, strict=True)))
-            for (side, _), parts in cells.items()
-        ),
-        torch.tensor(whole, device=device),
+        tuple(alike(side, parts) for (side, _), parts in cells.items()),
+        torch.tensor(whole),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import EncodeRequest, VisionContext
-from vlmfast.core.layout import TokenLayout, VisualTokens
+from vlmfast.core.layout import VisualTokens
 from vlmfast.core.params import (
     budget_param,
     param,
@@ -25,7 +25,7 @@ from vlmfast.core.views import covering, merged
 from vlmfast.errors import RecipeError
 
 from ...part import Part
-from .module import ProgressiveEncoder, ranks, to_cells, to_patches
+from .module import ProgressiveEncoder, to_cells, to_patches
 from .plan import Cells, Choice, Plan, make_plan, nearest
 
 SIDES = (2, 4)
@@ -160,11 +160,10 @@ class Progress(Part, InEncoderStage):
             )
         note = context.notes.setdefault(self.name, {})
         if "plan" not in note:
-            note["plan"] = make_plan(
-                context.items, lambda scene: self.of.choose(scene, module), hidden.device
-            )
-            hidden = hidden[note["plan"].source]
-        return hidden, note["plan"]
+            note["plan"] = make_plan(context.items, lambda scene: self.of.choose(scene, module))
+            note["placed"] = note["plan"].to(hidden.device)
+            hidden = hidden[note["placed"].source]
+        return hidden, note["placed"]
 
 
 def compressed(
@@ -184,7 +183,7 @@ def compressed(
     n, repeats = cells.rows.shape
     rows, number = cells.rows.flatten(), torch.arange(max(n, repeats), device=patches.device)
     # The patches of a cell are assigned to its repeats in turn, by rank; the first rank is home.
-    rank = ranks(cells.side).to(rows.device)[cells.turn]
+    rank = cells.rank
     shown, repeat = rank % repeats, number[:repeats, None]
     there = to_cells(patches.new_ones(1, patches.shape[1], 1), grid, cells.side)[0, :, :, 0] > 0
     tokens = module.compress[str(cells.side)](
@@ -200,9 +199,14 @@ def compressed(
 
 
 def members(
-    layout: TokenLayout, plan: Plan, cells: Cells, grid: tuple[int, int]
+    view: Tensor, y: Tensor, x: Tensor, plan: Plan, cells: Cells, grid: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of the views of ``cells``: their rows, and a key that sorts them.
+    """The tokens of the views of ``cells``: their rows, and a key that sorts them. On the host.
+
+    Parameters
+    ----------
+    view, y, x : Tensor, int64, (S,)
+        As in `TokenLayout`.
 
     Returns
     -------
@@ -213,13 +217,12 @@ def members(
     """
     s, (h, w), repeats = cells.side, grid, cells.rows.shape[1]
     number = torch.full_like(plan.source, -1)
-    number[cells.views] = torch.arange(len(cells.views), device=number.device)
-    n = torch.where(layout.view >= 0, number[layout.view.clamp(min=0).long()], -1)
+    number[cells.views] = torch.arange(len(cells.views))
+    n = torch.where(view >= 0, number[view.clamp(min=0)], -1)
     rows = (n >= 0).nonzero().flatten()
-    n = n[rows]
-    y, x = layout.grid[rows, 1].long(), layout.grid[rows, 2].long()
+    n, y, x = n[rows], y[rows], x[rows]
     cell = (n * -(-h // s) + y // s) * -(-w // s) + x // s
-    rank = ranks(s).to(rows.device)[cells.turn[n], y % s * s + x % s]
+    rank = cells.rank[n, y % s * s + x % s]
     return rows, (cell * repeats + rank % repeats) * s * s + rank
 
 
@@ -241,18 +244,23 @@ class Compress(Part, EncodeStage):
             return tokens
         plan: Plan = request.notes[self.name]["plan"]
         layout = tokens.layout
-        own = torch.arange(len(tokens), device=layout.device)
-        stays = plan.whole[layout.item.long()] & (layout.view < 0)
+        # On the host: tensor sizes depend on it, and it is a few numbers per token.
+        item, _, view, y, x = layout.on_host[1:].long()
+        own = torch.arange(len(tokens))
+        stays = plan.whole[item] & (view < 0)
         home = torch.where(stays, own, -1)
         for cells in plan.cells:
-            rows, key = members(layout, plan, cells, stats.items[0].patches)
+            rows, key = members(view, y, x, plan, cells, stats.items[0].patches)
             key, order = key.sort()
             rows, group = rows[order], key // cells.side**2
             first = torch.ones_like(group, dtype=torch.bool)
             first[1:] = group[1:] != group[:-1]
             home[rows] = rows[first][first.cumsum(0) - 1]
-        here = home >= 0
-        box = covering(layout.box[here], home[here], len(tokens))
+        count = int((home == own).sum())
+        home = home.to(layout.device)
+        # Boxes of dropped tokens are in a group of their own, which is left out.
+        group = torch.where(home >= 0, home, len(tokens))
+        box = covering(layout.box, group, len(tokens) + 1)[:-1]
         spread = VisualTokens(tokens.features, layout.replace(box=box), tokens.extra)
-        none = own[:0]
-        return merged(spread, home, lambda features, _: features, none, tokens.features[none])
+        none, gone = home[:0], tokens.features[:0]
+        return merged(spread, home, lambda features, _: features, none, gone, count)

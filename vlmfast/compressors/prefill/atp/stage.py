@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.layout import marked_rows
 from vlmfast.core.params import budget_param, param, positions_param, weights_param
 from vlmfast.core.protocols import PrefillStage
 from vlmfast.core.statistics import StatRequest
@@ -87,7 +88,7 @@ class ATP(PrefillStage):
                 f"{', '.join(map(str, layers))} of {context.depth} layers; the weights were "
                 f"trained for drops after {', '.join(map(str, module.layers))}"
             )
-        visual = layout.visual.nonzero().flatten()
+        visual = layout.visual_rows()
         attention = context.stats[layer - 1]
         if len(visual) == 0 or attention.shape[1] == 0:  # no image, or no text after it
             return None
@@ -104,12 +105,12 @@ class ATP(PrefillStage):
             self._soften(context, layer, scores, visual, soft)
             return None
         if self.budget is None:
-            kept = hard_mask(scores)
+            kept, rows = hard_mask(scores), None
         elif (count := self._count(context, layer)) < len(visual):
-            kept = ranking(scores) < count
+            kept, rows = ranking(scores) < count, len(layout) - len(visual) + count
         else:
             return None
-        return (~layout.visual).index_put((visual,), kept).nonzero().flatten()
+        return marked_rows((~layout.visual).index_put((visual,), kept), rows)
 
     def _soften(
         self, context: PrefillContext, layer: int, scores: Scores, visual: Tensor, soft: Tensor
@@ -127,8 +128,8 @@ class ATP(PrefillStage):
         """Tokens left by the drop before ``layer``; solved once, at the first drop."""
         layers, note = self.layers(context.depth), context.notes.setdefault(self.name, {})
         if "counts" not in note:
-            n, module = int(context.layout.visual.sum()), self._module(context)
+            n, module = context.layout.visuals, self._module(context)
             assert self.budget is not None
-            shares = [float(module.point(later).share) for later in layers]
+            shares = torch.stack([module.point(later).share for later in layers]).tolist()
             note["counts"] = budget_counts(n, self.budget * n, layers, shares, context.depth)
         return note["counts"][layers.index(layer)]

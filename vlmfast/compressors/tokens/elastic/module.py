@@ -38,8 +38,9 @@ def surroundings(layout: TokenLayout, cells: Cells) -> Tensor:
     """
     y, x = cells.offset.unbind(1)
     powers = torch.stack([y * y, x * x, y * x], dim=1)
-    size = cells.offset.new_tensor(cells.size).log().expand(len(layout), 2)
-    return torch.cat([cells.offset, powers, size, overview(layout)], dim=1)
+    sizes = torch.tensor(cells.size, dtype=cells.offset.dtype).log().tolist()
+    size = [cells.offset.new_full((len(layout), 1), value) for value in sizes]
+    return torch.cat([cells.offset, powers, *size, overview(layout)], dim=1)
 
 
 def overview(layout: TokenLayout) -> Tensor:
@@ -210,10 +211,10 @@ class Gate(nn.Module):
         score = self.key(text) @ self.query(visual[0]) / self.query.out_features**0.5
         asked = score.softmax(0) @ text
         costs = [0.0 if share is None else -math.log(max(share, 1e-3)) for share in shares]
-        cost = torch.tensor(costs, device=text.device)
+        closed = [float(share is None) for share in shares]
+        cost, is_closed = torch.tensor([costs, closed], device=text.device)  # one copy
         logits = self.outer(gelu(self.inner(torch.cat([asked, *visual, cost]))))
-        closed = torch.tensor([share is None for share in shares], device=text.device)
-        return logits.masked_fill(closed, -torch.inf)
+        return logits.masked_fill(is_closed > 0, -torch.inf)
 
 
 def summarise(rows: Tensor) -> Tensor:
@@ -244,6 +245,8 @@ class Rows:
         As in `TokenLayout`, C rows: of the patches that each row represents.
     extra : tuple of Tensor, each (C, D)
         As in `VisualTokens`.
+    distinct : bool
+        Whether no two rows prefer the same position.
     """
 
     features: Tensor
@@ -252,6 +255,7 @@ class Rows:
     protected: Tensor
     box: Tensor
     extra: tuple[Tensor, ...]
+    distinct: bool = True
 
 
 class ElasticCompressor(nn.Module):
@@ -428,13 +432,15 @@ class ElasticCompressor(nn.Module):
             (one_hot(main, count).T.bool() & layout.protected).any(1),
             covering(boxes, torch.cat([main, own]), count),
             tuple((attention @ level.float()).to(level.dtype) for level in patches.extra),
+            distinct=False,
         )
 
 
 def place(patches: VisualTokens, parts: list[Rows]) -> VisualTokens:
     """Rows in the order of the prompt, each at the position of a different patch."""
-    index = torch.cat([part.index for part in parts])
-    rows = torch.tensor(separate(index.tolist(), len(patches)), device=index.device)
+    rows = torch.cat([part.index for part in parts])
+    if len(parts) > 1 or not parts[0].distinct:
+        rows = torch.tensor(separate(rows.tolist(), len(patches)), device=rows.device)
     rank = rows.argsort()
 
     def joined(name: str) -> Tensor:

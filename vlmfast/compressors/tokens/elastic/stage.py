@@ -35,7 +35,6 @@ class Elastic(Reducer):
         "fraction of the visual tokens kept, the same for every branch",
         gt=0.0,
         le=1.0,
-        former=("rate",),
     )
     mode: str = param("select", "one branch, a weighted sum, or all concatenated", choices=MODES)
     branch: str = param("gate", "chosen by the gate, or always this one", choices=_CHOICES)
@@ -96,7 +95,7 @@ class Elastic(Reducer):
         self, tokens: VisualTokens, stats: VisionStats, request: EncodeRequest
     ) -> VisualTokens:
         """One decision for all images, then each image separately."""
-        if self.fraction == 1 or not bool(tokens.layout.patches.any()):
+        if self.fraction == 1 or not len(patches := tokens.layout.patch_rows()):
             return tokens
         module = cast(ElasticCompressor, request.trained[self.name])
         if self.queries > module.queries:
@@ -118,7 +117,7 @@ class Elastic(Reducer):
                 f"elastic: {self._asked} needs more tokens of an image than branch={self.branch} "
                 f"can give, at most {module.queries}"
             )
-        summary = summarise(tokens.features[tokens.layout.patches])
+        summary = summarise(tokens.features.index_select(0, patches))
         logits = module.gate(request.question_embeds.float(), summary, shares)
         chosen = self.branch if forced else BRANCHES[int(logits.argmax())]
         request.notes[self.name] = {"logits": logits, "branch": chosen}  # of mode=select
@@ -146,10 +145,10 @@ class Elastic(Reducer):
         branch: str,
     ) -> VisualTokens:
         """The patches of one image under ``branch``, or under the mode that uses several."""
-        patches = tokens.select(tokens.layout.patches)
+        patches = tokens.patches()
         if not len(patches):
             return patches
-        key = (self.seed, int(tokens.layout.item[0]), len(tokens))
+        key = (self.seed, int(patches.layout.on_host[1, 0]), len(tokens))
         if self.mode == "weighted":
             assert logits is not None and counts[2] is not None
             return module.weighted(patches, geometry, counts[2], logits[:3].softmax(0), key)
