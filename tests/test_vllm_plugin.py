@@ -342,14 +342,62 @@ def test_runs_are_counted_where_steps_are_apart(plugin: ModuleType, qwen: VLM) -
     video = plans.family.media("video", (3, 8, 8))
     stepwise = qwen.model.config.model_type == "qwen3_vl"
     assert plans.of("grid:0.25").counts(video) == ((4, 4, 4) if stepwise else (12,))
-    # Of all steps together, the sum alone is known.
-    assert plans.of("divprune:0.25").counts(video) == (None if stepwise else (12,))
+    # Of all steps together, the sum alone is known, or all are numbered together.
+    for recipe in ("divprune:0.25", "grid:0.25,positions=compact"):
+        assert plans.of(recipe).counts(video) == (None if stepwise else (12,))
     assert plans.of("divprune:0.25").count(video) == 12
 
 
-def test_positions_of_a_qwen_stay(plugin: ModuleType, qwen: VLM) -> None:
-    with pytest.raises(RecipeError, match="keep their positions; leave positions=compact out"):
-        grids_of(qwen).of("divprune:0.25,positions=compact")
+def test_renumbered_tokens_are_those_of_the_library(plugin: ModuleType, qwen: VLM) -> None:
+    from vlmfast.core.layout import Numbering
+
+    plans, adapter = grids_of(qwen), qwen.adapter
+    assert plans.of("grid:0.3,positions=compact").compact and not plans.of("grid:0.3").compact
+    tensors = qwen.inputs("What?", images=tiny_models.make_image(64, 48))
+    ids, position = tensors["input_ids"][0], adapter.positions(tensors)
+    visual = adapter.visual(ids)
+    first, stop = visual.nonzero().flatten()[[0, -1]].tolist()
+    media = plans.family.media("image", tensors["image_grid_thw"][0].tolist())
+    draw = torch.Generator().manual_seed(0)
+    for share in (0.1, 0.3, 0.7, 1.0):
+        n = max(1, int(share * len(media)))
+        kept = torch.randperm(len(media), generator=draw)[:n].sort().values
+        rows = torch.cat([(~visual).nonzero().flatten(), kept + first]).sort().values
+        wanted = adapter.compact(Numbering.of(position, visual.long()), rows)
+        places, (extent,) = plans.family.compacted(media, kept)
+        base = position[:, first - 1 : first] + 1
+        assert torch.equal(places + base, wanted[:, first : first + n])
+        assert (base + extent)[0] == wanted[0, first + n]  # the text after it
+        shrunk = extent < media.extent
+        assert shrunk or share > 0.1
+    assert extent == media.extent and stop - first + 1 == len(media)
+
+
+def test_text_moves_when_what_stands_before_it_is_known(plugin: ModuleType) -> None:
+    from vlmfast_vllm.shifts import BITS, CHAINS, Shifts
+
+    shifts = Shifts(torch.device("cpu"))
+    first = shifts.chain(None, 11)
+    second = shifts.chain(first, 22)
+    assert shifts.chain(None, 11) is first and shifts.known(11) is None
+    given = torch.tensor([5, (first.number << BITS) + 50, (second.number << BITS) + 90])
+
+    def moved() -> list[int]:
+        positions = given.expand(3, -1).clone()
+        shifts.apply(positions)
+        assert (positions == positions[0]).all()
+        return positions[0].tolist()
+
+    assert moved() == [5, 50, 90]
+    shifts.know(22, 3)  # a prompt with this image alone was encoded
+    assert moved() == [5, 50, 87]
+    shifts.know(11, 4)
+    assert moved() == [5, 46, 83] and shifts.known(11) == 4
+    for tag in range(100, 100 + CHAINS):
+        shifts.chain(None, tag)
+    assert first.number == second.number == 0  # others have their places
+    shifts.know(100 + CHAINS - 1, 7)
+    assert sorted(shifts.table.unique().tolist()) == [0, 7]
 
 
 def test_text_is_numbered_around_media(plugin: ModuleType) -> None:
@@ -369,5 +417,9 @@ def test_text_is_numbered_around_media(plugin: ModuleType) -> None:
 def test_notes_travel_in_rows(plugin: ModuleType) -> None:
     from vlmfast_vllm.travel import Note, rows
 
-    notes = [Note("none"), Note("hired:budget=0.2", 2, (5, 6, 7), (9, 8, 9)), Note("é", 1, (4,))]
+    notes = [
+        Note("none"),
+        Note("hired:budget=0.2", 2, (5, 6, 7), (9, 8, 9)),
+        Note("é", 1, (4,), (), 2**56 - 1),
+    ]
     assert [Note.of(row) for row in rows(notes)] == notes

@@ -35,6 +35,13 @@ RECIPES = (
     "mmtok:budget=0.6",
     "hired:budget=0.5+divprune:budget=0.5",
     "balanced",
+    "hired:budget=0.3,positions=compact",
+    "divprune:budget=0.3,positions=compact",
+    "visionzip:budget=0.6,positions=compact",
+    "flashvid:budget=0.3,positions=compact",
+    "grid:budget=0.3,positions=compact",
+    "mmtok:budget=0.3,positions=compact",
+    "hired:budget=0.5+divprune:budget=0.5,positions=compact",
 )
 QUESTIONS = ("What is it?", "How many shapes are in the picture, and where?")
 LONG = "Look at the picture with care and answer the next question in a few short words. "
@@ -143,7 +150,8 @@ def test_chunks_and_prefixes(models: Models, name: str) -> None:
     folder, vlm = models[name]
     sizes = ((128, 96), (160, 96), (90, 190))
     images = [tiny_models.make_image(*size, seed=n) for n, size in enumerate(sizes)]
-    recipes = ("none", "hired:budget=0.4", "divprune:0.6", "visionzip:0.4", "mmtok:0.5")
+    recipes = ["none", "hired:budget=0.4", "divprune:budget=0.6", "visionzip:0.4", "mmtok:0.5"]
+    recipes += [f"{recipe},positions=compact" for recipe in recipes[1:]]
     rounds = [
         [(LONG + QUESTIONS[0], [image]) for image in images],
         [(LONG + QUESTIONS[1], [image]) for image in images],
@@ -235,7 +243,7 @@ def test_ids_travel_exactly_in_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"hf_overrides": {"vlmfast_recipe": "hired:0.3,positions=compact"}}, "keep their posit"),
+        ({"hf_overrides": {"vlmfast_recipe": "tome:0.3"}}, "acts in the in-encoder step"),
         ({"video_pruning_rate": 0.5}, "video_pruning_rate cannot be used"),
     ],
 )

@@ -2,8 +2,9 @@
 
 A *block* is a run of placeholders: an image, a video of Qwen2-VL and Qwen2.5-VL, one step of a
 video of Qwen3-VL, which has a timestamp before each step. Text goes on after a block by its
-*extent*. Dropped tokens leave gaps (``positions=keep``), so the extent follows from the size, and
-text has its rotary ids before anything is encoded. Imports nothing of vLLM.
+*extent*. Where dropped tokens leave gaps (``positions=keep``), it follows from the size, and text
+has its rotary ids before anything is encoded. With ``positions=compact`` it depends on what is
+kept. Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.counting import ImageLayout, VideoLayout
+from vlmfast.core.layout import Numbering
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.errors import RecipeError
 from vlmfast.models import adapter_class
 
-from .recipes import KEY, Family, Media
+from .recipes import Family, Media
 
 Grid = tuple[int, int, int]  # steps, rows and columns of patches
 
@@ -92,13 +93,32 @@ class Grids(Family):
         return Blocks(of, runs, places, step, extent)
 
     def positioned(self, recipe: Recipe) -> Recipe:
-        for part in (part for stage in recipe for part in stage.expand()):
-            if getattr(part, "positions", "keep") != "keep":
-                raise RecipeError(
-                    f"{KEY}={recipe.text!r}: in vLLM the tokens of {self.config.model_type} keep "
-                    f"their positions; leave positions={part.positions} out"
-                )
         return recipe
+
+    def compacted(self, media: Blocks, kept: Tensor) -> tuple[Tensor, list[int]]:
+        """Rotary ids (3, K) of kept tokens without gaps, and the extent of each block.
+
+        Parameters
+        ----------
+        media : Blocks
+        kept : Tensor, int64, (K,)
+            Ascending.
+        """
+        n, size = len(media), len(media) // media.runs
+        places, extents = media.places[:, kept].clone(), []
+        for first in range(0, n, size):
+            mine = (kept >= first) & (kept < first + size)
+            # Between two rows of text, whose ids tell where the block begins and ends.
+            ids = torch.nn.functional.pad(media.places[:, first : first + size] + 1, (1, 1))
+            ids[:, -1] = media.extent + 1
+            segment = torch.ones(size + 2, dtype=torch.int64)
+            segment[0], segment[-1] = 0, 2
+            ends = torch.tensor([0]), torch.tensor([size + 1])
+            rows = torch.cat([ends[0], kept[mine] - first + 1, ends[1]])
+            found = self.adapter.compact(Numbering(ids, segment), rows)
+            places[:, mine] = found[:, 1:-1] - 1
+            extents.append(int(found[0, -1]) - 1)
+        return places, extents
 
     def sources(self) -> tuple[str, ...]:
         return self.adapter.sources()
@@ -125,8 +145,9 @@ def numbered(length: int, blocks: Sequence[tuple[int, int, int, Tensor | None]])
     length : int
         Of the shortened prompt.
     blocks : sequence of (int, int, int, Tensor or None)
-        Ascending: first row, rows, extent, and the ids (3, rows) counted from the beginning of the
-        block; ``None`` where they come with the features, so that the rows get the first id.
+        Ascending: first row, rows, what is added to the id after them, and the ids (3, rows)
+        counted from the beginning of the block; ``None`` where they come with the features, so that
+        the rows get the first id.
     """
     ids, row, next_id = torch.zeros(3, length + 1, dtype=torch.int64), 0, 0
     for first, rows, extent, places in [*blocks, (length + 1, 0, 0, None)]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.processing import PromptReplacement, PromptUpdateDetails
 
@@ -50,6 +52,7 @@ class Counted:
     """
 
     reduced = MODALITIES  # what recipes reduce
+    tagged = False  # whether extents depend on what is kept, where tokens are renumbered
 
     def about(self, modality: str, item: Mapping[str, Any]) -> Media:
         """An image or video, by the tensors of its item."""
@@ -122,7 +125,8 @@ class Counted:
             text, before = ids, before + around.index(token)
         if plan.counts(self.about(modality, item)) is not None:
             around = ()
-        return Note(plan.text, before, tuple(text), around)
+        tag = _tag(plan.text, text, item) if plan.compact and self.tagged else 0
+        return Note(plan.text, before, tuple(text), around, tag)
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
         fields = dict(super()._get_mm_fields_config(hf_inputs, _foreign(hf_processor_mm_kwargs)))
@@ -164,6 +168,19 @@ class Counted:
             return PromptUpdateDetails.select_token_id(ids, token)
 
         return PromptReplacement(modality=modality, target=update.target, replacement=shorter)
+
+
+def _tag(recipe: str, text: Sequence[int], item: Mapping[str, Any]) -> int:
+    """A number of all that decides which tokens of an image or video are kept."""
+    digest = hashlib.blake2b(f"{recipe} {list(text)}".encode(), digest_size=7)
+    for name, value in sorted(item.items()):
+        digest.update(f";{name} ".encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().view(torch.uint8).numpy().data)
+        else:
+            digest.update(str(value).encode())
+    return int.from_bytes(digest.digest())
 
 
 def cut(ids: Sequence[int], token: int, counts: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ from .grid_tower import Seen, statistics, watching
 from .grids import Blocks, Grids, numbered, runs_of
 from .processing import Counted, Informed, note_key
 from .recipes import KEY, Media, plans_of
+from .shifts import BITS, Chain, Shifts
 from .travel import Note, split_places, with_places
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -29,6 +30,8 @@ class Info(Informed):
 class Processor(Counted):
     """Of the Qwens' processors."""
 
+    tagged = True
+
     def about(self, modality: str, item: Mapping[str, Any]) -> Media:
         return self.info.plans.family.media(modality, item[f"{modality}_grid_thw"].tolist())
 
@@ -37,7 +40,11 @@ class Processor(Counted):
         if key not in data or PIXELS[modality] not in data:
             return []  # embeddings of the client are left alone
         times = data.get("timestamps") if modality == "video" else None
-        return [{key: grid, "timestamps": times and times[i]} for i, grid in enumerate(data[key])]
+        pixels = data[PIXELS[modality]].split(data[key].prod(-1).tolist())
+        return [
+            {key: grid, "pixels": own, "timestamps": times and times[i]}
+            for i, (grid, own) in enumerate(zip(data[key], pixels, strict=True))
+        ]
 
     def around(self, modality: str, item: Mapping[str, Any]) -> tuple[int, ...]:
         if not item["timestamps"]:
@@ -59,9 +66,10 @@ class Reduced:
     """Of the Qwens' models.
 
     Kept features carry their rotary ids as more columns. `get_mrope_input_positions` gives text its
-    final ids, since dropped tokens leave gaps, and the rows of media the first id of their block;
-    `forward` adds what the columns say. So nothing of vLLM's own pruning of videos is switched on,
-    and a prompt whose media are in the prefix cache needs no features.
+    ids, and the rows of media the first id of their block; `forward` adds what the columns say. So
+    nothing of vLLM's own pruning of videos is switched on, and a prompt whose media are in the
+    prefix cache needs no features. Where tokens are renumbered, ids of text say after what they
+    stand, see `Shifts`.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -74,6 +82,7 @@ class Reduced:
         levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._width = config.get_text_config().hidden_size * (1 + levels)
         self._waiting: tuple[Tensor, Tensor] | None = None  # rows of a batch, and their ids
+        self._shifts = plans and Shifts(self.visual.device)
 
     # --- features ------------------------------------------------------------------------------
 
@@ -134,15 +143,28 @@ class Reduced:
         stats = statistics(plan, self.plans.family, media, seen, first, tensors)
         text = self._text(note.text, device) if note.text else main[:0]
         whole = VisualTokens(main, media.layout.to(device), tuple(levels))
-        tokens = plan.reduce(media, whole, stats, text, note.before)
+        tokens, renumbered = plan.reduce(media, whole, stats, text, note.before)
         rows = torch.cat([tokens.features, *tokens.extra], dim=1)
         kept = tokens.layout.order.cpu()
-        if not note.around:
-            return with_places(rows, media.places[:, kept])
-        return self._joined(note.around, media, rows, kept)
+        places, extents = media.places[:, kept], [media.extent] * media.runs
+        if renumbered:
+            places, extents = self.plans.family.compacted(media, kept)
+        if note.around:
+            rows, places = self._joined(note.around, media, rows, kept, places, extents)
+        if plan.compact:
+            self._shifts.know(note.tag, media.extent * media.runs - sum(extents))
+        return with_places(rows, places)
 
-    def _joined(self, around: Sequence[int], media: Blocks, rows: Tensor, kept: Tensor) -> Tensor:
-        """Rows of all steps of a video and of the text around them, as one block."""
+    def _joined(
+        self,
+        around: Sequence[int],
+        media: Blocks,
+        rows: Tensor,
+        kept: Tensor,
+        own: Tensor,
+        extents: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Rows and ids of all steps of a video and of the text around them, as one block."""
         ids = torch.tensor(around)
         step = ids == self.config.video_token_id
         text = self._text(ids.masked_fill(step, 0).tolist(), rows.device)
@@ -156,9 +178,9 @@ class Reduced:
                 continue
             mine = (media.step[kept] == number).nonzero().flatten()
             found.append(rows[mine.to(rows.device)])
-            places.append(media.places[:, kept[mine]] + next_id)
-            next_id, number = next_id + media.extent, number + 1
-        return with_places(torch.cat(found), torch.cat(places, dim=1))
+            places.append(own[:, mine] + next_id)
+            next_id, number = next_id + extents[number], number + 1
+        return torch.cat(found), torch.cat(places, dim=1)
 
     def _text(self, ids: Sequence[int], device: Any) -> Tensor:
         return self.language_model.embed_input_ids(torch.tensor(ids, device=device))
@@ -171,14 +193,17 @@ class Reduced:
         if self.plans is None:
             return super().get_mrope_input_positions(input_tokens, mm_features)
         blocks: list[tuple[int, int, int, Tensor | None]] = []
+        chain: Chain | None = None
         for feature in sorted(mm_features, key=lambda of: of.mm_position.offset):
-            blocks += self._blocks(feature, input_tokens)
+            own, chain = self._blocks(feature, input_tokens, chain)
+            blocks += own
         ids = numbered(len(input_tokens), blocks)
         return ids[:, :-1], int(ids[0, -1]) - len(input_tokens)
 
     def _blocks(
-        self, feature: Any, tokens: Sequence[int]
-    ) -> list[tuple[int, int, int, Tensor | None]]:
+        self, feature: Any, tokens: Sequence[int], chain: Chain | None
+    ) -> tuple[list[tuple[int, int, int, Tensor | None]], Chain | None]:
+        """The blocks of an image or video, as `numbered` takes them, and the chain after them."""
         modality, data = feature.modality, feature.data.get_data()
         seconds = data.get("second_per_grid_ts")
         media = self.plans.family.media(
@@ -188,7 +213,7 @@ class Reduced:
         )
         row = data.get(note_key(modality))
         note = Note("none") if row is None else Note.of(row)
-        reduced = bool(self.plans.of(note.recipe).stages)
+        plan, found = self.plans.of(note.recipe), []
         extent = media.extent
         if note.around:
             extent = media.runs * media.extent + len(note.around) - media.runs
@@ -196,10 +221,15 @@ class Reduced:
         token = getattr(self.config, f"{modality}_token_id")
         runs = runs_of(tokens, token, first, first + feature.mm_position.length)
         places = media.places.split(len(media) // media.runs, dim=1)
-        return [
-            (start, rows, extent, None if reduced else places[number])
-            for number, (start, rows) in enumerate(runs)
-        ]
+        for number, (start, rows) in enumerate(runs):
+            after, before = extent, 0 if chain is None else chain.number
+            if plan.compact and (shift := self._shifts.known(note.tag)) is not None:
+                after -= shift
+            elif plan.compact:
+                chain = self._shifts.chain(chain, note.tag)
+                after += (chain.number - before) << BITS
+            found.append((start, rows, after, None if plan.stages else places[number]))
+        return found, chain
 
     def embed_input_ids(
         self,
@@ -241,6 +271,8 @@ class Reduced:
             (rows, places), self._waiting = self._waiting, None
             at = rows.to(positions.device, non_blocking=True)
             positions.index_add_(1, at, places.to(positions.device, positions.dtype))
+        if self._shifts is not None:
+            self._shifts.apply(positions)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
 
 

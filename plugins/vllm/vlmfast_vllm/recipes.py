@@ -119,6 +119,8 @@ class Plan:
         The canonical text, which is part of the keys of vLLM's caches.
     asks : bool
         Whether it reads the question.
+    compact : bool
+        Whether a stage renumbers tokens where it drops any.
 
     Raises
     ------
@@ -133,6 +135,7 @@ class Plan:
         self.stages = recipe.acting("encode")
         self.requests = {a.key: a for stage in self.stages for a in stage.saliencies()}
         self.asks = any(stage.query_dependent for stage in self.stages)
+        self.compact = any(stage.positions == "compact" for stage in self.stages)
         self.digests = any(stage.wants_digest for stage in self.stages)
         for media in family.samples():
             self.count(media)
@@ -142,21 +145,26 @@ class Plan:
         return exact_count(self.recipe, media.of)
 
     def counts(self, media: Media) -> tuple[int, ...] | None:
-        """Tokens kept in each run of placeholders; ``None`` where only their sum is exact."""
+        """Tokens kept in each run of placeholders.
+
+        ``None`` where only their sum is exact, or where all runs are numbered together, because the
+        ids of each depend on what is kept of those before it.
+        """
         if media.runs == 1 or not isinstance(media.of, VideoLayout):
             return (self.count(media),)
         self.count(media)  # its error is the clearer one
         try:
-            return exact_counts(self.recipe, media.of)
+            return None if self.compact else exact_counts(self.recipe, media.of)
         except RecipeError:
             return None
 
     def reduce(
         self, media: Media, tokens: VisualTokens, stats: VisionStats, text: Tensor, before: int
-    ) -> VisualTokens:
-        """Run the stages on an image or video as the only one of its prompt.
+    ) -> tuple[VisualTokens, bool]:
+        """The kept tokens of an image or video, and whether they are renumbered.
 
-        vLLM caches features for any prompt that they appear in.
+        The stages run on it as on the only one of a prompt, because vLLM caches its features for
+        any prompt that it appears in.
 
         Parameters
         ----------
@@ -173,14 +181,17 @@ class Plan:
         order[before:] += len(media)
         depth = self.family.config.get_text_config().num_hidden_layers
         request = EncodeRequest("", text, depth, order=order if len(text) else None)
+        renumbered = False
         for stage in self.stages:
+            whole = len(tokens)
             tokens = stage.reduce(tokens, stats, request)
+            renumbered |= stage.positions == "compact" and len(tokens) < whole
         if len(tokens) != (expected := self.count(media)):
             raise ModelError(
                 f"{self.text} kept {len(tokens)} of {len(media)} tokens, and {expected} places are "
                 "reserved"
             )
-        return tokens
+        return tokens, renumbered
 
 
 class Plans:

@@ -142,7 +142,8 @@ class Reduction:
 
             stats = replace(stats, items=with_digests(self.family.adapter, pixels(), stats.items))
         tokens = VisualTokens(features, media.layout.to(features.device))
-        return plan.reduce(media, tokens, stats, text, before).features
+        kept, _ = plan.reduce(media, tokens, stats, text, before)
+        return kept.features
 
     def _stats(self, plan: Plan, seen: Seen, span: slice, item: ItemGeometry) -> VisionStats:
         saliency = {key: (self._saliency(seen, span, a),) for key, a in plan.requests.items()}

@@ -31,6 +31,9 @@ class Note:
         Text tokens of the prompt before the first placeholder.
     text : tuple of int
         Ids of all text tokens of the prompt, where the recipe reads them.
+    tag : int
+        Of its content and of all else that decides what is kept, where extents depend on it; up to
+        62 bits.
     around : tuple of int
         Ids of the text of a video, with one placeholder for each step, where this text is a part of
         the encoder's output.
@@ -40,18 +43,21 @@ class Note:
     before: int = 0
     text: tuple[int, ...] = field(default=())
     around: tuple[int, ...] = field(default=())
+    tag: int = 0
 
     def row(self) -> list[int]:
         name = self.recipe.encode()
-        lengths = [len(name), len(self.text), len(self.around), self.before]
-        return [*lengths, *name, *self.text, *self.around]
+        lengths = [len(name), len(self.text), len(self.around)]
+        tag = [self.tag >> 31, self.tag & (2**31 - 1)]
+        return [*lengths, self.before, *tag, *name, *self.text, *self.around]
 
     @staticmethod
     def of(row: Tensor) -> Note:
-        name, text, around, before, *rest = row.flatten().tolist()
+        name, text, around, before, high, low, *rest = row.flatten().tolist()
         ends = [0, name, name + text, name + text + around]
         parts = [rest[a:b] for a, b in pairwise(ends)]
-        return Note(bytes(parts[0]).decode(), before, tuple(parts[1]), tuple(parts[2]))
+        tag = high << 31 | low
+        return Note(bytes(parts[0]).decode(), before, tuple(parts[1]), tuple(parts[2]), tag)
 
 
 def rows(notes: Sequence[Note]) -> Tensor:
