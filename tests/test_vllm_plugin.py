@@ -173,6 +173,11 @@ def test_models_that_it_does_not_support_are_refused(
         Crops(SimpleNamespace(**values))
 
 
+def alone(heads: torch.Tensor) -> torch.Tensor:
+    """Of one rank."""
+    return heads
+
+
 class Attention(torch.nn.Module):
     """A block's attention as vLLM builds it: one projection for queries, keys and values."""
 
@@ -216,7 +221,7 @@ def test_reduction_keeps_the_features_that_the_library_keeps(
         holder.own = own
         built.append(holder)
     tower = SimpleNamespace(vision_model=SimpleNamespace(encoder=SimpleNamespace(layers=built)))
-    reduction = Reduction(plans.family, tower, adapter.projector(), ranks=1)
+    reduction = Reduction(plans.family, tower, adapter.projector(), alone)
     features, tensors, seen_all = [], [], None
     with torch.no_grad():
         for image in images:
@@ -278,20 +283,12 @@ def _feed(holder: torch.nn.Module) -> Any:
     return hook
 
 
-def test_split_heads_are_refused(plugin: ModuleType, vlm: VLM) -> None:
-    from vlmfast_vllm.reduction import Reduction
-
-    family = plans_of(vlm, "divprune:0.2").family
-    with pytest.raises(ModelError, match="tensor_parallel_size=1"):
-        Reduction(family, None, None, ranks=2)
-
-
 def test_other_token_numbers_are_an_error(plugin: ModuleType, vlm: VLM) -> None:
     from vlmfast_vllm.reduction import Reduction, Seen
 
     plans = plans_of(vlm, "divprune:0.2")
     layers = SimpleNamespace(encoder=SimpleNamespace(layers=[]))
-    reduction = Reduction(plans.family, SimpleNamespace(vision_model=layers), None, ranks=1)
+    reduction = Reduction(plans.family, SimpleNamespace(vision_model=layers), None, alone)
     media, rows = plans.family.media((64, 64)), torch.zeros(5, 8)
     with pytest.raises(ModelError, match="vLLM made 5 tokens"):
         reduction.reduced(plans.of(), media, rows, Seen(), 0, dict, rows[:0], 0)
@@ -393,11 +390,15 @@ def test_text_moves_when_what_stands_before_it_is_known(plugin: ModuleType) -> N
     assert moved() == [5, 50, 87]
     shifts.know(11, 4)
     assert moved() == [5, 46, 83] and shifts.known(11) == 4
-    for tag in range(100, 100 + CHAINS):
-        shifts.chain(None, tag)
-    assert first.number == second.number == 0  # others have their places
-    shifts.know(100 + CHAINS - 1, 7)
-    assert sorted(shifts.table.unique().tolist()) == [0, 7]
+    kept = shifts.chain(None, 33)
+    for tag in range(100, 100 + 2 * CHAINS):
+        shifts.apply(torch.full((3, 1), kept.number << BITS))  # a long answer goes on
+        last = shifts.chain(None, tag)
+    assert first.number == second.number == 0 and shifts.chain(None, 33) is kept
+    numbers = {kept.number, last.number}
+    assert len(numbers) == 2 and 0 not in numbers
+    shifts.know(tag, 7)
+    assert [int(shifts.table[chain.number]) for chain in (kept, last)] == [0, 7]
 
 
 def test_text_is_numbered_around_media(plugin: ModuleType) -> None:
@@ -412,6 +413,15 @@ def test_text_is_numbered_around_media(plugin: ModuleType) -> None:
     assert ids[2].tolist() == [0, 1, 2, 2, 2, 2, 5, 6, 7, 8, 9]
     assert numbered(2, [(1, 1, 5, None)])[0].tolist() == [0, 1, 6]
     assert numbered(3, [])[1].tolist() == [0, 1, 2, 3]
+
+
+def test_batches_hold_as_much_as_one_may(plugin: ModuleType) -> None:
+    from vlmfast_vllm.travel import batches
+
+    sizes = [3, 3, 2, 9, 1, 4]
+    found = [sizes[items] for items in batches(sizes, 6)]
+    assert found == [[3, 3], [2], [9], [1, 4]]
+    assert [sizes[items] for items in batches(sizes, 100)] == [sizes]
 
 
 def test_notes_travel_in_rows(plugin: ModuleType) -> None:

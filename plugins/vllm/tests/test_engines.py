@@ -244,6 +244,19 @@ def test_recipes_of_requests_in_one_batch(families: dict[str, Path], family: str
     assert len({str(answers) for answers in wanted.values()}) == len(recipes)
 
 
+@pytest.mark.parametrize("family", ["llava", "llava_onevision"])
+def test_two_ranks_choose_the_same_tokens(families: dict[str, Path], family: str) -> None:
+    """Each has half of the heads of the vision tower: the first by CLS, the second by all rows."""
+    vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")
+    cases = [("What?", [tiny_models.make_image(80, 60, seed=n)]) for n in range(3)]
+    recipes = ("none", "hired:budget=0.4", "visionzip:0.4")
+    split = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(families[family], "none", **split) as llm:
+        found = iter(llm.answers([pictured(vlm, c, recipe) for recipe in recipes for c in cases]))
+    for recipe in recipes:
+        assert [next(found) for _ in cases] == renumbered(vlm, cases, recipe), recipe
+
+
 @pytest.mark.parametrize(
     ("own", "given", "reason"),
     [

@@ -193,6 +193,54 @@ def test_videos(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(wanted[recipe] != wanted["none"] for recipe in RECIPES) == len(RECIPES) - 1
 
 
+@pytest.mark.parametrize("gathered", [True, False])
+def test_two_ranks_choose_the_same_tokens(
+    models: Models, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has half of the heads; the control leaves the other half out."""
+    from vlmfast_vllm import qwen
+
+    if not gathered:
+        monkeypatch.setattr(qwen, "_of_all_ranks", lambda heads: heads)
+    folder, vlm = models["qwen2_5_vl"]
+    cases = [(QUESTIONS[0], [image]) for image in scenes()]
+    recipes = ["none", "divprune:0.3", "mmtok:budget=0.3"] if gathered else []
+    recipes += ["hired:budget=0.3", "visionzip:budget=0.3", "scope:budget=0.3,positions=compact"]
+    split = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(folder, "none", **split) as llm:
+        found = iter(llm.answers([pictured(vlm, c, recipe) for recipe in recipes for c in cases]))
+    for recipe in recipes:
+        assert ([next(found) for _ in cases] == asked(vlm, cases, recipe)) is gathered, recipe
+
+
+def test_the_encoder_holds_no_more_than_without_a_recipe(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM schedules by kept tokens: of images that it encodes at once, more may be too many."""
+    folder, vlm = models["qwen2_5_vl"]
+    image = vlm.image_layout((240, 240))
+    most = 2 * len(image)
+    cases = [(QUESTIONS[0], [tiny_models.make_image(240, 240, seed=n)]) for n in range(8)]
+    asked_for, passes = [], []
+    with engine(folder, "none", max_num_batched_tokens=most, max_num_seqs=8) as llm:
+        model = llm.model
+        embed, process = model.embed_multimodal, model._process_image_input
+
+        def embedded(**given: Any) -> Any:
+            asked_for.append(len(given["image_grid_thw"]))
+            return embed(**given)
+
+        def processed(given: Any) -> Any:
+            passes.append(len(given["image_grid_thw"]))
+            return process(given)
+
+        monkeypatch.setattr(model, "embed_multimodal", embedded)
+        monkeypatch.setattr(model, "_process_image_input", processed)
+        found = llm.answers([pictured(vlm, case, "divprune:0.1") for case in cases])
+    assert found == asked(vlm, cases, "divprune:0.1")
+    assert max(asked_for) > 2 >= max(passes) and sum(asked_for) == sum(passes) == len(cases)
+
+
 @pytest.mark.parametrize("kind", ["positions", "order", "keys"])
 def test_what_is_off_by_one_changes_answers(
     models: Models, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -28,16 +28,21 @@ class Seen:
         Block index to its rotated queries and keys, (S, H, d).
     merged : list of Tensor
         Inputs of the merger, (S, D).
+    gather : callable
+        Tensors of the heads (H, ...) of this rank, as those of all ranks.
     """
 
+    gather: Callable[[Tensor], Tensor]
     attended: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     merged: list[Tensor] = field(default_factory=list)
 
 
 @contextmanager
-def watching(visual: Any, family: Grids, plans: Sequence[Plan]) -> Iterator[Seen]:
+def watching(
+    visual: Any, family: Grids, plans: Sequence[Plan], gather: Callable[[Tensor], Tensor]
+) -> Iterator[Seen]:
     """Record what the stages of some plans read; hooks are on modules that they name alone."""
-    seen, requests = Seen(), [a for plan in plans for a in plan.requests.values()]
+    seen, requests = Seen(gather), [a for plan in plans for a in plan.requests.values()]
     norms = any(family.source(asked) == "norm" for asked in requests)
 
     def attended(block: int) -> Callable[..., None]:
@@ -95,17 +100,17 @@ def _saliency(
     for step, item in enumerate(media.items):
         span = slice(first + step * each, first + (step + 1) * each)
         if source == "norm":
-            keys = torch.cat(seen.merged)[span].float()[None]
-            rows, many = keys.norm(dim=-1)[:, None], 1
+            merged = torch.cat(seen.merged)[span].float()[None]
+            rows, many, keys = merged.norm(dim=-1)[:, None], 1, merged if asked.keys else None
         else:
             query, key = (x[span].transpose(0, 1) for x in seen.attended[family.block(asked)])
-            rows, many = (
-                received_sum(query, key, None, None, causal=False)[None, :, 0] / each,
-                cells,
-            )
-            key = key.float()
-            keys = (key.transpose(0, 1).flatten(1) if asked.wide else key.mean(0))[None]
+            received = received_sum(query, key, None, None, causal=False)[:, 0]
+            rows, many, keys = seen.gather(received)[None] / each, cells, None
+            if asked.keys:
+                key = seen.gather(key.float())
+                keys = (key.transpose(0, 1).flatten(1) if asked.wide else key.mean(0))[None]
         rows = adapter.to_tokens(rows, item) * many
-        keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
-        found.append(Saliency(source, rows, keys if asked.keys else None))
+        if asked.keys:
+            keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
+        found.append(Saliency(source, rows, keys))
     return tuple(found)

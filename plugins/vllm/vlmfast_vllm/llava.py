@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.models.llava import (
     LlavaDummyInputsBuilder,
     LlavaForConditionalGeneration,
@@ -23,7 +23,7 @@ from .crops import Crops
 from .processing import Counted, Informed, note_key
 from .recipes import KEY, Media, plans_of
 from .reduction import Reduction
-from .travel import Note
+from .travel import Note, batches
 
 
 class CropsInfo(Informed):
@@ -56,13 +56,24 @@ class Reduced:
             plans.family,
             self.vision_tower,
             self.multi_modal_projector,
-            get_tensor_model_parallel_world_size(),
+            lambda heads: tensor_model_parallel_all_gather(heads.contiguous(), dim=1),
         )
+        scheduled = vllm_config.scheduler_config
+        self._tokens = min(scheduled.max_num_encoder_input_tokens, scheduled.encoder_cache_size)
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         # Beside what vLLM's own code parses and passes on to `_process_image_input`.
-        self._notes = [Note.of(row) for row in kwargs.pop(note_key("image"), ())]
-        return super().embed_multimodal(**kwargs)
+        notes = [Note.of(row) for row in kwargs.pop(note_key("image"), ())]
+        if not notes:
+            return super().embed_multimodal(**kwargs)
+        # In passes no longer than those that vLLM profiled: it counts kept tokens.
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        views = [1 if of.ndim == 3 else len(of) for of in kwargs["pixel_values"]]
+        found: list[Tensor] = []
+        for items in batches([count * side**2 for count in views], self._tokens):
+            self._notes = notes[items]
+            found += super().embed_multimodal(**{key: of[items] for key, of in kwargs.items()})
+        return found
 
     def _process_image_input(self, image_input: Any) -> Any:
         notes, self._notes = self._notes, []

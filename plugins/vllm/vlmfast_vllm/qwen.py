@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.multimodal.utils import copy_mm_embedding_modality
 
 from vlmfast.core.layout import VisualTokens
@@ -18,7 +20,7 @@ from .grids import Blocks, Grids, numbered, runs_of
 from .processing import Counted, Informed, note_key
 from .recipes import KEY, Media, plans_of
 from .shifts import BITS, Chain, Shifts
-from .travel import Note, split_places, with_places
+from .travel import Note, batches, split_places, with_places
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
@@ -81,6 +83,9 @@ class Reduced:
         self.plans = plans
         levels = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         self._width = config.get_text_config().hidden_size * (1 + levels)
+        scheduled = vllm_config.scheduler_config
+        tokens = min(scheduled.max_num_encoder_input_tokens, scheduled.encoder_cache_size)
+        self._patches = tokens * config.vision_config.spatial_merge_size**2  # of a pass
         self._waiting: tuple[Tensor, Tensor] | None = None  # rows of a batch, and their ids
         self._shifts = plans and Shifts(self.visual.device)
 
@@ -90,10 +95,24 @@ class Reduced:
         if self.plans is None:
             return super().embed_multimodal(**kwargs)
         found: list[Tensor] = []
-        for name, given in self._parse_and_validate_multimodal_inputs(**kwargs).items():
-            modality = name.removesuffix("s")
-            found += self._embed(modality, given, kwargs.get(note_key(modality)))
+        for part in self._parts(kwargs):
+            for name, given in self._parse_and_validate_multimodal_inputs(**part).items():
+                modality = name.removesuffix("s")
+                found += self._embed(modality, given, part.get(note_key(modality)))
         return tuple(found)
+
+    def _parts(self, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Arguments of passes no longer than those that vLLM profiled: it counts kept tokens."""
+        given = [modality for modality, pixels in PIXELS.items() if pixels in kwargs]
+        if len(given) != 1 or note_key(given[0]) not in kwargs:
+            yield kwargs
+            return
+        pixels = PIXELS[given[0]]
+        sizes = kwargs[f"{given[0]}_grid_thw"].prod(-1).tolist()
+        ends = [0, *accumulate(sizes)]
+        for items in batches(sizes, self._patches):
+            rows = slice(ends[items.start], ends[items.stop])
+            yield {key: of[rows if key == pixels else items] for key, of in kwargs.items()}
 
     def _embed(self, modality: str, given: Any, rows: Any) -> list[Tensor]:
         """Features of images or videos of a batch, those under a recipe with columns."""
@@ -102,7 +121,7 @@ class Reduced:
             return list(process(given))
         notes, family = [Note.of(row) for row in rows], self.plans.family
         plans = [self.plans.of(note.recipe) for note in notes]
-        with watching(self.visual, family, plans) as seen:
+        with watching(self.visual, family, plans, _of_all_ranks) as seen:
             features = process(given)
         grids, seconds = given[f"{modality}_grid_thw"], given.get("second_per_grid_ts")
         found, first = [], 0
@@ -276,6 +295,11 @@ class Reduced:
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
 
 
+def _of_all_ranks(heads: Tensor) -> Tensor:
+    """Each rank has a part of the heads; all must choose the same tokens."""
+    return tensor_model_parallel_all_gather(heads.contiguous(), dim=0)
+
+
 def _check(vllm_config: Any) -> None:
     """Raise `ModelError` for options with which a recipe would not be run, or not as asked."""
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
@@ -283,16 +307,16 @@ def _check(vllm_config: Any) -> None:
     mode = compilation.cudagraph_mode
     for option, refused, use in (
         (
-            "tensor_parallel_size",
-            parallel.tensor_parallel_size > 1,
-            "1: the heads that rank visual tokens are not gathered",
-        ),
-        (
             "pipeline_parallel_size",
             parallel.pipeline_parallel_size > 1,
             "1: only the first rank knows the positions of visual tokens",
         ),
         ("mm_encoder_tp_mode", settings.mm_encoder_tp_mode == "data", "weights"),
+        (
+            "kv_transfer_config",
+            vllm_config.kv_transfer_config is not None,
+            "none: where tokens are renumbered, a worker must have encoded its images itself",
+        ),
         ("video_pruning_rate", bool(settings.video_pruning_rate), "none; a recipe prunes videos"),
         (
             "cudagraph_mm_encoder",

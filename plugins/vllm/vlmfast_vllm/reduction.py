@@ -46,22 +46,18 @@ class Reduction:
     family : Crops
     tower, projector : Module
         Of the model.
-    ranks : int
-        Over how many devices the heads of the tower are split.
-
-    Raises
-    ------
-    ModelError
-        If they are split.
+    gather : callable
+        Tensors of the heads (V, H, ...) of this rank, as those of all ranks.
     """
 
-    def __init__(self, family: Crops, tower: nn.Module, projector: nn.Module, ranks: int) -> None:
-        if ranks > 1:
-            raise ModelError(
-                "vlmfast_recipe: tensor parallelism splits the heads that rank visual tokens, "
-                "which is not supported; use tensor_parallel_size=1"
-            )
-        self.family, self.projector = family, projector
+    def __init__(
+        self,
+        family: Crops,
+        tower: nn.Module,
+        projector: nn.Module,
+        gather: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.family, self.projector, self.gather = family, projector, gather
         self.blocks = list(tower.vision_model.encoder.layers)
         self.cls = family.sources()[0] == "cls"
 
@@ -165,9 +161,9 @@ class Reduction:
         query, key = (x.unflatten(-1, (heads, -1)).transpose(1, 2).float() for x in (query, key))
         query = query[:, :, :1] if source == "cls" else query[:, :, special:]
         rows = (query @ key.transpose(-1, -2) * attention.scale).softmax(-1)
-        rows = rows.mean(2)[:, :, special:]  # over the query rows; CLS is a single one
-        keys = None
+        # Over the query rows; CLS is a single one.
+        rows, keys = self.gather(rows.mean(2)[:, :, special:]), None
         if asked.keys:
-            patches = key[:, :, special:]
+            patches = self.gather(key[:, :, special:])
             keys = patches.transpose(1, 2).flatten(2) if asked.wide else patches.mean(1)
         return Saliency(source, rows, keys)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 BITS = 20  # of a rotary id
 CHAINS = 1 << 11  # vLLM may hold ids and their offsets in int32
-_KNOWN = 1 << 16  # images that are remembered
+_KNOWN = 1 << 18  # images that are remembered: a KV cache has fewer blocks
 
 
 class Chain:
@@ -59,7 +59,10 @@ class Shifts:
 
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(CHAINS, dtype=torch.int64, device=device)  # at one address
-        self._chains: OrderedDict[tuple[int, int], Chain] = OrderedDict()
+        self._seen = torch.zeros_like(self.table)  # the last pass in which a row had the number
+        self._pass = self.table.new_zeros(())
+        self._free = list(range(1, CHAINS))
+        self._chains: dict[tuple[Chain | None, int], Chain] = {}
         self._known: OrderedDict[int, int] = OrderedDict()
         self._ends: dict[int, weakref.WeakSet[Chain]] = {}
 
@@ -71,18 +74,26 @@ class Shifts:
 
     def chain(self, before: Chain | None, tag: int) -> Chain:
         """The chain of ``before`` and an image that is not known."""
-        key = (0 if before is None else id(before), tag)
-        found = self._chains.pop(key, None)
+        found = self._chains.get((before, tag))
         if found is None:
-            number = len(self._chains) + 1
-            if number == CHAINS:
-                _, oldest = self._chains.popitem(last=False)
-                number, oldest.number = oldest.number, 0
-            found = Chain(number, before, tag)
+            if not self._free:
+                self._release()
+            found = Chain(self._free.pop(), before, tag)
+            self._chains[before, tag] = found
             self._ends.setdefault(tag, weakref.WeakSet()).add(found)
             self._write([found])
-        self._chains[key] = found
+        self._seen[found.number] = self._pass
         return found
+
+    def _release(self) -> None:
+        """Free the numbers that no row has had for longest: more than a batch has requests."""
+        oldest = set((self._seen[1:].argsort()[: CHAINS // 4] + 1).tolist())
+        for key, chain in [*self._chains.items()]:
+            if chain.number in oldest:
+                del self._chains[key]
+                chain.number = 0
+        self._free += oldest
+        self._ends = {tag: ends for tag, ends in self._ends.items() if ends}
 
     def know(self, tag: int, shift: int) -> None:
         """Note by how much an image takes fewer ids than its size says."""
@@ -109,4 +120,5 @@ class Shifts:
     def apply(self, positions: Tensor) -> None:
         """Replace the numbers of chains in rotary ids (P, S), in place and without a host read."""
         numbers = positions >> BITS
+        self._seen[numbers] = self._pass.add_(1)
         positions.bitwise_and_((1 << BITS) - 1).sub_(self.table[numbers])

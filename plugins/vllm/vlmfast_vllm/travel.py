@@ -7,7 +7,7 @@ because vLLM caches and cuts the encoder's output as one tensor of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -65,6 +65,17 @@ def rows(notes: Sequence[Note]) -> Tensor:
     found = [note.row() for note in notes]
     width = max(map(len, found))
     return torch.tensor([row + [0] * (width - len(row)) for row in found], dtype=torch.int32)
+
+
+def batches(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Consecutive items of at most ``most`` in all, or a single one."""
+    first = total = 0
+    for i, size in enumerate(sizes):
+        if i > first and total + size > most:
+            yield slice(first, i)
+            first, total = i, 0
+        total += size
+    yield slice(first, len(sizes))
 
 
 def with_places(features: Tensor, places: Tensor) -> Tensor:
