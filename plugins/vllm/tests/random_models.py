@@ -44,6 +44,22 @@ def build_onevision(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
+def build_internvl(folder: Path) -> None:
+    """Up to three crops and the whole image; a view costs 2 x 2 tokens."""
+    model, processor = tiny_families.build_internvl()
+    config = model.config.to_dict()
+    config["text_config"] |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD,
+        "hidden_size": 2 * HEAD,
+    }
+    config["vision_config"] |= {"num_attention_heads": 2, "hidden_size": 2 * HEAD}
+    kind = type(model)
+    tiny_families.filled(kind, kind.config_class(**config), 8, 0).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
 def build_qwen(name: str, folder: Path) -> None:
     """Qwen2-VL, Qwen2.5-VL or Qwen3-VL, with images of up to 128 x 128 pixels."""
     model, processor = tiny_families.builders()[name]()

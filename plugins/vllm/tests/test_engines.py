@@ -195,6 +195,8 @@ def families(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         build(base / "saved")
         export(base / "saved", base / "exported")
         found[name] = base / "exported"
+    found["internvl"] = tmp_path_factory.mktemp("internvl")
+    random_models.build_internvl(found["internvl"])
     return found
 
 
@@ -212,7 +214,7 @@ def test_counts_are_equal_on_many_sizes(families: dict[str, Path], family: str) 
         assert counted == exact_count(recipe, layout), size
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_onevision"])
+@pytest.mark.parametrize("family", ["llava", "llava_onevision", "internvl"])
 @pytest.mark.parametrize("recipe", [None, "hired:budget=0.4", "divprune:0.4", "visionzip:0.4"])
 def test_other_families(families: dict[str, Path], family: str, recipe: str | None) -> None:
     vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")
@@ -226,7 +228,7 @@ def test_other_families(families: dict[str, Path], family: str, recipe: str | No
         assert found != renumbered(vlm, cases, None)
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "llava_onevision", "internvl"])
 def test_recipes_of_requests_in_one_batch(families: dict[str, Path], family: str) -> None:
     """Also one that reads the question; first, again from the caches, and of no request."""
     vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")
@@ -244,7 +246,7 @@ def test_recipes_of_requests_in_one_batch(families: dict[str, Path], family: str
     assert len({str(answers) for answers in wanted.values()}) == len(recipes)
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_onevision"])
+@pytest.mark.parametrize("family", ["llava", "llava_onevision", "internvl"])
 def test_two_ranks_choose_the_same_tokens(families: dict[str, Path], family: str) -> None:
     """Each has half of the heads of the vision tower: the first by CLS, the second by all rows."""
     vlm = VLM.from_pretrained(families[family], dtype="float32", device="cpu")

@@ -7,6 +7,7 @@ model of one of these architectures is loaded.
 from __future__ import annotations
 
 ARCHITECTURES = {
+    "InternVLForConditionalGeneration": "vlmfast_vllm.internvl:ReducedInternVL",
     "LlavaForConditionalGeneration": "vlmfast_vllm.llava:ReducedLlava",
     "LlavaNextForConditionalGeneration": "vlmfast_vllm.llava_next:ReducedLlavaNext",
     "LlavaOnevisionForConditionalGeneration": "vlmfast_vllm.llava_onevision:ReducedLlavaOnevision",

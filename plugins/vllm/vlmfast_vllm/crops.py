@@ -22,8 +22,8 @@ _RATIO = "anyres_max_9"  # vLLM reads no other from the configuration of LLaVA-O
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
-class Crops(Family):
-    """What a plan must know of a LLaVA; tokens are renumbered, because vLLM counts positions."""
+class Renumbered(Family):
+    """Families whose tokens are renumbered, because vLLM counts positions."""
 
     positions = "compact"
 
@@ -34,9 +34,9 @@ class Crops(Family):
         self.adapter = adapter_class(config.model_type).without_weights(config, processor)
         self.media = lru_cache(maxsize=256)(self._media)
 
-    def _media(self, size: tuple[int, int]) -> Media:
-        """An image of ``size`` (height, width)."""
-        return Media(self.adapter.image_layout(size), 1)
+    def _media(self, of: tuple[int, ...]) -> Media:
+        """An image, by what decides its tokens."""
+        raise NotImplementedError(f"{type(self).__name__}._media")
 
     def positioned(self, recipe: Recipe) -> Recipe:
         if re.search(r"\bpositions\s*=\s*keep\b", recipe.text):
@@ -45,6 +45,15 @@ class Crops(Family):
                 "cannot be honoured; leave it out"
             )
         return with_field(recipe, "positions", "compact")
+
+
+class Crops(Renumbered):
+    """What a plan must know of a LLaVA."""
+
+    def _media(self, of: tuple[int, ...]) -> Media:
+        """An image of a height and a width."""
+        height, width = of
+        return Media(self.adapter.image_layout((height, width)), 1)
 
     def check(self, recipe: Recipe) -> None:
         config, tower = self.config, self.config.vision_config.model_type

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from .crops import Crops
 from .processing import Counted, Informed, note_key
-from .recipes import KEY, Media, plans_of
+from .recipes import KEY, Family, Media, plans_of
 from .reduction import Reduction
 from .travel import Note, batches
 
@@ -47,16 +47,16 @@ class CropsProcessor(Counted):
 class Reduced:
     """Of the LLaVAs' models: images become the tokens that the recipe of their request keeps."""
 
+    family: type[Family] = Crops
+    reducer = Reduction
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         # Before any weights are allocated.
-        plans = plans_of(vllm_config.model_config.hf_config, Crops)
+        plans = plans_of(vllm_config.model_config.hf_config, self.family)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.plans, self._notes = plans, []
-        self.reduction = plans and Reduction(
-            plans.family,
-            self.vision_tower,
-            self.multi_modal_projector,
-            lambda heads: tensor_model_parallel_all_gather(heads.contiguous(), dim=1),
+        self.reduction = plans and self.reducer(
+            plans.family, self.vision_tower, self.multi_modal_projector, self._of_all_ranks
         )
         scheduled = vllm_config.scheduler_config
         self._tokens = min(scheduled.max_num_encoder_input_tokens, scheduled.encoder_cache_size)
@@ -67,28 +67,43 @@ class Reduced:
         if not notes:
             return super().embed_multimodal(**kwargs)
         # In passes no longer than those that vLLM profiled: it counts kept tokens.
-        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
-        views = [1 if of.ndim == 3 else len(of) for of in kwargs["pixel_values"]]
         found: list[Tensor] = []
-        for items in batches([count * side**2 for count in views], self._tokens):
+        for items in batches(self._lengths(kwargs), self._tokens):
             self._notes = notes[items]
-            found += super().embed_multimodal(**{key: of[items] for key, of in kwargs.items()})
+            found += super().embed_multimodal(**self._part(kwargs, items))
         return found
 
+    def _lengths(self, kwargs: Mapping[str, Any]) -> list[int]:
+        """Patches of each image."""
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        return [side**2 * (1 if of.ndim == 3 else len(of)) for of in kwargs["pixel_values"]]
+
+    def _part(self, kwargs: Mapping[str, Any], items: slice) -> dict[str, Any]:
+        """The arguments of some images."""
+        return {key: of[items] for key, of in kwargs.items()}
+
+    @staticmethod
+    def _of_all_ranks(heads: Tensor) -> Tensor:
+        """Each rank has a part of the heads (V, H, ...); all must choose the same tokens."""
+        return tensor_model_parallel_all_gather(heads.contiguous(), dim=1)
+
     def _process_image_input(self, image_input: Any) -> Any:
+        return self._reduced(image_input, super()._process_image_input)
+
+    def _reduced(self, image_input: Any, process: Callable[[Any], Any]) -> Any:
+        """What ``process`` makes of images, reduced."""
         notes, self._notes = self._notes, []
         if not notes or image_input["type"] == "image_embeds":
-            return super()._process_image_input(image_input)
+            return process(image_input)
         plans = [self.plans.of(note.recipe) for note in notes]
         with self.reduction.watching(plans) as seen:
-            features = super()._process_image_input(image_input)
-        values = image_input["pixel_values"]
+            features = process(image_input)
         views, sizes = self._views(image_input)
         found, first = [], 0
         for i, (note, plan, rows) in enumerate(zip(notes, plans, features, strict=True)):
             if plan.stages:
-                media = self.plans.family.media(sizes[i])
-                pixels, text = values[i], self._text(note, rows)
+                media, text = self.plans.family.media(sizes[i]), self._text(note, rows)
+                pixels = self._pixels(image_input, i, slice(first, first + views[i]))
                 rows = self.reduction.reduced(
                     plan,
                     media,
@@ -108,12 +123,16 @@ class Reduced:
             return rows[:0]
         return self.language_model.embed_input_ids(torch.tensor(note.text, device=rows.device))
 
-    def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, int]]]:
-        """Rows of the tower, and the size in pixels, of each image."""
+    def _pixels(self, image_input: Any, index: int, views: slice) -> Tensor:
+        """Of an image, by its number or its rows of the tower."""
+        return image_input["pixel_values"][index]
+
+    def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Rows of the tower, and what decides the tokens, of each image."""
         sizes = [(int(height), int(width)) for height, width in image_input["image_sizes"]]
         return [len(values) for values in image_input["pixel_values"]], sizes
 
-    def _tensors(self, values: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+    def _tensors(self, values: Tensor, size: tuple[int, ...]) -> dict[str, Tensor]:
         """One image as vlmfast's processor output."""
         return {"pixel_values": values[None], "image_sizes": torch.tensor([size])}
 
@@ -155,9 +174,9 @@ def build_processor(info: Any, dummy_inputs: Any) -> Any:
 class ReducedLlava(Reduced, LlavaForConditionalGeneration):
     """LLaVA-1.5 under ``vlmfast_recipe``; without it, vLLM's own model."""
 
-    def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    def _views(self, image_input: Any) -> tuple[list[int], list[tuple[int, ...]]]:
         side, count = self.config.vision_config.image_size, len(image_input["pixel_values"])
         return [1] * count, [(side, side)] * count
 
-    def _tensors(self, values: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+    def _tensors(self, values: Tensor, size: tuple[int, ...]) -> dict[str, Tensor]:
         return {"pixel_values": values[None]}

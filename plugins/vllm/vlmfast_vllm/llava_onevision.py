@@ -29,7 +29,7 @@ class Processor(CropsProcessor, LlavaOnevisionMultiModalProcessor):
 class ReducedLlavaOnevision(Reduced, LlavaOnevisionForConditionalGeneration):
     """LLaVA-OneVision under ``vlmfast_recipe``; without it, vLLM's own model."""
 
-    def _tensors(self, values: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+    def _tensors(self, values: Tensor, size: tuple[int, ...]) -> dict[str, Tensor]:
         return {
             **super()._tensors(values, size),
             "batch_num_images": torch.ones(1, dtype=torch.int64),

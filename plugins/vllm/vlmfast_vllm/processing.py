@@ -21,9 +21,14 @@ TEXT = "vlmfast_text"  # tokens before the first placeholder, then all text toke
 MODALITIES = ("image", "video")
 
 
+def own_key(name: str, modality: str) -> str:
+    """A field of ours of images or videos."""
+    return f"{OWN}{name}_{modality}"
+
+
 def note_key(modality: str) -> str:
-    """The field of the notes of images or videos."""
-    return f"{OWN}note_{modality}"
+    """The field of their notes."""
+    return own_key("note", modality)
 
 
 def _foreign(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +66,10 @@ class Counted:
     def items(self, modality: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The tensors of each item of the processor's output that `about` reads."""
         raise NotImplementedError(f"{type(self).__name__}.items")
+
+    def fields(self, items: Any, data: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+        """More tensors for the processor's output, one row for each item, see `own_key`."""
+        return {}
 
     def token(self, modality: str) -> int:
         """The placeholder."""
@@ -104,6 +113,7 @@ class Counted:
         data = super()._apply_hf_processor_main(mm_items, _foreign(hf_kwargs))
         if self.info.plans is None:
             return data
+        data |= self.fields(mm_items, data, _foreign(hf_kwargs))
         plan = self.info.plans.of(hf_kwargs.get(KEY))
         before, *text = hf_kwargs.get(TEXT) or [0]
         for modality in self.reduced:
@@ -130,11 +140,10 @@ class Counted:
 
     def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
         fields = dict(super()._get_mm_fields_config(hf_inputs, _foreign(hf_processor_mm_kwargs)))
-        for modality in self.reduced:
-            if note_key(modality) in hf_inputs:
-                fields[note_key(modality)] = MultiModalFieldConfig.batched(
-                    modality, keep_on_cpu=True
-                )
+        for key in hf_inputs:
+            if key.startswith(OWN):
+                modality = key.rpartition("_")[2]
+                fields[key] = MultiModalFieldConfig.batched(modality, keep_on_cpu=True)
         return fields
 
     def _get_prompt_updates(

@@ -1,7 +1,8 @@
-"""Runs recipes on the features that a LLaVA of vLLM computed. Imports nothing of vLLM."""
+"""Runs recipes on features of vLLM's LLaVAs and InternVL. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.errors import ModelError
 
-from .crops import Crops
+from .crops import Renumbered
 from .recipes import Media, Plan
 
 
@@ -43,7 +44,7 @@ class Reduction:
 
     Parameters
     ----------
-    family : Crops
+    family : Renumbered
     tower, projector : Module
         Of the model.
     gather : callable
@@ -52,14 +53,31 @@ class Reduction:
 
     def __init__(
         self,
-        family: Crops,
+        family: Renumbered,
         tower: nn.Module,
         projector: nn.Module,
         gather: Callable[[Tensor], Tensor],
     ) -> None:
         self.family, self.projector, self.gather = family, projector, gather
-        self.blocks = list(tower.vision_model.encoder.layers)
+        self.blocks = self.blocks_of(tower)
         self.cls = family.sources()[0] == "cls"
+
+    @staticmethod
+    def blocks_of(tower: Any) -> list[Any]:
+        return list(tower.vision_model.encoder.layers)
+
+    def attention(self, block: int) -> tuple[Any, int]:
+        """A module with a ``scale``, and the number of its heads."""
+        found = self.blocks[block].self_attn
+        return found, found.num_heads_per_partition
+
+    def projected(self, block: int, seen: Seen) -> Any:
+        """Record queries, keys and values of a block; returns the handle of the hook."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            seen.projections[block] = output[0] if isinstance(output, tuple) else output
+
+        return self.blocks[block].self_attn.qkv_proj.register_forward_hook(hook)
 
     def wants_cls(self, plan: Plan) -> bool:
         """Whether a stage reads the projected CLS token."""
@@ -74,16 +92,9 @@ class Reduction:
         seen, family = Seen(), self.family
         asked = [a for plan in plans for a in plan.requests.values()]
 
-        def projected(block: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                seen.projections[block] = output[0] if isinstance(output, tuple) else output
-
-            return hook
-
         with ExitStack() as hooks:
             for block in {family.block(a) for a in asked if family.source(a) != "norm"}:
-                module = self.blocks[block].self_attn.qkv_proj
-                hooks.callback(module.register_forward_hook(projected(block)).remove)
+                hooks.callback(self.projected(block, seen).remove)
             if any(family.source(a) == "norm" for a in asked):
                 handle = self.projector.register_forward_pre_hook(
                     lambda module, args: seen.inputs.append(args[0])
@@ -142,12 +153,24 @@ class Reduction:
         return kept.features
 
     def _stats(self, plan: Plan, seen: Seen, span: slice, item: ItemGeometry) -> VisionStats:
-        saliency = {key: (self._saliency(seen, span, a),) for key, a in plan.requests.items()}
+        saliency = {
+            key: (self._of_tokens(self._saliency(seen, span, asked), item),)
+            for key, asked in plan.requests.items()
+        }
         cls = None
         if self.wants_cls(plan):
             # The module's own call would run the hooks of whoever watches the projector.
             cls = self.projector.forward(torch.cat(seen.output)[span, :1])[:, 0]
         return VisionStats((item,), {}, cls=cls, saliency=saliency)
+
+    def _of_tokens(self, patches: Saliency, item: ItemGeometry) -> Saliency:
+        """Of tokens instead of patches, the whole image first."""
+        adapter, views = self.family.adapter, self.family.adapter.whole_first(item)
+        rows, keys = patches.rows[views], patches.keys
+        many = 1 if patches.source == "norm" else rows.shape[-1] / math.prod(item.patches)
+        if keys is not None:
+            keys = adapter.to_tokens(keys[views].transpose(1, 2), item).transpose(1, 2)
+        return Saliency(patches.source, adapter.to_tokens(rows, item) * many, keys)
 
     def _saliency(self, seen: Seen, span: slice, asked: SaliencyRequest) -> Saliency:
         source = self.family.source(asked)
@@ -155,8 +178,7 @@ class Reduction:
             rows = torch.cat([x.flatten(0, -3) for x in seen.inputs])[span].float()
             return Saliency(source, rows.norm(dim=-1)[:, None], rows if asked.keys else None)
         block = self.family.block(asked)
-        attention = self.blocks[block].self_attn
-        heads, special = attention.num_heads_per_partition, int(self.cls)
+        (attention, heads), special = self.attention(block), int(self.cls)
         query, key, _ = seen.projections[block][span].chunk(3, dim=-1)
         query, key = (x.unflatten(-1, (heads, -1)).transpose(1, 2).float() for x in (query, key))
         query = query[:, :, :1] if source == "cls" else query[:, :, special:]
@@ -167,3 +189,24 @@ class Reduction:
             patches = self.gather(key[:, :, special:])
             keys = patches.transpose(1, 2).flatten(2) if asked.wide else patches.mean(1)
         return Saliency(source, rows, keys)
+
+
+class Tiled(Reduction):
+    """Of InternVL, whose vision tower is not split: each rank has all heads."""
+
+    @staticmethod
+    def blocks_of(tower: Any) -> list[Any]:
+        return list(tower.encoder.layer)
+
+    def attention(self, block: int) -> tuple[Any, int]:
+        found = self.blocks[block].attention
+        return found, found.num_heads
+
+    def projected(self, block: int, seen: Seen) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            seen.projections[block] = torch.cat(args, dim=-1)
+
+        return self.blocks[block].attention.attn.register_forward_pre_hook(hook)
+
+    def wants_cls(self, plan: Plan) -> bool:
+        return False  # the projector takes four patches at a time
