@@ -1,9 +1,11 @@
-# `make ask` and `make test` work in a fresh clone: each sets up `.venv` first if needed.
+# `make ask` and `make test` work in a fresh clone: each sets up `.venv` first, with what it needs.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+CORE   := $(VENV)/.ready-core
 READY  := $(VENV)/.ready
+SERVER := $(VENV)/.ready-serve
 PAGE   := $(VENV)/.ready-demo
 SITE   := $(VENV)/.ready-docs
 BUILD  := $(VENV)/.ready-build
@@ -37,7 +39,7 @@ GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect t
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
-ask: $(READY)    ## Ask the shipped model about an example image and video
+ask: $(CORE)    ## Ask the shipped model about an example image and video
 ifeq ($(MODEL),pocket)
 	@$(BIN)/vlmfast compare examples/pocket.jpg "List the objects." --model $(FOLDER) --recipe $(RECIPE)
 else
@@ -49,10 +51,10 @@ endif
 demo: $(PAGE)    ## Compare the full model with a recipe in the browser
 	@$(BIN)/vlmfast demo --model $(FOLDER) --recipe $(RECIPE)
 
-serve: $(READY)  ## Serve the shipped model through OpenAI's API
+serve: $(SERVER)  ## Serve the shipped model through OpenAI's API
 	@$(BIN)/vlmfast serve $(FOLDER) --recipe $(RECIPE) --port 8000
 
-pocket: $(READY) ## Build a small model of real parts; POCKET_FLAGS=--accept-gemma-terms
+pocket: $(CORE) ## Build a small model of real parts; POCKET_FLAGS=--accept-gemma-terms
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[pocket]"
 	@$(BIN)/python benchmarks/pocket/parts.py runs/pocket $(POCKET_FLAGS)
 	@test -d $(POCKET) || $(BIN)/python benchmarks/pocket/build.py runs/pocket $(POCKET)
@@ -74,7 +76,7 @@ test-slow-part: $(READY)   ## Run a quarter of the slow tests, the next one afte
 test-floor: $(FLOOR)/.ready   ## Run the tests on the oldest supported versions
 	$(FLOOR)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
-test-demo: $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
+test-demo: $(READY) $(PAGE)   ## Test the demo in a real browser; needs Debian's chromium
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo-test]"
 	$(BIN)/python -m pytest tests/demos/browser.py $(PYTEST_FLAGS)
 
@@ -118,7 +120,7 @@ bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/r
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
 
-results: $(PAGE)   ## Measure every figure of README and docs again; many hours, resumable
+results: $(READY) $(PAGE)   ## Measure every figure of README and docs again; many hours, resumable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval]"
 	$(BIN)/python tools/results.py $(RESULTS_FLAGS)
 
@@ -149,22 +151,30 @@ clean:           ## Remove environments and caches
 	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) $(VLLM) $(RAYENV) $(PRESS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp file rather than the folder, so that an interrupted installation is resumed.
-$(READY): pyproject.toml
+$(CORE): pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'vlmfast needs Python 3.11 or newer: make PYTHON=python3.x ...')"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(READY): $(CORE)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,dev]"
 	@touch $@
 
-$(PAGE): $(READY)
+$(SERVER): $(CORE)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve]"
+	@touch $@
+
+$(PAGE): $(CORE)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
 	@touch $@
 
-$(SITE): $(READY)
+$(SITE): $(CORE)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@touch $@
 
-$(BUILD): $(READY)
+$(BUILD): $(CORE)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2"
 	@touch $@
 
