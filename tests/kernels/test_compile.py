@@ -60,9 +60,10 @@ def check_codes(lines: list[dict[str, Any]]) -> None:
     lines = [
         line
         for line in lines
-        if line["kernel"] in ("_attend", "_attend_one") and line["constants"].get("BITS") in (2, 4)
+        if line["kernel"] in ("attend_rows", "attend_row")
+        and line["constants"].get("BITS") in (2, 4)
     ]
-    assert {line["kernel"] for line in lines} == {"_attend", "_attend_one"}
+    assert {line["kernel"] for line in lines} == {"attend_rows", "attend_row"}
     for line in lines:
         assert line["int_to_float"] == 0 and line["narrow_loads"] == 0, line
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from closeness import apart, close
 from golden_quant import decode as golden_decode
 from vlmfast import VLMFastError
+from vlmfast.kernels import _decode_mixed
 from vlmfast.kernels import decode_mixed as module
 from vlmfast.kernels._triton import INTERPRETED, tl, triton
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
@@ -249,7 +250,7 @@ def test_wide_loads_of_parameters_match_narrow(kind, groups, dtype, device, monk
 @triton.jit
 def _all_codes(packed, out, I: tl.constexpr, BITS: tl.constexpr):
     at = tl.arange(0, 256)
-    tl.store(out + at, module._codes(tl.load(packed + at), I, BITS))
+    tl.store(out + at, _decode_mixed._codes(tl.load(packed + at), I, BITS))
 
 
 @pytest.mark.parametrize(("bits", "part"), [(8, 0), (4, 0), (4, 1), *((2, i) for i in range(4))])
@@ -362,7 +363,7 @@ def test_launch_does_not_synchronize(device, monkeypatch) -> None:
             patch.setattr(torch.Tensor, name, refuse)
         with pytest.raises(AssertionError, match="synchronized"):  # control
             int(arguments[1][0].lengths.max())
-        for kernel in ("_attend", "_attend_one", "_join", "_attention_mass"):
+        for kernel in ("attend_rows", "attend_row", "join_splits", "sum_mass"):
             patch.setattr(module, kernel, _NoKernel())
         decode_mixed(*arguments, want_attention_mass=True)
 

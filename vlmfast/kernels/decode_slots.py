@@ -23,6 +23,7 @@ from torch import Tensor
 from vlmfast.errors import VLMFastError
 
 from ._blocks import Blocks, architecture, blocks
+from ._decode_mixed import head_base, tile_range
 from ._triton import (
     INTERPRETED,
     Variant,
@@ -34,7 +35,7 @@ from ._triton import (
     upcast,
     use_triton,
 )
-from .decode_mixed import count_splits, decode_mixed_ref, head_base, join, tile_range
+from .decode_mixed import count_splits, decode_mixed_ref, join
 
 
 def decode_slots(

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
+from ._decode_mixed import ANCESTORS, LENGTHS
 from ._triton import Variant, use_triton
-from .decode_mixed import ANCESTORS, LENGTHS, Floats, attend, decode_mixed_ref, variant
+from .decode_mixed import Floats, attend, decode_mixed_ref, variant
 from .quantize_kv import Segment
 
 WORD = 64  # nodes per word of bits
