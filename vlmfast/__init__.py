@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from vlmfast.api.attachment import Attachment, attach
     from vlmfast.api.overlays import overlay
     from vlmfast.api.session import Session
-    from vlmfast.api.vlm import VLM, methods
+    from vlmfast.api.vlm import VLM
     from vlmfast.core.exact import exact_count, exact_counts
+    from vlmfast.core.methods import methods
     from vlmfast.core.recipe import Recipe
     from vlmfast.core.weights import StageWeights
     from vlmfast.engine.handle import Handle
@@ -37,7 +38,7 @@ _HOMES = {
     "Comparison": "api.answer",
     "ComparisonTable": "api.answer",
     "Request": "api.answer",
-    "methods": "api.vlm",
+    "methods": "core.methods",
     "Attachment": "api.attachment",
     "attach": "api.attachment",
     "Session": "api.session",

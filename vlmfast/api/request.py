@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -31,7 +31,7 @@ from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.prefix_cache import prefix_cache_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError, VLMFastError, is_out_of_memory
 from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
@@ -518,6 +518,28 @@ def sequence_of(
     spent = Stats(time_media_s=read - start, time_processor_s=time.perf_counter() - begin)
     more = {"number": number, "stats": spent, "images": prompt.images}
     return opened(adapter, inputs, recipe, begin, generation, **more)
+
+
+def sequences_of(
+    adapter: Adapter,
+    requests: Iterable[Request | str],
+    generation: dict[str, Any],
+    failed: dict[int, Any] | None,
+) -> Iterator[Sequence]:
+    """Open the sequences of requests; errors are put into ``failed``, if it is given."""
+    for number, request in enumerate(requests):
+        try:
+            sequence = sequence_of_request(adapter, request, generation, number)
+        except Exception as error:
+            named = isinstance(error, VLMFastError)
+            if failed is not None and (named or is_out_of_memory(error)):
+                failed[number] = error
+                continue
+            if named:
+                raise type(error)(f"request {number}: {error}") from error
+            error.add_note(f"request {number}")
+            raise
+        yield sequence
 
 
 def sequence_of_request(

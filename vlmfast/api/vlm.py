@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -13,11 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 
 from vlmfast.core.display import brief_count, size
-from vlmfast.core.params import recipe_name
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
-from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError, is_out_of_memory
+from vlmfast.errors import VLMFastError
 
 from .answer import Answer, Comparison, ComparisonTable, Request, agreement
 from .generation import DEFAULT_NEW_TOKENS
@@ -29,13 +26,12 @@ if TYPE_CHECKING:
     from vlmfast.engine.engine import Engine
     from vlmfast.engine.handle import Handle
     from vlmfast.engine.prefix_cache import PrefixCache
-    from vlmfast.engine.sequence import Sequence as OpenSequence
     from vlmfast.media.types import ImageLike, VideoLike
     from vlmfast.models.base import Model
 
     from .session import Session
 
-__all__ = ["VLM", "Answer", "Comparison", "ComparisonTable", "Request", "agreement", "methods"]
+__all__ = ["VLM", "Answer", "Comparison", "ComparisonTable", "Request", "agreement"]
 
 _DECODING = ("auto", "graph", "compile", "eager")
 _SHIPPED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
@@ -469,39 +465,11 @@ class VLM:
         VLMFastError
             For a request that the full model cannot answer, or see ``errors``.
         """
-        from .generation import gate, shown
-        from .request import ASK, OF_ASK, answered, messages_of
+        from .comparing import compared
+        from .request import messages_of
 
-        recipes = [recipes] if isinstance(recipes, str | Stage | Recipe) else recipes
-        if not isinstance(recipes, list | tuple):
-            raise VLMFastError(f"recipes must be a list of recipes, not {shown(recipes)}")
-        if errors not in ("row", "raise"):
-            raise VLMFastError(f"errors={shown(errors)} must be 'row' or 'raise'")
-        plans = [_unless_refused(partial(self.recipe, recipe), errors) for recipe in recipes]
-        _check_any_ran(plans)
-        elsewhere = {**OF_ASK, "recipe": "compare takes a list, recipes="}
-        names = (*ASK, "recipes", "errors")
-        passed = gate(self.adapter, generation, names=names, elsewhere=elsewhere)
-        messages = messages_of(question, images, video, num_frames, fps, timestamps)
-        loaded: dict[int, Any] = {}
-        answers: list[Answer | VLMFastError] = []
-        with self.prefix_cache.bypassed():
-            full = answered(self.adapter, messages, Recipe(), passed, loaded)
-            for plan in plans:
-                run = partial(answered, self.adapter, messages, plan, passed, loaded)
-                refused = isinstance(plan, VLMFastError)
-                answers.append(plan if refused else _unless_refused(run, errors))
-        _check_any_ran(answers)
-        table = ComparisonTable([Comparison(full.recipe, full, 1.0, full=full)])
-        for recipe, plan, answer in zip(recipes, plans, answers, strict=True):
-            if isinstance(answer, Answer):
-                same = agreement(answer.token_ids, full.token_ids)
-                table.append(Comparison(answer.recipe, answer, same, full=full))
-            else:
-                given = recipe if isinstance(recipe, str) else shown(recipe)
-                name = plan.text if isinstance(plan, Recipe) else given
-                table.append(Comparison(name, None, None, str(answer), full))
-        return table
+        messages = partial(messages_of, question, images, video, num_frames, fps, timestamps)
+        return compared(self.adapter, messages, recipes, errors, generation)
 
     @overload
     def ask_many(
@@ -559,7 +527,7 @@ class VLM:
             For the first request that cannot be answered; the message gives its number.
         """
         from .generation import shown
-        from .request import answer_of
+        from .request import answer_of, sequences_of
 
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise VLMFastError(
@@ -575,7 +543,7 @@ class VLM:
             raise VLMFastError(f"errors={shown(errors)} must be 'raise' or 'keep'")
         found: dict[int, Any] = {}
         failed = found if errors == "keep" else None
-        sequences = self._sequences(requests, generation, failed)
+        sequences = sequences_of(self.adapter, requests, generation, failed)
         keep = errors == "keep"
         with closing(self.engine.answer_many(sequences, batch_size, keep_errors=keep)) as ended:
             for sequence in ended:
@@ -583,29 +551,6 @@ class VLM:
                 answer = answer_of(self.adapter, sequence) if error is None else error
                 found[sequence.number] = answer
         return [found[number] for number in sorted(found)]
-
-    def _sequences(
-        self,
-        requests: Iterable[Request | str],
-        generation: dict[str, Any],
-        failed: dict[int, Any] | None,
-    ) -> Iterator[OpenSequence]:
-        """Open the sequences of requests; errors are put into ``failed``, if it is given."""
-        from .request import sequence_of_request
-
-        for number, request in enumerate(requests):
-            try:
-                sequence = sequence_of_request(self.adapter, request, generation, number)
-            except Exception as error:
-                named = isinstance(error, VLMFastError)
-                if failed is not None and (named or is_out_of_memory(error)):
-                    failed[number] = error
-                    continue
-                if named:
-                    raise type(error)(f"request {number}: {error}") from error
-                error.add_note(f"request {number}")
-                raise
-            yield sequence
 
     # --- sessions --------------------------------------------------------------------------------
 
@@ -744,53 +689,6 @@ class VLM:
 
         messages = messages_of(question, images, video, num_frames, fps, timestamps)
         return tensors_of(self.adapter, render(self.adapter, messages, Recipe()))
-
-
-def methods() -> list[dict[str, Any]]:
-    """List every stage and drafter: name, protocol, parameters, paper, whether it needs training.
-
-    ``floor`` is the lowest fraction of visual tokens that it can keep, averaged over 32 layers.
-    """
-    return [_method(stage_class(name)) for name in sorted(stage_names())]
-
-
-def _method(cls: type[Stage]) -> dict[str, Any]:
-    return {
-        "name": cls.name,
-        "protocol": cls.protocol,
-        "paper": cls.paper,
-        "trained": cls.trained,
-        "floor": cls().floor(32),
-        "value": cls.lead,
-        "summary": (cls.__doc__ or "").strip().partition("\n")[0],
-        "parameters": [
-            {
-                "name": recipe_name(f),
-                "type": str(f.type),
-                "default": None if f.default is MISSING else f.default,
-                **{key: value for key, value in f.metadata.items() if key != "word"},
-            }
-            for f in fields(cls)
-        ],
-    }
-
-
-def _unless_refused(call: Callable[[], Any], errors: str) -> Any:
-    """The result of ``call``, or the error by which it refuses a recipe."""
-    try:
-        return call()
-    except (RequestCancelled, DeadlineExceeded):
-        raise
-    except VLMFastError as error:
-        if errors == "raise":
-            raise
-        return error
-
-
-def _check_any_ran(results: list[Any]) -> None:
-    """Raise the first error if all results are errors."""
-    if results and all(isinstance(result, VLMFastError) for result in results):
-        raise results[0]
 
 
 def _check_bytes(name: str, bytes: int | None) -> None:

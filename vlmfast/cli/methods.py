@@ -40,7 +40,7 @@ _PLACE_OF_PROTOCOL = {
 
 def run(args: argparse.Namespace, load: Callable[[], VLM]) -> None:
     """Print methods; ``load`` loads the model of ``--model``."""
-    from vlmfast.api.vlm import methods
+    from vlmfast.core.methods import methods
     from vlmfast.core.registry import stage_class
 
     if args.model is None:
