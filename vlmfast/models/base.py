@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -18,17 +17,15 @@ from torch import Tensor, nn
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind, Numbering, TokenLayout
-from vlmfast.core.placement import device_of, devices_of, hooked
-from vlmfast.core.saliency import SaliencyRequest, to_tokens
+from vlmfast.core.placement import devices_of, hooked
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.weights import load_weights
 from vlmfast.errors import ModelError, RecipeError
-from vlmfast.media.info import FrameTimes
 
-from ._media import Media
+from ._prompts import Prompted
 from ._wrapped import check_placement, entries, is_quantized, synchronizes
-from .rope import attention_scaling, longest, short
+from .rope import attention_scaling
 
 # Text models that rotate neighboring dimensions, not the two halves of a head. Some layers of
 # `cohere2` and `llama4_text` have no rotary embedding at all.
@@ -107,7 +104,7 @@ class Part:
     tensors: dict[str, Tensor]
 
 
-class Adapter:
+class Adapter(Prompted):
     """One family: encodes pixels into visual tokens and locates them in the prompt.
 
     A family's file defines ``FamilyAdapter(Adapter)`` with `encode`, and overrides what differs:
@@ -262,11 +259,6 @@ class Adapter:
     def examine_windows(self) -> None:
         """Correct `window` and `windows`, in families where any language model may stand."""
 
-    def view_size(self) -> tuple[int, int] | None:
-        """Height and width in pixels of the views that the tower gets; ``None`` where they vary."""
-        size = getattr(self.config.vision_config, "image_size", None)
-        return (size, size) if isinstance(size, int) else size and tuple(size)
-
     def _check_devices(self) -> None:
         tower, projector = devices_of(self.tower()), devices_of(self.projector())
         if len({*tower, *projector}) > 1:
@@ -287,248 +279,7 @@ class Adapter:
                 )
         self.split = len(devices_of(self.model)) > 1
 
-    # --- sizes ---------------------------------------------------------------------------------
-
-    @property
-    def _embedding(self) -> nn.Embedding:
-        # Adapters of PEFT may replace it at any time, and the head too. The language model finds it
-        # at once, the whole model after a search.
-        return cast("nn.Embedding", self.decoder.get_input_embeddings())
-
-    @property
-    def _head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
-
-    @property
-    def device(self) -> torch.device:
-        device = self._embedding.weight.device
-        if device.type != "meta":
-            return device
-        found = device_of(self._embedding)  # of offloaded weights
-        assert found is not None
-        return found
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._embedding.weight.dtype
-
-    @property
-    def width(self) -> int:
-        """Width of the hidden states."""
-        return self._embedding.weight.shape[-1]
-
-    @property
-    def vocabulary(self) -> int:
-        """Width of the logits."""
-        return self._head.out_features  # quantized weights may be packed into another shape
-
-    @property
-    def max_positions(self) -> int | None:
-        """Maximum of positions of the language model, if its config sets one."""
-        return longest(self.config.get_text_config())
-
-    @property
-    def reusable(self) -> bool:
-        """Whether another prompt with the same beginning can continue from the cache of one."""
-        return not (self.prefix_lm or self.state_layers)
-
-    def is_short(self, positions: int) -> bool:
-        """Whether the rotary tables of a prompt are those of each of its parts."""
-        most = short(self.config.get_text_config())
-        return most is None or positions <= most
-
-    @property
-    def image_token_id(self) -> int:
-        return self.config.image_token_id
-
-    def placeholders(self) -> tuple[int, ...]:
-        """Placeholder ids of images and videos."""
-        names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
-        found = {getattr(self.config, name, None) for name in names}
-        return tuple(sorted(token for token in found if token is not None))
-
-    def visual(self, ids: Tensor) -> Tensor:
-        """Mask of the placeholders of images and videos: bool, same shape as ``ids``."""
-        return ids == self.image_token_id
-
-    def modalities(self, ids: Tensor) -> Tensor:
-        """0 for text, 1 for placeholders of images and 2 for those of videos, shape of ``ids``."""
-        return self.visual(ids) * (1 + (ids != self.image_token_id).int())
-
-    def tower(self) -> nn.Module:
-        """The vision tower, called with pixels."""
-        return self.model.get_encoder(modality="image")
-
-    def vision_blocks(self) -> list[nn.Module]:
-        """Blocks of the vision tower, in order."""
-        tower = self.model.get_encoder(modality="image")
-        tower = getattr(tower, "vision_model", tower)  # some versions wrap CLIP
-        encoder = getattr(tower, "encoder", None)
-        blocks = getattr(encoder, "layers", None) or getattr(encoder, "layer", None)
-        if blocks is None:
-            raise ModelError(f"{type(tower).__name__} as vision tower is not supported")
-        return list(blocks)
-
-    def vision_attention(self, block: nn.Module) -> nn.Module:
-        """The module of a vision block whose attention is replaced by the engine's."""
-        names = (self.attention, "self_attn", "attention")
-        found = next((m for name in names if (m := getattr(block, name, None)) is not None), None)
-        if found is None:
-            raise ModelError(f"{type(block).__name__} as vision block is not supported")
-        # The attention of ViTs consists of a part that attends and an output projection.
-        return getattr(found, "attention", found)
-
-    def refusal(self, reason: str) -> RecipeError:
-        """The error for a recipe that this model cannot run; it names one that runs."""
-        return RecipeError(f"{reason}; on this model 'divprune:0.2' works")
-
-    # --- saliency ------------------------------------------------------------------------------
-
-    def specials(self) -> int:
-        """Rows of the tower before the patches of each view: 1 for a CLS token."""
-        tower = self.model.get_encoder(modality="image")
-        embeddings = getattr(getattr(tower, "vision_model", tower), "embeddings", None)
-        names = ("class_embedding", "cls_token")
-        return int(any(getattr(embeddings, name, None) is not None for name in names))
-
-    def sources(self) -> tuple[str, ...]:
-        """Entries of `saliency.SOURCES` that the tower supports, the default first."""
-        return ("cls", "received", "norm") if self.specials() else ("received", "norm")
-
-    def source(self, asked: SaliencyRequest) -> str:
-        """The source used for a request."""
-        return self.sources()[0] if asked.source == "auto" else asked.source
-
-    def why_no_source(self, source: str) -> str:
-        """The reason why `sources` does not include a source."""
-        return "its vision tower has no CLS token"
-
-    def why_no_crops(self) -> str:
-        """The reason why `crops` is false."""
-        return f"{self.config.model_type} encodes each image as one view"
-
-    def projects_cls(self) -> bool:
-        """Whether the projector takes one row of the tower at a time, the CLS row too."""
-        return self.specials() == 1
-
-    def global_blocks(self) -> list[int]:
-        """Vision blocks in which patches attend to the whole view, ascending."""
-        return list(range(len(self.vision_blocks())))
-
-    def salient_block(self, block: str) -> int:
-        """The block that a `SaliencyRequest` means: the nearest of `global_blocks`, the later one
-        where two are equally near."""
-        last = len(self.vision_blocks()) - 1
-        meant = {"first": 0, "features": self.feature_blocks()[-1], "last": last}[block]
-        return min(self.global_blocks(), key=lambda index: (abs(index - meant), -index))
-
-    def block_stats(self, context: VisionContext, layer: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Statistics (V, H, P) and keys (V, P, D) of each item's patches in ``layer``.
-
-        The view of the whole image comes first. `to_tokens` defines the order of patches.
-        """
-        n, rows, keys = self.patches(), context.stats[layer], context.keys.get(layer)
-        views = [self.whole_first(item) for item in context.items]
-        return [
-            (
-                _views(rows[:, :, 0, -n:], own),
-                None if keys is None else _views(keys[:, -n:], own),
-            )
-            for own in views
-        ]
-
-    def projector_input(self, calls: list[Tensor], items: Sequence[ItemGeometry]) -> list[Tensor]:
-        """The projector's inputs, recorded call by call, as (V, P, D) of each item."""
-        views = [view for call in calls for view in call]
-        return [torch.stack([views[i] for i in self.whole_first(item)]) for item in items]
-
-    def to_tokens(self, patches: Tensor, item: ItemGeometry) -> Tensor:
-        """Values (..., P) of an item's patches as means over its visual tokens, (..., N)."""
-        n = item.patches[0] * item.patches[1]
-        if patches.shape[-1] == n:
-            return patches
-        side = math.isqrt(patches.shape[-1])  # rows before the square are CLS
-        return to_tokens(patches[..., -side * side :], item.patches)
-
-    def whole_first(self, item: ItemGeometry) -> list[int]:
-        """The views of an item: the whole image first, then its crops in raster order."""
-        return list(range(*item.views))
-
-    # --- work inside the tower -------------------------------------------------------------------
-
-    def cells(self, item: ItemGeometry) -> Tensor | None:
-        """Patches of the tower that form each visual token of a view: int64, (N, m).
-
-        Tokens are in raster order; patches are rows of the tower, counted after `specials`.
-        ``None`` if patches do not belong to single tokens, see `why_no_cells`.
-        """
-        side, (rows, columns) = math.isqrt(self.patches()), item.patches
-        if side % rows or side % columns:
-            return None
-        patches = torch.arange(side * side).view(rows, side // rows, columns, side // columns)
-        return patches.transpose(1, 2).flatten(2).flatten(0, 1)
-
-    def why_no_cells(self, item: ItemGeometry) -> str:
-        """The reason why an item has no `cells`."""
-        side, (rows, columns) = math.isqrt(self.patches()), item.patches
-        return (
-            f"the {side} x {side} patches of its vision tower do not divide into "
-            f"{rows} x {columns} visual tokens"
-        )
-
-    def norm(self) -> nn.Module | None:
-        """The norm after the last layer of the language model."""
-        return getattr(self.decoder, "norm", None)
-
-    def text_attention(self, layer: int) -> nn.Module:
-        """The module of a layer of the language model that attends."""
-        return self.decoder.layers[layer].get_submodule("self_attn")
-
-    def attention_norm(self, layer: int) -> nn.Module:
-        """The norm before the attention of a layer of the language model."""
-        return self.decoder.layers[layer].get_submodule("input_layernorm")
-
-    def mergers(self) -> list[nn.Module]:
-        """Modules that turn the rows of a packed tower into tokens, including `projector`."""
-        return [self.projector()]
-
-    def tower_order(self, items: Sequence[ItemGeometry]) -> list[int]:
-        """Indices of ``items`` in the order in which a packed tower processes them."""
-        return list(range(len(items)))
-
-    def projector(self) -> nn.Module:
-        """The module that projects the tower's rows (V, N, D) to the language model's width."""
-        return self.model.base_model.multi_modal_projector
-
-    def feature_blocks(self) -> list[int]:
-        """Indices of the vision blocks whose output the projector takes, ascending."""
-        layer = getattr(self.config, "vision_feature_layer", -1)
-        layers = [layer] if isinstance(layer, int) else layer
-        depth = len(self.vision_blocks())
-        return sorted(index - 1 if index >= 0 else depth + index for index in layers)
-
-    def feature_block(self) -> int:
-        """The first of `feature_blocks`."""
-        return self.feature_blocks()[0]
-
-    def sizes(self) -> dict[str, Any]:
-        """Properties of the model that a trained stage needs, see `Stage.build`."""
-        text, vision = self.config.get_text_config(), self.config.vision_config
-        return {
-            "family": self.config.model_type,
-            "width": text.hidden_size,
-            "depth": self.depth,
-            "heads": text.num_attention_heads,
-            "vision_width": vision.hidden_size,
-            "vision_depth": len(self.vision_blocks()),
-            "vision_heads": getattr(vision, "num_attention_heads", getattr(vision, "num_heads", 0)),
-            "patches": self.patches(),
-        }
-
-    def patches(self) -> int:
-        """Patches of one view in the vision tower."""
-        vision = self.config.vision_config
-        return (vision.image_size // vision.patch_size) ** 2
+    # --- bytes and weights ----------------------------------------------------------------------
 
     def bytes_per_token(self) -> int:
         """Bytes that one token costs in the cache of all layers, uncompressed.
@@ -592,163 +343,6 @@ class Adapter:
         except RecipeError:
             return False
         return True
-
-    # --- prompt --------------------------------------------------------------------------------
-
-    def frame_labels(self, index: int, seconds: float) -> tuple[str, str]:
-        """Text before and after frame ``index`` (from 0) of a video that is read as images."""
-        label = getattr(self.config, "vlmfast_frame_label", "")
-        return label.format(i=index + 1), ""
-
-    def image_token(self) -> str:
-        """The placeholder of an image in the text of a prompt."""
-        return self.processor.image_token
-
-    def marks(self) -> tuple[str, ...]:
-        """The placeholders of images, and of videos that are not read as images."""
-        videos = (self.processor.video_token,) if self.video_tensors else ()
-        return (self.image_token(), *videos)
-
-    def inputs(
-        self,
-        text: str,
-        images: list[Any],
-        frames: Sequence[tuple] = (),
-        times: Sequence[FrameTimes] = (),
-    ) -> dict[str, Tensor]:
-        """Run the family's processor; tensors on the model's device, pixels in its dtype.
-
-        ``images`` are all images and frames, ``frames`` is as in `engine.prefill.Inputs`, and
-        ``times`` has one entry for each video.
-        """
-        tokenizer = self.processor.tokenizer
-        bos = tokenizer.bos_token
-        single, videos = self.parted(images, frames)
-        try:
-            batch = self._process(
-                images=([single] if self.nested else single) if single else None,
-                text=[text],
-                return_tensors="pt",
-                add_special_tokens=not (bos and text.startswith(bos)),
-                **(self.of_videos(videos, times) if videos else {}),
-                **(self.on_device() if images else {}),
-            )
-        except (ValueError, TypeError, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ModelError(
-                f"{type(self.processor).__name__} rejected the prompt: {reason}"
-            ) from error
-        wanted = (self.tensors if single else ()) + (self.video_tensors if videos else ())
-        lacking = [key for key in wanted if key not in batch]
-        if lacking:
-            raise ModelError(
-                f"{type(self.processor).__name__} made no {', '.join(lacking)}: it does not belong "
-                f"to a {self.config.model_type} model"
-            )
-        if "attention_mask" in batch and not bool(batch["attention_mask"].all()):
-            raise ModelError(
-                f"{type(self.processor).__name__} padded the prompt; prompts are processed one "
-                "at a time without padding: remove padding from the processor's own arguments"
-            )
-        for key, value in batch.items():
-            if self.fixed and key.startswith("pixel_values"):
-                self._fits(value)
-        found = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-        return {
-            # A mask without padding need not be copied.
-            key: torch.ones_like(value, device=self.device)
-            if key == "attention_mask" and value.device.type == "cpu" and bool(value.all())
-            else self.moved(key, value)
-            for key, value in found.items()
-        }
-
-    def _process(self, **given: Any) -> Any:
-        with self.processing:
-            return self.processor(**given)
-
-    def moved(self, key: str, value: Tensor) -> Tensor:
-        """Move an input to the device without blocking; pixels in the model's dtype.
-
-        `host_tensors` stay where they are.
-        """
-        if key in self.host_tensors:
-            return value
-        dtype = self.dtype if key.startswith("pixel_values") else value.dtype
-        if self.device.type == "cuda" and value.device.type == "cpu":
-            return value.pin_memory().to(self.device, non_blocking=True).to(dtype)
-        return value.to(self.device, dtype)
-
-    def _fits(self, pixels: Tensor) -> None:
-        expected = self.view_size()
-        if expected is not None and tuple(pixels.shape[-2:]) != expected:
-            height, width = pixels.shape[-2:]
-            raise ModelError(
-                f"{type(self.processor).__name__} makes images of {height}x{width} pixels, and the "
-                f"vision tower takes {expected[0]}x{expected[1]}; set the size in the processor"
-            )
-
-    def parted(
-        self, images: list[Any], frames: Sequence[tuple]
-    ) -> tuple[list[Any], list[list[Any]]]:
-        """Separate images from the frames of each video that is not read as images."""
-        if not self.video_tensors or not frames:
-            return images, []
-        single: list[Any] = []
-        videos: dict[int, list[Any]] = {}
-        for image, (video, *_) in zip(images, frames, strict=True):
-            (single if video < 0 else videos.setdefault(video, [])).append(image)
-        return single, list(videos.values())
-
-    def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
-        """Arguments of the processor for videos: chosen frames and their times."""
-        about = [_metadata(own) for own in times]
-        return {"videos": videos, "video_metadata": about, "do_sample_frames": False}
-
-    # --- a batch of prompts ----------------------------------------------------------------------
-
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """The images of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
-        return self._alike(batch, self.tensors[0], self.image_token_id, ids)
-
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
-        """The videos of a batch that are not read as images."""
-        return []
-
-    def _alike(
-        self, batch: dict[str, Tensor], key: str, token: int, ids: list[Tensor]
-    ) -> list[Media]:
-        """Images, or videos (N, T, C, H, W), that all have the same number of tokens."""
-        pixels = batch.get(key)
-        if pixels is None:
-            return []
-        tokens = sum(int((row == token).sum()) for row in ids) // max(len(pixels), 1)
-        frames = pixels.shape[1] if pixels.dim() == 5 else 0
-        size = pixels.shape[-2], pixels.shape[-1]
-        return [Media(tokens, {key: one}, size, frames) for one in pixels.split(1)]
-
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Join `Media.tensors` of several images and videos into those of one prompt."""
-        keys = {key: None for part in parts for key in part}
-        return {key: torch.cat([part[key] for part in parts if key in part]) for key in keys}
-
-    def items_of(
-        self, tensors: dict[str, Tensor], media: Sequence[Media]
-    ) -> tuple[ItemGeometry, ...]:
-        """`items` of a prompt that came in a batch."""
-        sizes, frames, videos = [], [], 0
-        for one in media:
-            video = videos if one.frames else -1
-            videos += one.frames > 0
-            sizes += [one.size] * max(one.frames, 1)
-            frames += [(video, i, max(one.frames, 1)) for i in range(max(one.frames, 1))]
-        return self.items(tensors, sizes, frames) if media else ()
-
-    def on_device(self) -> dict[str, Any]:
-        """Arguments that let processors that can resize and normalize images on the GPU."""
-        if self.device.type == "cpu":
-            return {}
-        backend = getattr(self.processor.image_processor, "backend", None)
-        return {"device": self.device} if backend == "torchvision" else {}
 
     # --- tensors -------------------------------------------------------------------------------
 
@@ -844,35 +438,10 @@ class Adapter:
 
     mask_rule: Callable[[TokenLayout], Tensor] | None = None
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
-        """`geometry` of a prompt's images, with the frames of videos marked.
-
-        The parameters are those of `engine.prefill.Inputs`. A family may join frames into one item.
-        """
-        items = self.views_of(tensors, sizes)
-        if not frames:
-            return items
-        return tuple(
-            replace(item, video=video, frame=(index, total))
-            for item, (video, index, total, *_) in zip(items, frames, strict=True)
-        )
-
     def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
         """Whether each patch of the tower becomes one visual token."""
         cells = (self.cells(item) for item in items)
         return not self.packed and all(c is not None and c.shape[1] == 1 for c in cells)
-
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
-        """`geometry` for families that also need the processor's output."""
-        return self.geometry(sizes)
-
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        """Views of images of ``sizes`` (height, width in pixels) in the vision batch."""
-        raise NotImplementedError(f"{type(self).__name__}.geometry")
 
     def parts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
@@ -965,29 +534,6 @@ class Adapter:
         share = [short / width, short / height] if crop else [1.0, 1.0]
         size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
         return (1 - size) / 2, size
-
-
-def _metadata(times: FrameTimes) -> dict[str, Any]:
-    """The fields of Hugging Face's ``VideoMetadata``; processors compute ``index / fps``."""
-    frames: float = times.frames
-    fps, shown = times.fps, list[float](times.indices)  # a new list: processors may append to it
-    if any(index / fps != at for index, at in zip(shown, times.timestamps_s, strict=True)):
-        # The rate varies: counted in seconds, the times are exact.
-        frames, fps, shown = frames / fps, 1.0, list(times.timestamps_s)
-    return {
-        "total_num_frames": frames,
-        "fps": fps,
-        "frames_indices": shown,
-        "duration": times.duration_s,
-    }
-
-
-def _views(x: Tensor, numbers: list[int]) -> Tensor:
-    """Rows ``numbers`` of a tensor, without indices that would be copied to the device."""
-    first, last = min(numbers), max(numbers) + 1
-    if numbers == list(range(first, last)):
-        return x[first:last]
-    return torch.cat([x[n : n + 1] for n in numbers])
 
 
 def _listed(devices: Sequence[torch.device | None]) -> str:
