@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from tiny_trainer import batches, labels, schedule
 from vlmfast.models.tiny.tokenizer import (
     BOS_ID,
     IMAGE_ID,
@@ -29,10 +30,8 @@ from vlmfast.scenes.drawing import make_image_scene, paint, quadrant, shape_mask
 from vlmfast.scenes.glyphs import CHARS, GLYPHS
 from vlmfast.scenes.questions import ask_all
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
-from vlmfast.train.tiny.data import N_SHORT, Spec, make_batch
-from vlmfast.train.tiny.labels import FIELDS, label_frame
-from vlmfast.train.tiny.schedule import plan
 
+Spec, make_batch, plan = batches.Spec, batches.make_batch, schedule.plan
 START = scenes.EVAL_SEED_START
 
 
@@ -252,9 +251,9 @@ def test_shapes_and_characters_differ():
 def test_patch_labels_agree_with_the_scene():
     for i in range(60):
         scene = make_image_scene(random.Random(i))
-        label = label_frame(scene, paint(scene)[0])
-        assert label["fields"].shape == (5, 64, len(FIELDS))
-        assert (label["fields"].max((0, 1)) < np.array(list(FIELDS.values()))).all()
+        label = labels.label_frame(scene, paint(scene)[0])
+        assert label["fields"].shape == (5, 64, len(labels.FIELDS))
+        assert (label["fields"].max((0, 1)) < np.array(list(labels.FIELDS.values()))).all()
         assert label["count"][0] == len(scene.things)
         assert label["fields"][0, :, 5].sum() <= len(scene.things)
         for t in scene.things:
@@ -324,7 +323,7 @@ def test_batches_are_reproducible_and_packed(tokenizer_file, tokenizer):
             if len(at):
                 assert target[row, at[-1]] == tokenizer.token_to_id("</s>")
         start += length
-    assert N_SHORT == 8
+    assert batches.N_SHORT == 8
 
 
 def test_questions_use_their_own_generator():

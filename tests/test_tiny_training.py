@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,26 +18,32 @@ import torch
 from PIL import Image
 
 from closeness import close
+from tiny_trainer import (
+    FOLDER,
+    batches,
+    folder,
+    heads,
+    labels,
+    network,
+    references,
+    schedule,
+    training,
+)
 from tower_terms import answer
-from vlmfast.cli import main
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.models.tiny.build import build_config, build_model
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
 from vlmfast.scenes.drawing import make_image_scene
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
-from vlmfast.train.tiny import blocks, training
-from vlmfast.train.tiny.data import Spec, make_batch
-from vlmfast.train.tiny.evaluation import evaluate
-from vlmfast.train.tiny.export import ExportError, build_processor, export
-from vlmfast.train.tiny.heads import DenseHeads
-from vlmfast.train.tiny.labels import FIELDS
-from vlmfast.train.tiny.network import ATTENTION, Packed, packed_mask, to_tensors
-from vlmfast.train.tiny.optim import Optimizer, newton_schulz
-from vlmfast.train.tiny.references import FACTS, UNKNOWN, facts
-from vlmfast.train.tiny.schedule import APART, DECAY, phase_of, plan
 
 ROOT = Path(__file__).resolve().parents[1]
+ExportError, build_processor, export = folder.ExportError, folder.build_processor, folder.export
+Spec, make_batch, FIELDS = batches.Spec, batches.make_batch, labels.FIELDS
+ATTENTION, Packed, packed_mask = network.ATTENTION, network.Packed, network.packed_mask
+FACTS, UNKNOWN, facts = references.FACTS, references.UNKNOWN, references.facts
+APART, DECAY, phase_of, plan = schedule.APART, schedule.DECAY, schedule.phase_of, schedule.plan
+DenseHeads, evaluate, to_tensors = heads.DenseHeads, training.evaluate, network.to_tensors
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +56,6 @@ def tokenizer_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def packed(tokenizer_file):
     return Packed(build_model(3), DenseHeads(), FastEncoder(build_tokenizer())).eval()
-
-
-def _args(out: Path, **more: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    training.add_arguments(parser)
-    args = parser.parse_args(["--out", str(out), "--batch", "1", "--workers", "0"])
-    for name, value in more.items():
-        setattr(args, name, value)
-    return args
 
 
 def _lines(out: Path) -> list[dict]:
@@ -129,31 +125,6 @@ def test_base_view_equals_single_crop(tokenizer_file):
         assert np.array_equal(pixels[:, ::2], pixels[:, 1::2])
 
 
-def test_fast_attention_equals_reference():
-    torch.manual_seed(0)
-    n, g, prefix, slots, d = 3, 2, 7, (3, 3, 5), 16
-    length = prefix + sum(slots)
-    # Both get the same rounded inputs, so that only their computations differ.
-    q, k, v = (
-        torch.randn(s).bfloat16().float().requires_grad_()
-        for s in [(n, g, length, d)] + [(n, length, d)] * 2
-    )
-    masks = blocks.causal_mask(prefix), blocks.own_mask(slots)
-    out = blocks.PackedAttention.apply(
-        *(x.bfloat16() for x in (q, k, v)), 0.3, prefix, slots, *masks
-    ).float()
-    score = torch.einsum("ngqd,nkd->ngqk", q, k) * 0.3 + packed_mask(prefix, slots)
-    want = torch.einsum("ngqk,nkd->ngqd", score.softmax(-1), v)
-    close(out, want, torch.bfloat16, 2)  # rounded: probabilities and result; sums are float32
-    probe = torch.randn_like(want)
-    got = torch.autograd.grad((out * probe).sum(), (q, k, v))
-    ref = torch.autograd.grad((want * probe).sum(), (q, k, v))
-    # Each of five tensors in the backward pass is rounded by at most half a unit, and norms add up.
-    rounding = 5 * torch.finfo(torch.bfloat16).eps / 2
-    for a, b in zip(got, ref, strict=True):
-        assert (a - b).norm() < rounding * b.norm()
-
-
 def test_codes_are_orthogonal_and_decodable():
     heads = DenseHeads()
     gram = heads.codes @ heads.codes.T
@@ -168,25 +139,6 @@ def test_codes_are_orthogonal_and_decodable():
     assert all(float(info[name]) == 1.0 for name in FIELDS)
     noisy, _ = heads.dense_loss(code + torch.randn_like(code), fields, coordinates)
     assert noisy > loss
-
-
-def test_newton_schulz_evens_out_singular_values():
-    torch.manual_seed(0)
-    out = newton_schulz(torch.randn(2, 24, 48))
-    values = torch.linalg.svdvals(out)
-    assert values.min() > 0.5 and values.max() < 1.4
-    assert newton_schulz(torch.randn(1, 48, 24)).shape == (1, 48, 24)
-
-
-def test_optimizer_skips_nan_gradients():
-    p = torch.nn.Parameter(torch.ones(4, 4))
-    opt = Optimizer({"w": p})
-    p.grad = torch.full((4, 4), float("nan"))
-    opt.step(1.0)
-    assert torch.equal(p.detach(), torch.ones(4, 4))
-    p.grad = torch.eye(4)
-    opt.step(1.0)
-    assert torch.isfinite(p).all() and not torch.equal(p.detach(), torch.ones(4, 4))
 
 
 def test_schedule_is_deterministic_and_ends_at_rate_zero():
@@ -205,7 +157,7 @@ def test_schedule_is_deterministic_and_ends_at_rate_zero():
 
 def test_training_scaffolds_are_not_in_the_evaluation(tokenizer_file):
     batch = make_batch(Spec("image", EVAL_SEED_START, 32, evaluation=True), tokenizer_file)
-    names = {training.data.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
+    names = {batches.TYPE_NAMES[t] for t in batch.arrays["types"].ravel() if t >= 0}
     assert "mc" in names and not names & {"hint", "option"}
 
 
@@ -276,7 +228,7 @@ def test_facts_about_named_objects():
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """A run that is killed with SIGKILL ends with the same weights, bit for bit."""
     command = [
-        sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--workers", "0",
+        sys.executable, str(FOLDER / "training.py"), "--batch", "1", "--workers", "0",
         "--max-steps", "9", "--seed", "4", "--save-every", "0", "--eval-every", "1e9",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -291,23 +243,24 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     subprocess.run([*command, "--out", str(cut)], check=True, **quiet)
     a, b = (torch.load(d / "checkpoint.pt", weights_only=True) for d in (whole, cut))
     assert a["step"] == b["step"] == 9
-    for part in ("master", "ema", "first", "second"):
-        for name, value in a["optimizer"][part].items():
-            assert torch.equal(value, b["optimizer"][part][name]), name
+    for part in ("weights", "average"):
+        for name, value in a[part].items():
+            assert torch.equal(value, b[part][name]), name
 
 
 @pytest.mark.slow
-def test_phases_run_stop_resume_and_export(tmp_path):
+def test_phases_run_stop_resume_and_export(tmp_path, capsys):
     """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
-    assert training.run(_args(out, max_steps=5, stop_after=2)) == ExitCode.CUT_SHORT
+    short = ["--out", str(out), "--batch", "1", "--workers", "0", "--max-steps", "5"]
+    assert training.main([*short, "--stop-after", "2"]) == ExitCode.CUT_SHORT
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 2
     assert not (out / "log.jsonl").exists()  # too short for a log line
-    assert training.run(_args(out, max_steps=5, smoke=True)) == 0
+    assert training.main([*short, "--smoke"]) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 5
     assert "final" in _lines(out)[-1]
-    with pytest.raises(training.TrainingError, match="seed"):
-        training.run(_args(out, max_steps=5, seed=9))
+    assert training.main([*short, "--seed", "9"]) == ExitCode.USER_ERROR
+    assert "was trained with seed 0, not 9" in capsys.readouterr().err
 
     folder = tmp_path / "exported"
     export(out, folder)
@@ -353,21 +306,41 @@ def _check_folder(folder: Path) -> None:
     assert ids.count(4) == 544 and ids.count(1) == 1
 
 
-def test_invalid_arguments_raise(tmp_path):
+def test_invalid_arguments_are_refused(tmp_path, capsys):
     with pytest.raises(ExportError, match="no checkpoint"):
         export(tmp_path, tmp_path / "x")
-    for minutes in (0.0, float("nan"), float("inf")):
-        with pytest.raises(training.TrainingError, match="positive"):
-            training.run(_args(tmp_path, minutes=minutes))
-    with pytest.raises(training.TrainingError, match="--max-steps and --stop-after must be"):
-        training.run(_args(tmp_path, max_steps=-1))
-    with pytest.raises(training.TrainingError, match="--device abacus is not cpu or cuda"):
-        training.run(_args(tmp_path, device="abacus"))
-    with pytest.raises(training.TrainingError, match="GPU"):
-        training.run(_args(tmp_path, processes=2, device="cuda"))
-    if not torch.cuda.is_available():
-        with pytest.raises(training.TrainingError, match="CUDA"):
-            training.run(_args(tmp_path, device="cuda"))
+    for given in ("--minutes 0", "--minutes nan", "--batch 129", "--max-steps -1"):
+        with pytest.raises(SystemExit):
+            training.parse(given.split())
+        assert given.split()[0] in capsys.readouterr().err
+
+
+def test_a_batch_whose_gradients_are_not_finite_changes_nothing(tmp_path, monkeypatch):
+    trainer = training.Trainer(training.parse(["--out", str(tmp_path), "--batch", "1"]))
+    planned = plan(0, 0.0, 0, 1)
+    batch = make_batch(planned.spec, trainer.tokenizer)
+
+    def weights() -> list[torch.Tensor]:
+        return [p.detach().clone() for p in trainer.packed.parameters()]
+
+    before, norms = weights(), iter([float("nan"), 1.0])
+    monkeypatch.setattr(training, "clip", lambda packed: next(norms))
+    trainer.update(planned, batch)
+    assert all(map(torch.equal, weights(), before))
+    trainer.update(planned, batch)
+    assert not all(map(torch.equal, weights(), before))
+
+
+@pytest.mark.slow
+def test_loss_falls_on_the_same_batch(tmp_path):
+    """Also the losses of what attention and hidden states must know."""
+    trainer = training.Trainer(training.parse(["--out", str(tmp_path), "--batch", "2"]))
+    spec = Spec("image", 3, 2, (("rel", 1.0), ("where", 1.0), ("color", 1.0)), pixels=False)
+    planned = replace(plan(50, 0.5, 0, 2), spec=spec, codes=True)
+    batch = make_batch(spec, trainer.tokenizer)
+    lines = [trainer.update(planned, batch) for _ in range(60)]
+    for name in ("answer", "question", "look", "recall", "facts", "compared", "choose"):
+        assert float(lines[-1][name]) < 0.8 * float(lines[0][name]), name
 
 
 @pytest.mark.cases(1)
@@ -377,28 +350,16 @@ def test_file_of_another_training_is_refused(tmp_path, state, capsys):
         (tmp_path / "checkpoint.pt").write_bytes(state)
     else:
         torch.save(state, tmp_path / "checkpoint.pt")
-    command = ["train", "tiny", "--out", str(tmp_path), "--max-steps", "1", "--workers", "0"]
-    assert main(command) == ExitCode.USER_ERROR
+    command = ["--out", str(tmp_path), "--max-steps", "1", "--workers", "0"]
+    assert training.main(command) == ExitCode.USER_ERROR
     message = capsys.readouterr().err
     assert "checkpoint.pt is no checkpoint of this training" in message and "--fresh" in message
 
 
 def test_evaluation_restores_the_training_mode(packed, tokenizer_file):
-    table = evaluate(packed, tokenizer_file, images=2, videos=1, batch=2)
+    table = evaluate(packed, tokenizer_file, images=2, videos=1)
     assert set(table) == {"image", "video"}
     assert 0.0 <= table["image"]["mean"] <= 1.0
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path):
-    """Gradients are averaged, so both processes always have the same weights."""
-    command = [
-        sys.executable, "-m", "vlmfast.train.tiny.training", "--batch", "1", "--max-steps", "3",
-        "--processes", "2", "--out", str(tmp_path), "--eval-every", "1e9", "--smoke",
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=env, capture_output=True, timeout=300)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 3
 
 
 WEIGHTS = ROOT / "vlmfast" / "weights" / "tiny"
@@ -437,7 +398,7 @@ class TestShipped:
             for k, length in enumerate(spec.slots[:-1]):
                 t = batch.arrays["types"][b, k]
                 if t >= 0:
-                    qa = by_type[training.data.TYPE_NAMES[t]]
+                    qa = by_type[batches.TYPE_NAMES[t]]
                     inputs = processor(
                         images=example.image,
                         text=f"USER: <image>\n{turn(qa.question)}",

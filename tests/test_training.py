@@ -24,7 +24,7 @@ from vlmfast.core.training import Training
 from vlmfast.core.weights import load_weights
 from vlmfast.errors import RecipeError
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
-from vlmfast.train.tiny.lessons import lesson
+from vlmfast.train.lessons import lesson
 
 
 class Gain(nn.Module):

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiny_trainer import batches
 from vlmfast.api.vlm import VLM
+from vlmfast.errors import VLMFastError
 from vlmfast.models.tiny.tokenizer import build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, EVAL_SEED_STOP
-from vlmfast.train.tiny.data import DataError, Spec, make_batch
-from vlmfast.train.tiny.lessons import lesson
+from vlmfast.train.lessons import lesson
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -35,10 +36,10 @@ def test_seeds_are_of_no_other_use(tmp_path: Path) -> None:
     evaluation = range(EVAL_SEED_START, EVAL_SEED_STOP)
     assert own.start >= evaluation.stop
     for seed in (own.start, own.stop - 1):
-        with pytest.raises(DataError, match="reserved"):
+        with pytest.raises(VLMFastError, match="reserved"):
             lesson("image", seed)
-        with pytest.raises(DataError, match="reserved"):
-            make_batch(Spec("image", seed, 1, (("color", 1.0),)), tokenizer)
+        with pytest.raises(batches.DataError, match="reserved"):
+            batches.make_batch(batches.Spec("image", seed, 1, (("color", 1.0),)), tokenizer)
     last = outcomes.OUTCOME_SEED_START + outcomes.SCENES * outcomes.TRIES
     assert last <= own.stop
 

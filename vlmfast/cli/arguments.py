@@ -176,12 +176,8 @@ def train(parser: argparse.ArgumentParser) -> None:
     )
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Command)
 
-    def add(name: str, about: str) -> Command:
-        return what.add_parser(name, help=about, description=f"Train {about}")
-
-    tiny = add("tiny", "the shipped model, on generated images and videos")
-    tiny.fill = lambda p: module("train.tiny.training").add_arguments(p)
-    drafter = add("drafter", "a drafter, on answers of its model")
+    about = "a drafter, on answers of its model"
+    drafter = what.add_parser("drafter", help=about, description=f"Train {about}")
     drafter.fill = lambda p: module("train.drafters").add_arguments(p)
     for name in training.trainable():
         about = (registry.stage_class(name).__doc__ or "").strip().partition("\n")[0]

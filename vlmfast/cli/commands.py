@@ -344,8 +344,6 @@ def _env(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    if args.what == "tiny":
-        return module("train.tiny.training").run(args)
     if args.what == "drafter":
         trainer = module("train.drafters").DrafterTrainer(args)
     else:

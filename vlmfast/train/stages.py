@@ -161,7 +161,7 @@ def _public(value: str) -> str:
 
 def drawn(modalities: tuple[str, ...]) -> Callable[[int], Sample]:
     """Drawn scenes: sample number n is a function of n."""
-    from .tiny.lessons import lesson
+    from .lessons import lesson
 
     def sample(number: int) -> Sample:
         modality = modalities[number % len(modalities)]

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from PIL import Image
 
+from vlmfast.errors import VLMFastError
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
 from vlmfast.scenes.questions import ask
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
-
-from .data import DataError
 
 _CAPTIONS = 0.1  # fraction of the questions that request a description
 
@@ -35,7 +34,7 @@ def lesson(modality: str, seed: int) -> Lesson:
     All question types that a scene allows are equally likely, except descriptions.
     """
     if seed >= EVAL_SEED_START:
-        raise DataError(f"training seed {seed} is in the range reserved for evaluation")
+        raise VLMFastError(f"training seed {seed} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-lesson-{modality}-{seed}")
     is_video = modality == "video"
     scene = make_video_scene(rng) if is_video else make_image_scene(rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,56 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from batches import Batch, FastEncoder, Layout, make_layout
+from heads import DenseHeads
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlavaNextForConditionalGeneration
 
 from vlmfast.models.tiny.build import vision_core
 
-from . import blocks
-from .data import Batch, FastEncoder, Layout, make_layout
-from .heads import DenseHeads
-
 TILED_VIEWS = 5
 ATTENTION = "vlmfast_tiny_train"
 LETTER_LAYER, LOOK_LAYER, RECALL_LAYER, CHOICE_LAYER = 1, 2, 3, 4
-
-
-class _Attend(torch.autograd.Function):
-    """Explicit ``softmax(q k' + mask) v``.
-
-    On CPU in bf16 this is several times faster in the backward than the fused kernel at the short
-    lengths trained here.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:  # q (N, G, Q, D); k, v (N, K, D)
-        n, g, lq, d = q.shape
-        q = (q * scale).reshape(n, g * lq, d)
-        scores = torch.bmm(q, k.transpose(1, 2)).view(n, g, lq, -1)
-        if mask is not None:
-            scores += mask
-        p = torch.softmax(scores, -1).view(n, g * lq, -1)
-        ctx.save_for_backward(q, k, v, p)
-        ctx.scale, ctx.shape = scale, (n, g, lq, d)
-        return torch.bmm(p, v).view(n, g, lq, d)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, p = ctx.saved_tensors
-        n, g, lq, d = ctx.shape
-        grad = grad.reshape(n, g * lq, d)
-        gv = torch.bmm(p.transpose(1, 2), grad)
-        gp = torch.bmm(grad, v.transpose(1, 2))
-        gs = (
-            blocks.OPS["softmax_grad"](p, gp)
-            if p.dtype == torch.bfloat16
-            else (torch._softmax_backward_data(gp, p, -1, p.dtype))
-        )
-        gq = torch.bmm(gs, k).view(ctx.shape) * ctx.scale
-        gk = torch.bmm(gs.transpose(1, 2), q)
-        return gq, gk, gv, None, None
 
 
 def _attention(
@@ -69,24 +30,15 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    peek: Callable[[Tensor, Tensor], None] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    b, h, lq, d = query.shape
-    kv = key.shape[1]
-    scale = scaling if scaling is not None else d**-0.5
-    if query.device.type == "cuda":
-        out = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, scale=scale, enable_gqa=h != kv
-        )
-        return out.transpose(1, 2), None
-    out = _Attend.apply(
-        query.reshape(b * kv, h // kv, lq, d),
-        key.reshape(b * kv, -1, d),
-        value.reshape(b * kv, -1, d),
-        attention_mask,
-        scale,
-    )
-    return out.view(b, h, lq, d).transpose(1, 2), None
+    """``peek`` is called with the queries (B, KV, G, L, D) and the keys (B, KV, L, D)."""
+    if peek is not None:
+        peek(query.unflatten(1, (key.shape[1], -1)), key)
+    mask = None if attention_mask is None else attention_mask.to(query.dtype)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -94,13 +46,13 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass
 class Frame:
-    """Constants of one layout on the device: prefix ids, sources, slot offsets, masks."""
+    """Constants of one layout on the device: prefix ids, sources, slot offsets, mask."""
 
     ids: Tensor
     source: Tensor
     views: int
     offsets: Tensor
-    masks: tuple[Tensor, ...]
+    mask: Tensor
     prefix: int
     slots: tuple[int, ...]
 
@@ -117,7 +69,7 @@ def packed_mask(prefix: int, slots: tuple[int, ...]) -> Tensor:
 
 
 class Packed(nn.Module):
-    """Runs batches of :func:`vlmfast.train.tiny.data.make_batch` through the model."""
+    """Runs batches of `batches.make_batch` through the model."""
 
     def __init__(
         self, model: LlavaNextForConditionalGeneration, heads: DenseHeads, encode: FastEncoder
@@ -130,9 +82,14 @@ class Packed(nn.Module):
         self.recall: Tensor | None = None
         self.facts: Tensor | None = None
         self.compared: Tensor | None = None
+        self.names: Tensor | None = None  # hidden states of the names after `LOOK_LAYER`
         self._frames: dict = {}
         self._layouts: dict[str, Layout] = {}
         model.set_attn_implementation({"text_config": ATTENTION, "vision_config": ATTENTION})
+
+    def forget(self) -> None:
+        """Leave the losses of an earlier batch."""
+        self.look = self.choose = self.recall = self.facts = self.compared = self.names = None
 
     def frame(self, kind: str, slots: tuple[int, ...], keep: int) -> Frame:
         key = (kind, slots, keep)
@@ -149,17 +106,11 @@ class Packed(nn.Module):
                 torch.from_numpy(layout.source).to(weight.device),
                 layout.views,
                 offsets.to(weight.device),
-                self._masks(prefix, slots),
+                packed_mask(prefix, slots).to(weight.device),
                 prefix,
                 slots,
             )
         return self._frames[key]
-
-    def _masks(self, prefix: int, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-        weight = self.model.lm_head.weight
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
-            return blocks.causal_mask(prefix), blocks.own_mask(slots)
-        return (packed_mask(prefix, slots).to(weight),)
 
     def vision(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """``pixels (N, 64, 64, 3) uint8`` to ``hidden[-2]`` and ``hidden[-1]``, (N, 65, 192)."""
@@ -263,6 +214,31 @@ class Packed(nn.Module):
             patches = patches.repeat_interleave(2, 1)
         return mid, last, patches.reshape(b, v * 64, -1)
 
+    def _peek(
+        self, batch: dict, frame: Frame, source: Tensor, index: int
+    ) -> Callable[[Tensor, Tensor], None] | None:
+        """What reads the queries and keys of a layer."""
+        if index == LOOK_LAYER and "named" in batch:
+            return partial(self._look, batch, frame, source)
+        if index == RECALL_LAYER and "recall" in batch:
+            return partial(self._recall, batch["recall"].long(), frame)
+        if index in (LETTER_LAYER, CHOICE_LAYER) and "choice" in batch:
+            return partial(self._choose, batch["choice"].long(), frame, index)
+        return None
+
+    def _supervise(self, batch: dict, frame: Frame, index: int, x: Tensor) -> None:
+        """Set ``self.facts`` and ``self.compared`` after the layers that must know them."""
+        recall = batch["recall"].long()
+        if index == LOOK_LAYER:
+            self.names = self._at(x, recall[..., 1:].flatten(1), frame)
+        elif index in (RECALL_LAYER, CHOICE_LAYER):
+            answers = self._at(x, recall[..., 0], frame)
+            if index == CHOICE_LAYER:
+                self.compared = self.heads.relation_loss(answers, batch["facts"])
+            else:
+                names = self.names.unflatten(1, (-1, 2))
+                self.facts = self.heads.fact_loss(names, answers, batch["facts"])
+
     def text(
         self, batch: dict[str, Tensor], frame: Frame, patches: Tensor | None, noise: float
     ) -> Tensor:
@@ -301,34 +277,12 @@ class Packed(nn.Module):
         x = torch.cat([prefix, F.embedding(batch["ids"].long(), table)], 1)
         position = torch.cat([positions, frame.offsets.expand(b, -1)], 1)
         cos, sin = lm.rotary_emb(x, position_ids=position)
-        if len(frame.masks) == 2:
-            rope = cos[:, :, None], sin[:, :, None]
-            for index, layer in enumerate(lm.layers):
-                peek = None
-                if self.training and index == LOOK_LAYER and "named" in batch:
-                    peek = partial(self._look, batch, frame, source)
-                elif self.training and index == RECALL_LAYER and "recall" in batch:
-                    peek = partial(self._recall, batch["recall"].long(), frame)
-                elif self.training and index in (LETTER_LAYER, CHOICE_LAYER) and "choice" in batch:
-                    peek = partial(self._choose, batch["choice"].long(), frame, index)
-                x = blocks.language_block(
-                    layer, x, rope, frame.prefix, frame.slots, frame.masks, peek
-                )
-                if self.training and "recall" in batch:
-                    if index == LOOK_LAYER:
-                        names = self._at(x, batch["recall"].long()[..., 1:].flatten(1), frame)
-                    elif index == RECALL_LAYER:
-                        answers = self._at(x, batch["recall"].long()[..., 0], frame)
-                        self.facts = self.heads.fact_loss(
-                            names.unflatten(1, (-1, 2)), answers, batch["facts"]
-                        )
-                    elif index == CHOICE_LAYER:
-                        answers = self._at(x, batch["recall"].long()[..., 0], frame)
-                        self.compared = self.heads.relation_loss(answers, batch["facts"])
-        else:
-            for layer in lm.layers:
-                x = layer(x, attention_mask=frame.masks[0], position_embeddings=(cos, sin))
-                x = x[0] if isinstance(x, tuple) else x
+        for index, layer in enumerate(lm.layers):
+            peek = self._peek(batch, frame, source, index) if self.training else None
+            x = layer(x, attention_mask=frame.mask, position_embeddings=(cos, sin), peek=peek)
+            x = x[0] if isinstance(x, tuple) else x
+            if self.training and "recall" in batch:
+                self._supervise(batch, frame, index, x)
         return lm.norm(x[:, frame.prefix :])
 
 

@@ -13,7 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from labels import label_frame, views
 from PIL import Image
+from references import FACTS, MAX_REFERENCES, UNKNOWN, facts, references
 
 from vlmfast.errors import VLMFastError
 from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
@@ -30,9 +32,6 @@ from vlmfast.scenes.vocabulary import (
     VIDEO_TYPES,
     WORDS,
 )
-
-from .labels import label_frame, views
-from .references import FACTS, MAX_REFERENCES, UNKNOWN, facts, references
 
 SHORT, MC, CAPTION = 17, 40, 64
 """Slot lengths in tokens."""

@@ -80,11 +80,11 @@ def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: s
     Parameters
     ----------
     state : dict of str to torch.Tensor
-        Weights by name, the model's under ``model.``; those of the training heads are left out.
+        Of the averaged `network.Packed`; the training heads are left out.
     """
-    folder = Path(folder)
+    folder, start = Path(folder), "module.model."
     model = build_model().to(torch.bfloat16)  # type: ignore[arg-type]  # its wrapper hides self
-    own = {n.removeprefix("model."): v for n, v in state.items() if n.startswith("model.")}
+    own = {n.removeprefix(start): v for n, v in state.items() if n.startswith(start)}
     report = model.load_state_dict(own, strict=False)
     missing = [n for n in report.missing_keys if n != "lm_head.weight"]  # tied to the embedding
     if missing or report.unexpected_keys:
@@ -115,4 +115,4 @@ def export(checkpoint: str | Path, folder: str | Path) -> None:
     if not checkpoint.is_file():
         raise ExportError(f"no checkpoint at {checkpoint}")
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    export_state(state["optimizer"]["ema"], checkpoint.with_name("tokenizer.json"), folder)
+    export_state(state["average"], checkpoint.with_name("tokenizer.json"), folder)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from labels import CLS_BITS, CLS_COUNTS, FIELDS
+from references import FACT_CLASSES, FACTS, UNKNOWN
 from torch import Tensor, nn
-
-from .labels import CLS_BITS, CLS_COUNTS, FIELDS
-from .references import FACT_CLASSES, FACTS, UNKNOWN
 
 LANGUAGE_WIDTH = 256
 CODE_NORM = 3.0
@@ -144,7 +143,7 @@ class DenseHeads(nn.Module):
         answers : torch.Tensor
             Hidden states at the answering positions, (B, S, width).
         known : torch.Tensor
-            (B, S, 2, 9), see :func:`vlmfast.train.tiny.references.facts`.
+            (B, S, 2, 9), see `references.facts`.
         """
 
         def even(x: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from batches import Spec
+
 from vlmfast.scenes.questions import MC_BASES
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
-
-from .data import Spec
 
 APART, DECAY = 0.33, 0.77
 SEEDS_PER_STEP = 256

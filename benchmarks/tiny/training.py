@@ -1,0 +1,393 @@
+"""Train `tiny` from scratch for a given time: ``python benchmarks/tiny/training.py --out RUN``.
+
+Matrices use Muon, the rest AdamW; weights are float32 and computed with in bfloat16. Repeating the
+command resumes a run that was killed. ``RUN/model`` is the averaged model, ``RUN/log.jsonl`` has
+losses and accuracy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import signal
+import sys
+import time
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import batches
+import torch
+import torch.nn.functional as F
+from folder import export_state
+from heads import DenseHeads
+from network import Packed, to_tensors
+from schedule import Plan, plan
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.files import make_folder, open_to_append, replace_text, replacing
+from vlmfast.core.progress import Progress
+from vlmfast.errors import VLMFastError, check_memory
+from vlmfast.models.tiny.build import build_model
+from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer
+from vlmfast.scenes.vocabulary import EVAL_SEED_START
+
+RATE, AVERAGE, MAX_NORM, NOISE = 3e-3, 0.99, 1.0, 0.08
+
+
+class TrainingError(VLMFastError):
+    """The training cannot start or resume with these options."""
+
+
+class Feed:
+    """Prepares a few batches ahead of the training, in worker processes."""
+
+    def __init__(self, workers: int, tokenizer: str) -> None:
+        self.tokenizer = tokenizer
+        self.queue: deque[tuple[Plan, Future | None]] = deque()
+        # spawn: a forked child of a threaded torch process may hang
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(workers, mp_context=context) if workers else None
+        self.ahead = 2 * workers + 1
+
+    def submit(self, planned: Plan) -> None:
+        make = batches.make_batch, planned.spec, self.tokenizer
+        self.queue.append((planned, self.pool.submit(*make) if self.pool else None))
+
+    def get(self) -> tuple[Plan, batches.Batch]:
+        planned, future = self.queue.popleft()
+        if future is None:
+            return planned, batches.make_batch(planned.spec, self.tokenizer)
+        return planned, future.result()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def optimizers(packed: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for matrices outside embeddings and heads, AdamW for the rest."""
+    named = [(n, p) for n, p in packed.named_parameters() if p.requires_grad]
+    others = ("embed", "heads.", "lm_head")
+    plain = [n for n, p in named if p.ndim == 2 and not any(word in n for word in others)]
+    gain = "language_model.norm.weight"  # starts at 0.1 and uses a tenth of the rate
+    rest = [p for n, p in named if n not in plain and not n.endswith(gain)]
+    slow = [p for n, p in named if n.endswith(gain)]
+    adam = [{"params": rest}, {"params": slow, "scale": 0.1}]
+    return [
+        torch.optim.Muon(
+            [p for n, p in named if n in plain],
+            lr=RATE,
+            weight_decay=0.05,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(adam, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def clip(packed: nn.Module) -> float:
+    """Clip gradients and return their norm.
+
+    The dense losses of the encoder are large: clipped together with the others they would dominate.
+    """
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, p in packed.named_parameters():
+        if p.grad is not None:
+            parts["vision_tower" in name or "heads." in name].append(p)
+    return math.hypot(*(float(nn.utils.clip_grad_norm_(of, MAX_NORM)) for of in parts.values()))
+
+
+def losses(packed: Packed, planned: Plan, batch: batches.Batch) -> tuple[Tensor, dict[str, Any]]:
+    """The loss of one batch (0-d), and further values to log."""
+    spec, device = planned.spec, packed.model.lm_head.weight.device
+    t = to_tensors(batch, device)
+    total: Any = 0.0
+    info: dict[str, Any] = {}
+    patches = None
+    if "pixels" in t:
+        mid, last, patches = packed.patches(t["pixels"], spec.kind)
+        cut = (lambda x: x[:, ::2]) if spec.kind != "image" else (lambda x: x)
+        fields, place = cut(t["fields"]).flatten(0, 1), cut(t["place"]).flatten(0, 1)
+        dense, info = packed.heads.dense_loss(mid[:, 1:], fields, place)
+        bits, count = cut(t["bits"]).flatten(0, 1), cut(t["count"]).flatten(0, 1)
+        cls = packed.heads.cls_loss(mid[:, 0], last[:, 0], bits, count)
+        total = planned.dense * (dense + cls)
+        info = {"dense": dense.detach(), "cls": cls.detach(), **info}
+    frame = packed.frame(spec.kind, spec.slots, spec.keep)
+    packed.forget()
+    hidden = packed.text(t, frame, None if planned.codes else patches, NOISE)
+    target = t["targets"].long()
+    chosen = target >= 0
+    logits = (hidden[chosen] @ packed.model.lm_head.weight.T).float()
+    each = F.cross_entropy(logits, target[chosen], reduction="none")
+    lengths = torch.tensor(spec.slots, device=device)
+    slot = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    slot = slot.expand_as(target)[chosen]
+    weight = torch.ones_like(each)
+    if spec.kind != "text":
+        weight[slot >= batches.N_SHORT] = planned.choice
+        weight[slot == len(spec.slots) - 1] = 0.25
+    answer = (each * weight).sum() / weight.sum()
+    # Predicting the question trains the same look-ups as answering, many times per slot.
+    asked = t["asked"].long()
+    known = asked >= 0
+    guess = (hidden[known] @ packed.model.lm_head.weight.T).float()
+    question = F.cross_entropy(guess, asked[known])
+    total = total + answer + planned.question * question
+    info |= {"answer": answer.detach(), "question": question.detach()}
+    for name, part in (("look", 1.0), ("recall", 0.5), ("facts", 0.4), ("compared", 1.0)):
+        if (value := getattr(packed, name)) is not None:
+            total, info[name] = total + planned.look * part * value, value.detach()
+    if packed.choose is not None:
+        total, info["choose"] = total + 0.5 * planned.look * packed.choose, packed.choose.detach()
+    with torch.no_grad():
+        row = torch.arange(len(target), device=device)[:, None].expand_as(target)[chosen]
+        wrong = torch.zeros(len(target), len(spec.slots), device=device)
+        wrong.index_put_((row, slot), (logits.argmax(-1) != target[chosen]).float(), True)
+        info["slots"] = (wrong == 0).cpu().numpy()
+    return total, info
+
+
+@torch.no_grad()
+def evaluate(
+    packed: Packed, tokenizer: str, images: int, videos: int, start: int = EVAL_SEED_START
+) -> dict[str, dict[str, float]]:
+    """Accuracy by type on held-out seeds, all questions of an image in one forward pass.
+
+    An answer is right where each of its tokens is the most likely one, as greedy decoding would
+    find. Captions are scored by token; ``mean`` is over the other types.
+    """
+    was = packed.training
+    packed.eval()
+    device, found = packed.model.lm_head.weight.device, {}
+    for kind, total in (("image", images), ("video", videos)):
+        scores: dict[str, list[float]] = {}
+        for first in range(0, total, 16):
+            spec = batches.Spec(kind, start + first, min(16, total - first), evaluation=True)
+            made = batches.make_batch(spec, tokenizer)
+            tensors = to_tensors(made, device)
+            patches = packed.patches(tensors["pixels"], kind)[2]
+            hidden = packed.text(tensors, packed.frame(kind, spec.slots, 0), patches, 0.0)
+            target = tensors["targets"].long()
+            right = (hidden @ packed.model.lm_head.weight.T).argmax(-1) == target
+            slots = zip(target.split(spec.slots, 1), right.split(spec.slots, 1), strict=True)
+            for k, (wanted, ok) in enumerate(slots):
+                for b, t in enumerate(made.arrays["types"][:, k]):
+                    hits = ok[b][wanted[b] >= 0].float().tolist()
+                    name = batches.TYPE_NAMES[t]
+                    if t >= 0:
+                        own = hits if name == "caption" else [float(all(hits))]
+                        scores.setdefault(name, []).extend(own)
+        table = {t: sum(of) / len(of) for t, of in scores.items()}
+        types = [value for t, value in table.items() if t != "caption"]
+        found[kind] = {**table, "mean": sum(types) / max(1, len(types))}
+    packed.train(was)
+    return {kind: {t: round(v, 3) for t, v in row.items()} for kind, row in found.items()}
+
+
+class Trainer:
+    """Model, heads, optimizers and clock of one run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.out = args, Path(args.out)
+        make_folder(self.out)
+        tokenizer = build_tokenizer()
+        self.tokenizer = str(self.out / "tokenizer.json")
+        replace_text(self.tokenizer, tokenizer.to_str(pretty=True))
+        heads = DenseHeads(seed=args.seed)
+        self.packed = Packed(build_model(args.seed), heads, FastEncoder(tokenizer)).train()
+        self.packed.to(args.device)
+        average = get_ema_multi_avg_fn(AVERAGE)
+        self.average = AveragedModel(self.packed, multi_avg_fn=average)
+        self.optimizers = optimizers(self.packed)
+        self.step, self.elapsed, self.saved_at, self.evaluated_at = 0, 0.0, 0.0, 0.0
+        if self.checkpoint.exists() and not args.fresh:
+            self.load()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint.pt"
+
+    def load(self) -> None:
+        try:
+            state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
+            seed = state["seed"]
+            if seed == self.args.seed:
+                self.packed.load_state_dict(state["weights"])
+                self.average.load_state_dict(state["average"])
+                for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(own)
+                self.step, self.elapsed = state["step"], state["elapsed"]
+                self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
+        except Exception as error:  # any other file may raise anything
+            check_memory(error)
+            raise TrainingError(
+                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
+                "choose another --out, or start again with --fresh"
+            ) from error
+        if seed != self.args.seed:
+            raise TrainingError(
+                f"{self.checkpoint} was trained with seed {seed}, not {self.args.seed}: use the "
+                "same seed, or start again with --fresh"
+            )
+
+    def save(self) -> None:
+        """Write the checkpoint and the averaged model, each atomically."""
+        state = {
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "evaluated_at": self.evaluated_at,
+            "seed": self.args.seed,
+            "weights": self.packed.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        with replacing(self.checkpoint) as file:
+            torch.save(state, file)
+        export_state(state["average"], self.tokenizer, self.out / "model")
+        self.saved_at = self.elapsed
+
+    def progress(self, step: int) -> float:
+        if self.args.max_steps:
+            return min(1.0, step / self.args.max_steps)
+        return min(1.0, self.elapsed / (60.0 * self.args.minutes))
+
+    def update(self, planned: Plan, batch: batches.Batch) -> dict[str, Any]:
+        """One step; a batch whose gradients are not finite changes nothing."""
+        torch.manual_seed((self.args.seed << 24) + self.step * 64)
+        with torch.autocast(self.args.device, torch.bfloat16):
+            loss, info = losses(self.packed, planned, batch)
+        loss.backward()
+        info["norm"] = clip(self.packed)
+        if math.isfinite(info["norm"]):
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = RATE * planned.lr * group.get("scale", 1.0)
+                optimizer.step()
+            self.average.update_parameters(self.packed)
+        self.packed.zero_grad()
+        self.step += 1
+        return info
+
+    def write(self, **line: Any) -> None:
+        line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
+        with open_to_append(self.out / "log.jsonl") as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def train(self) -> None:
+        """Train for the given time or number of steps."""
+        args, feed, stop = self.args, Feed(self.args.workers, self.tokenizer), []
+        old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
+        goal, unit = (args.max_steps, "steps") if args.max_steps else (args.minutes * 60, "s")
+        submitted, tally, clock = self.step, Tally(), time.monotonic()
+        done = self.step if args.max_steps else round(self.elapsed)
+        try:
+            with Progress("train tiny", round(goal), unit, done=done) as bar:
+                while (progress := self.progress(self.step)) < 1.0 and not stop:
+                    while submitted < self.step + feed.ahead:
+                        ahead = self.progress(submitted) if args.max_steps else progress
+                        feed.submit(plan(submitted, ahead, args.seed, args.batch))
+                        submitted += 1
+                    planned, batch = feed.get()
+                    info = self.update(planned, batch)
+                    now = time.monotonic()
+                    self.elapsed, clock = self.elapsed + now - clock, now
+                    if args.stop_after and self.step >= args.stop_after:
+                        break
+                    tally.add(planned, batch, info)
+                    note = f"{planned.phase} {float(info['answer']):.3f}"
+                    bar.update(self.step if args.max_steps else round(self.elapsed), note)
+                    if self.step % 25 == 0:
+                        self.write(phase=planned.phase, lr=round(planned.lr, 4), **tally.flush())
+                    if self.elapsed - self.evaluated_at > args.eval_every:
+                        self.evaluated_at = self.elapsed
+                        self.write(eval=self.evaluate())
+                    if self.elapsed - self.saved_at > args.save_every:
+                        self.save()
+        finally:
+            feed.close()
+            signal.signal(signal.SIGTERM, old)
+        self.save()
+
+    def evaluate(self, images: int = 160, videos: int = 64) -> dict[str, dict[str, float]]:
+        return evaluate(self.average.module, self.tokenizer, images, videos)
+
+
+class Tally:
+    """Running means between two log lines; answers are split by type and by input."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+
+    def add(self, planned: Plan, batch: batches.Batch, info: dict[str, Any]) -> None:
+        feed = "codes" if planned.codes else "pixels"
+        feed = "text" if planned.spec.kind == "text" else feed
+        slots = info.pop("slots")
+        for t, good in zip(batch.arrays["types"].ravel(), slots.ravel(), strict=True):
+            kind = "video." if planned.spec.kind == "video" else ""
+            if t >= 0:
+                name = f"{feed}.{kind}{batches.TYPE_NAMES[t]}"
+                self.sums.setdefault(name, []).append(float(good))
+        for name, value in info.items():
+            name = f"{feed}.answer" if name == "answer" else name
+            self.sums.setdefault(name, []).append(float(value))
+
+    def flush(self) -> dict[str, float]:
+        found = {name: round(sum(of) / len(of), 3) for name, of in sorted(self.sums.items())}
+        self.sums.clear()
+        return found
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", default="runs/tiny", help="folder of checkpoint, log and model")
+    add("--minutes", type=float, default=90.0, help="length of the training")
+    add("--max-steps", type=int, default=0, help="number of steps; 0: by --minutes")
+    add("--stop-after", type=int, default=0, help="stop early after this step; 0: never")
+    add("--batch", type=int, default=32, help="images per step")
+    add("--seed", type=int, default=0, help="seed of weights and images")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--workers", type=int, default=1, help="processes that draw batches; 0: inline")
+    add("--save-every", type=float, default=180.0, help="seconds per checkpoint")
+    add("--eval-every", type=float, default=600.0, help="seconds per evaluation")
+    add("--fresh", action="store_true", help="ignore a checkpoint in --out")
+    add("--smoke", action="store_true", help="a few small steps of every phase")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        args.max_steps = args.max_steps or 10
+        args.batch, args.workers = min(args.batch, 2), 0
+    if not 0 < args.minutes < math.inf or not 0 < args.batch <= 128:
+        parser.error("--minutes must be positive, and --batch from 1 to 128")
+    if min(args.max_steps, args.stop_after, args.workers) < 0:
+        parser.error("--max-steps, --stop-after and --workers must be at least 0")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        trainer = Trainer(args)
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER_ERROR
+    trainer.train()
+    done = trainer.progress(trainer.step)
+    if done < 1.0:
+        print(f"stopped early, at {done:.0%}; repeat the command to resume")
+        return ExitCode.CUT_SHORT
+    table = trainer.evaluate(*((4, 2) if args.smoke else (512, 256)))
+    trainer.write(final=table)
+    print(json.dumps(table, indent=1))
+    return ExitCode.FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
