@@ -408,7 +408,7 @@ def test_default_length_in_the_help() -> None:
     ("argv", "words"),
     [
         (["check", "--help"], ["--quick", "--save", "--json", "--model"]),
-        (["train", "tiny", "--help"], ["--minutes", "--seed"]),
+        (["train", "elastic", "--help"], ["--steps", "--seed"]),
         (["eval", "--help"], ["--recipe", "--budget", "--limit", "--out", "--json"]),
         (["report", "--help"], ["DIR"]),
         (["ask", "--help"], ["--recipe", "--model", "--num-frames", "--dtype"]),

@@ -207,7 +207,7 @@ def use(scripts: Path, folder: Path) -> None:
         printed = run([vlmfast, "ask", *arguments, "--recipe", "balanced"], folder)
         if printed.splitlines()[0] != answer:
             raise ReleaseError(f"vlmfast ask {arguments[0]} answered {printed!r}, not {answer!r}")
-    for command in (["methods"], ["env"], ["train", "tiny", "--help"]):
+    for command in (["methods"], ["env"], ["train", "elastic", "--help"]):
         run([vlmfast, *command], folder)
 
 
