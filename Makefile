@@ -106,6 +106,7 @@ mutants: $(READY)   ## Change the code in small ways and see whether a test fail
 lint: $(READY)   ## Check code style and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 format: $(READY) ## Fix code style and format
 	$(BIN)/ruff check --fix .

@@ -33,7 +33,17 @@ METHODS = vlmfast.methods()
 def tools():
     """The modules of ``tools``."""
     sys.path.insert(0, str(ROOT / "tools"))
-    names = ("pages", "hooks", "check_site", "tables", "engine_svg", "charts", "home_png")
+    names = (
+        "pages",
+        "hooks",
+        "check_site",
+        "tables",
+        "sources",
+        "timings",
+        "engine_svg",
+        "charts",
+        "home_png",
+    )
     try:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
@@ -357,10 +367,20 @@ def test_numbers_equal_those_of_the_reports(tools, made) -> None:
     assert seen > 50
 
 
-def test_tables_equal_those_of_the_reports(tools) -> None:
+def test_pages_have_every_table_once(tools) -> None:
+    found = [re.findall(r"<!-- table: (\S+) -->", f.read_text("utf-8")) for f in DOCS.glob("*.md")]
+    assert sorted(sum(found, [])) == sorted(tools.tables.PAGES)
+    for name, make in tools.tables.PAGES.items():
+        page = tools.tables.filled(f"before\n<!-- table: {name} -->\nafter")
+        assert page == f"before\n{make()}\nafter" and "| ---" in page
+    with pytest.raises(ValueError, match="there is no table speeed; tables are"):
+        tools.tables.filled("<!-- table: speeed -->")
+
+
+def test_tables_of_readme_equal_those_of_the_reports(tools) -> None:
     """``python tools/tables.py`` writes them."""
-    for (page, mark), make in tools.tables.TABLES.items():
-        text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for mark, make in tools.tables.README.items():
         assert tools.tables.written(text, mark, make()) == text
         other = re.sub(r"\d", lambda digit: str(9 - int(digit[0])), make(), count=1)
         assert tools.tables.written(text, mark, other) != text

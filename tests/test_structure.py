@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from dataclasses import fields
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import ModuleType
 
+import grimp
 import pytest
 
 import vlmfast
@@ -16,33 +16,50 @@ from vlmfast.engine.sequence import Sequence
 PACKAGE = Path(vlmfast.__file__).parent
 
 
-TOOL = PACKAGE.parent / "tools" / "house.py"
+ROOT = PACKAGE.parent
+SCRIPTS = [ROOT / name for name in ("tools", "benchmarks", "benchmarks/pocket", "benchmarks/tiny")]
 
 
 @pytest.fixture(scope="module")
-def house() -> ModuleType:
-    """The tool that draws the imports of the package."""
-    if not TOOL.is_file():
-        pytest.skip("the tool is not part of this distribution")
-    spec = importlib.util.spec_from_file_location("house", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def graph() -> dict[str, set[str]]:
+    """Every module with those that it imports, also in functions and for types."""
+    found = grimp.build_graph("vlmfast", cache_dir=None)
+    return {name: found.find_modules_directly_imported_by(name) for name in found.modules}
 
 
-@pytest.fixture(scope="module")
-def graph(house: ModuleType) -> dict[str, set[str]]:
-    return house.module_graph(PACKAGE)
+def in_order(graph: dict[str, set[str]]) -> None:
+    """Raise ``CycleError`` where modules import each other."""
+    TopologicalSorter(graph).prepare()
 
 
-def test_no_modules_import_each_other(house: ModuleType, graph: dict[str, set[str]]) -> None:
-    assert not house.find_circle(graph)
+def test_no_modules_import_each_other(graph: dict[str, set[str]]) -> None:
+    in_order(graph)
+    assert "vlmfast.core.recipe" in graph["vlmfast.api.vlm"]
 
 
-def test_a_circle_is_found(house: ModuleType) -> None:
-    edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}}
-    assert house.find_circle(edges) == "b -> c -> b"
-    assert not house.find_circle({**edges, "c": set()})
+@pytest.mark.parametrize("folder", SCRIPTS, ids=lambda folder: folder.name)
+def test_no_scripts_import_each_other(folder: Path) -> None:
+    if not folder.is_dir():
+        pytest.skip("the scripts are not part of this distribution")
+    files = {path.stem: path for path in folder.glob("*.py")}
+    in_order({name: imported(path) & files.keys() for name, path in files.items()})
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found - {path.stem}
+
+
+def test_a_circle_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": set()}
+    in_order(edges)
+    with pytest.raises(CycleError):
+        in_order({**edges, "c": {"a"}})
 
 
 OWNED = {field.name for field in fields(Sequence)}

@@ -1,4 +1,4 @@
-"""MkDocs hooks: generated pages, and links out of the documentation."""
+"""MkDocs hooks: generated pages and tables, and links out of the documentation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pages
+import tables
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _NAME = re.compile(r"(?<!\[)`([a-z0-9-]+)`(?!\])")
@@ -30,7 +31,8 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Point links to files outside of ``docs`` to the repository, if one is configured."""
+    """Put in tables; point links to files outside of ``docs`` to the repository, if there is one."""
+    markdown = tables.filled(markdown)
     here = posixpath.dirname(page.file.src_uri)
     methods = set(pages.stage_names())
 
