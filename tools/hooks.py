@@ -31,7 +31,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Put in tables; point links to files outside of ``docs`` to the repository, if there is one."""
+    """Put in tables; links out of ``docs`` lead to the repository, if one is configured."""
     markdown = tables.filled(markdown)
     here = posixpath.dirname(page.file.src_uri)
     methods = set(pages.stage_names())
