@@ -168,7 +168,10 @@ class Counted:
             data = item.get_data()
             plan = self.info.plans.of(Note.of(data[note_key(modality)]).recipe)
             media = self.about(modality, data)
-            ids, counts = list(getattr(full, "full", full)), plan.counts(media)
+            content, counts = getattr(full, "full", full), plan.counts(media)
+            if isinstance(content, str):
+                content = self.info.get_tokenizer().encode(content, add_special_tokens=False)
+            ids = list(content)
             if counts is None:  # its text is a part of the encoder's output
                 text = sum(this != token for this in ids)
                 ids = [token] * (text + plan.count(media))
