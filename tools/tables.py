@@ -778,13 +778,12 @@ def _both(run: dict[str, Any]) -> list[str]:
 # (page, mark) -> function that returns the table.
 TABLES = {
     ("docs/saliency.md", "measured"): saliency,
-    ("docs/scaling.md", "vllm-no-caches"): partial(served_vllm, "no-caches"),
-    ("docs/scaling.md", "vllm-caches"): partial(served_vllm, "caches"),
+    ("docs/serving.md", "vllm-no-caches"): partial(served_vllm, "no-caches"),
+    ("docs/serving.md", "vllm-caches"): partial(served_vllm, "caches"),
     ("docs/serving.md", "beside"): served_beside,
     ("docs/serving.md", "scaling"): served_scaling,
     ("docs/serving.md", "first"): partial(served_times, "ttft_ms", "time to the first token"),
     ("docs/serving.md", "gaps"): partial(served_times, "gap_ms", "time between tokens"),
-    ("docs/serving.md", "whole"): partial(served_times, "total_ms", "time to the end"),
     ("docs/pocket.md", "curve"): pocket_curve,
     ("docs/pocket.md", "answers"): pocket_answers,
     ("docs/pocket.md", "reducers"): partial(pocket_recipes, "reducers"),
