@@ -173,7 +173,7 @@ def test_all_methods_are_candidates_by_default(folder: Path) -> None:
     assert "pyramiddrop:budget=0.33" in found
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "tune.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evaluation.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the pages are not part of this distribution")

@@ -36,8 +36,8 @@ RECIPE = "hired:0.3,positions=keep"
 
 def script() -> str:
     """The file that the page shows, with the shipped model."""
-    text = (ROOT / "docs" / "vlmevalkit.md").read_text(encoding="utf-8")
-    block = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    text = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(# run_vlmfast\.py\n.*?)```", text, re.S).group(1)
     given = 'pretrained="llava-hf/llava-1.5-7b-hf", recipe="balanced"'
     own = f'pretrained="tiny", device="cpu", dtype="float32", recipe="{RECIPE}", max_new_tokens=128'
     assert given in block

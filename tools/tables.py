@@ -413,7 +413,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "serving-scaling": served_scaling,
     "serving-first": partial(served_times, "ttft_ms", "time to the first token"),
     "serving-gaps": partial(served_times, "gap_ms", "time between tokens"),
-    "serving-whole": partial(served_times, "total_ms", "time to the end"),
     "pocket-curve": pocket_curve,
     "pocket-answers": pocket_answers,
     "pocket-reducers": partial(pocket_recipes, "reducers"),

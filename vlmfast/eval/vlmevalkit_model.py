@@ -1,6 +1,6 @@
 """vlmfast as a model of VLMEvalKit; it needs the package ``vlmeval``.
 
-``docs/vlmevalkit.md`` shows how to add it to ``vlmeval/config.py``.
+``docs/evaluation.md`` shows how to add it to ``vlmeval/config.py``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ norms.
 Bytes: keys twice (the second time mostly from the L2 cache), values once, kept slots once more:
 58 MB at 32 heads of 128 and 2,944 slots of which a fifth is kept, 13.5 us at 4.3 TB/s.
 Floor: 2 H E S D operations of `_nearest`, 11.4e9 there or 14.4 us at 790e12 per second. The
-reference writes and reads the cosines several times: docs/kernels.md compares both.
+reference writes and reads the cosines several times: 2.1 GB in 70 launches.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ are off by 1e-7 of the position.
 
 Grid: one program per row of the stream; one per token and head of queries, keys and values.
 Bytes: the stream three or four times (x, residual; h, y), each head once in and once out: 32 kB and
-48 kB per token at width 4,096. Floor: negligible; docs/kernels.md counts the launches per layer.
+48 kB per token at width 4,096. Floor: negligible; docs/gpu.md has the launches per layer.
 """
 
 from __future__ import annotations

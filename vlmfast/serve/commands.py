@@ -170,7 +170,7 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
 # Of `MediaLimits` and `ServerConfig`, by option.
 _MEDIA_LIMITS = {
     "--max-images": ("max_images", "images of a request"),
-    "--max-pixels": ("max_pixels", "pixels of an image"),
+    "--max-pixels": ("max_pixels", "pixels of an image and of a frame, by the header"),
     "--max-frames": ("max_frames", "frames read from the videos of a request"),
     "--max-video-seconds": ("max_video_seconds", "length of a video"),
     "--max-video-pixels": ("max_video_pixels", "pixels of all frames that a request reads"),
@@ -185,9 +185,16 @@ _LIMITS = {
     ),
     "--max-new-tokens": ("max_new_tokens", "tokens of an answer"),
     "--max-stops": ("max_stops", "stop strings of a request"),
-    "--timeout": ("timeout_s", "seconds of a request"),
-    "--header-timeout": ("header_timeout_s", "seconds in which the headers of a request arrive"),
-    "--max-connections": ("max_connections", "connections at the same time"),
+    "--timeout": ("timeout_s", "seconds of a request, from its first byte to its last token"),
+    "--header-timeout": (
+        "header_timeout_s",
+        "seconds in which the headers of a request arrive; other connections are closed",
+    ),
+    "--max-connections": (
+        "max_connections",
+        "connections at the same time; beyond, those are closed that have waited longest for a "
+        "request",
+    ),
     "--max-requests-per-key": (
         "max_requests_per_key",
         "requests of a key that are answered at the same time",

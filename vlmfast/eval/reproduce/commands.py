@@ -175,7 +175,7 @@ def _check_tasks(tasks: list[Task], settings: Settings) -> None:
         if external:
             raise VLMFastError(
                 f"lmms-eval has no task {', '.join(external)}: add --include-path DIR with their "
-                "definitions (docs/reproduce.md), or choose others with --tasks"
+                "definitions (docs/evaluation.md), or choose others with --tasks"
             )
     elif not settings.include.is_dir():
         raise VLMFastError(f"--include-path {settings.include} is not a folder")
