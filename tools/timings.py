@@ -9,6 +9,8 @@ from typing import Any
 
 from sources import ROOT, measured, script, table
 
+PARTS = ("first", "per token")
+
 
 def speed() -> str:
     """The short table of README: what a recipe saves, as ratios to Hugging Face."""
@@ -39,11 +41,17 @@ def timings() -> str:
 
 def overhead() -> str:
     """CPU time of `none` and of Hugging Face."""
-    markdown, found = script("benchmarks", "overhead").markdown, []
-    for name in ("tiny", "qwen2-0.5b"):
+    rows = [["model", "pairs", "CPU time", "Hugging Face", "`none`", "ratio"]]
+    files = {"tiny": PARTS, "qwen2-0.5b": PARTS[:1], "qwen2-0.5b-tokens": PARTS[1:]}
+    for name, parts in files.items():
         result = measured(f"overhead-{name}-cpu")
-        found.append(f"`{result['model']}`:\n\n{markdown(result['row'])}")
-    return "\n\n".join(found)
+        for part in parts:
+            found, row = result["row"][part], [f"`{result['model']}`", str(result["row"]["pairs"])]
+            row += [part, *(f"{1e3 * fmean(x):,.1f} ms" for x in found["seconds"].values())]
+            ratio = found["ratio"]
+            row.append(f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
+            rows.append(row)
+    return table(rows)
 
 
 def qwen_tower() -> str:
