@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from eval_fakes import write_results
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.chart import BASELINE, FULL, GROUPS, STACKS, figure, group_of, rows
+from vlmfast.eval.report import write_report
 
 
 def numbers(recipe: str, kept: float, image: float, video: float | None, **more) -> dict:
@@ -186,7 +188,7 @@ def test_errors_name_what_is_wrong(report, tmp_path: Path) -> None:
         figure([])
 
 
-def test_missing_plotly_is_named(report, monkeypatch) -> None:
+def test_missing_plotly_is_named_and_leaves_the_tables(report, tmp_path, monkeypatch) -> None:
     plain = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -197,3 +199,7 @@ def test_missing_plotly_is_named(report, monkeypatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(VLMFastError, match=r"pip install 'vlmfast\[eval\]'"):
         figure(rows(report))
+    write_results(tmp_path, "none", 0.8, limit=1)
+    with pytest.raises(VLMFastError, match="the chart needs plotly"):
+        write_report(tmp_path, tmp_path)
+    assert (tmp_path / "report.md").exists() and (tmp_path / "report.json").exists()

@@ -249,7 +249,7 @@ def test_report_of_an_eval(tmp_path, fake, capsys):
     assert report(tmp_path / "a") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# Accuracy")
-    assert str(tmp_path / "a" / "shapes.png") in printed
+    assert str(tmp_path / "a" / "shapes.html") in printed
     assert report(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "c") == 0
     assert (tmp_path / "c" / "difference.md").exists()
     # Reports are written next to the results and do not disturb them.

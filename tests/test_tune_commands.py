@@ -124,7 +124,8 @@ def test_run_writes_the_choice_and_how_to_repeat_it(
     assert yaml.safe_load((folder / "out" / "recipe.yaml").read_text()) == {
         "recipe": "divprune:0.1"
     }
-    assert (folder / "out" / "tune.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "out" / "tune.html").read_text(encoding="utf-8")
+    assert '"divprune:0.1"' in page and '"tome"' not in page
     status = {row["recipe"]: row["status"] for row in found["candidates"]}
     assert status["random:0.1"] == "loses too much"
     assert status["snapkv"] == "not cheaper"
@@ -187,9 +188,9 @@ def test_commands_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert shown
     for line in shown:
         assert cli.main(shlex.split(line)[1:]) == 0
-    assert {"recipe.yaml", "tune.json", "tune.png", "answers.jsonl"} == {
-        path.name for path in (folder / "runs" / "tune").iterdir()
-    }
+    found = {path.name for path in (folder / "runs" / "tune").iterdir()}
+    written = {"recipe.yaml", "tune.json", "tune.html", "answers.jsonl"}
+    assert found == written | {"plotly.min.js"}
 
 
 # --- interruptions -------------------------------------------------------------------------------

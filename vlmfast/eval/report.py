@@ -11,6 +11,8 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import share_of
+from .chart import figure, write_page
+from .chart import rows as rows_of
 from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
 from .robustness_report import is_robustness, section
@@ -79,12 +81,12 @@ def _order(run: Results) -> tuple:
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """Write ``report.md``, plots, charts and ``report.json``; returns the text and the files.
+    """Write ``report.md``, charts and ``report.json``; returns the text and the files.
 
-    For each task and axis, ``<task>.png`` is the plot of the report and ``<task>.html`` an
-    interactive chart, which loads ``plotly.min.js`` from the same folder.
+    For each task and axis, ``<task>.html`` is an interactive chart, which loads
+    ``plotly.min.js`` from the same folder.
     """
-    parts, files, plots, axes, numbers = [], [], [], [], {}
+    parts, files, charts, axes, numbers = [], [], [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         failed = failures_of(runs)
@@ -101,20 +103,16 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
         tokens, cache = by_tokens(rows), by_cache(rows)
         known = any(row.numbers[f"accuracy_{m}"] is not None for row in rows for m in MODALITIES)
         if tokens and known:
-            image = out / f"{task}.png"
-            parts.append(
-                f"![{task}: accuracy against the fraction of visual tokens]({image.name})\n"
-            )
-            plots.append((task, tokens, image, "kept"))
+            parts.append(f"Interactive chart: `{task}.html`\n")
+            charts.append((task, "kept", out / f"{task}.html"))
             axes.append("visual tokens")
         if tokens:
             parts.append(f"{glance(tokens)}{folded('All recipes', table(tokens))}\n")
         if cache:
-            image = out / f"{task}-cache.png"
             parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
             if known:
-                parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
-                plots.append((task, cache, image, "held"))
+                parts.append(f"Interactive chart: `{task}-cache.html`\n")
+                charts.append((task, "held", out / f"{task}-cache.html"))
             parts.append(f"{cache_glance(cache)}{folded('All recipes', cache_table(cache))}\n")
             axes.append("KV cache")
         if any(row.session for row in rows):
@@ -139,24 +137,10 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     files.append(out / "report.md")
     replace_text(files[0], text)
     write_json(out / "report.json", {"tasks": numbers})
-    files += _draw(plots, {"tasks": numbers})
-    return text, [*files, out / "report.json"]
-
-
-def _draw(plots: list[tuple[str, list[Row], Path, str]], report: dict[str, Any]) -> list[Path]:
-    """Draw plots and charts; last, because they need packages that a report does not."""
-    from .chart import figure, write_page
-    from .chart import rows as rows_of
-    from .plot import plot
-
-    files = []
-    for task, rows, image, axis in plots:
-        plot(rows, image, axis)
-        page = image.with_suffix(".html")
-        failed = report["tasks"][task]["failed"]
-        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy", failed)
-        files += [image, page]
-    return files
+    for task, axis, page in charts:  # last, because they need a package that a report does not
+        drawn = figure(rows_of({"tasks": numbers}, task, axis))
+        write_page(drawn, page, f"{task}: accuracy", numbers[task]["failed"])
+    return text, [*files, *(page for *_, page in charts), out / "report.json"]
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:

@@ -24,7 +24,7 @@ from .race import OBJECTIVES, Result, Settings, race
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
 
-ANSWERS, RECIPE, JSON, PLOT = "answers.jsonl", "recipe.yaml", "tune.json", "tune.png"
+ANSWERS, RECIPE, JSON, PLOT = "answers.jsonl", "recipe.yaml", "tune.json", "tune.html"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -207,7 +207,7 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     lines += [*report.verdict(result, settings), ""]
     lines.append(f"wrote {args.out / RECIPE}, {JSON}" + (f" and {PLOT}" if drawn else ""))
     if not drawn:
-        lines.append("no plot: matplotlib is missing; run `pip install 'vlmfast[eval]'`")
+        lines.append("no plot: plotly is missing; run `pip install 'vlmfast[eval]'`")
     lines.append(f"recipe='auto' now uses this choice for this model ({stored})")
     lines.append(f"reproduce: {command}")
     sys.stdout.write("\n".join(lines) + "\n")
