@@ -17,7 +17,6 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import method_of, shrinks_cache
-from .robustness_report import is_robustness
 from .summary import BASELINES, CACHE_BASELINES, depends_on_question
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[
             raise VLMFastError(f"cannot read the report {report}: {error}") from error
     tasks: dict[str, Any] = {}
     try:
-        tasks = {name: of for name, of in data["tasks"].items() if not is_robustness(name)}
+        tasks = data["tasks"]
         return tasks[task if task is not None else next(iter(tasks))]["recipes"]
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         known = ", ".join(tasks)

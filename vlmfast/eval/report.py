@@ -15,7 +15,6 @@ from .chart import figure, write_page
 from .chart import rows as rows_of
 from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
-from .robustness_report import is_robustness, section
 from .scores import Interval
 from .summary import (
     CACHE_BASELINES,
@@ -90,14 +89,6 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         failed = failures_of(runs)
-        if is_robustness(task):
-            text, numbers[task] = section(common)
-            parts.append(f"## {task}\n\n{text}\n")
-            axes.append("perturbations")
-            parts.append(listed(notes))
-            if failed:
-                parts.append(f"### No result\n\n{failure_table(failed)}\n")
-            continue
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")
         tokens, cache = by_tokens(rows), by_cache(rows)
@@ -119,7 +110,8 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             long = folded("All sessions", session_table(rows))
             parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{long}\n")
         if any(row.numbers.get("metrics") for row in rows):
-            parts.append(f"### Metrics of {task}\n\n{_ABOUT_METRICS}\n\n{metrics_table(rows)}\n")
+            about = _ABOUT_ROBUSTNESS if task.startswith("robustness") else _ABOUT_METRICS
+            parts.append(f"### Metrics of {task}\n\n{about}\n\n{metrics_table(rows)}\n")
             parts.append(f"{group_tables(rows)}\n")
         parts.append(f"### Cost\n\n{folded('Cost of each recipe', cost_table(rows))}\n")
         if pairs := pair_table(rows):
@@ -384,7 +376,7 @@ def pair_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         others = [full] if full is not None and row is not full else []
-        for other in [*others, *row.controls.values()]:
+        for other in [*others, *row.controls.values(), *row.bases]:
             lines.append(
                 [row.run.label, other.run.label, *_gaps(row, other), *_split(row.run, other.run)]
             )
@@ -598,6 +590,12 @@ def _about(runs: list[Results]) -> str:
 _ABOUT_METRICS = (
     "Named as in lmms-eval, in the mode of the run; intervals of groups resample whole images and "
     "videos."
+)
+_ABOUT_ROBUSTNESS = (
+    "`changed` is the fraction of the kept tokens that are no longer kept. An attack is optimized "
+    "against the selection of its recipe; `none@attack-E-RECIPE` is the full model on the same "
+    "images. Descriptions have the mean and the maximum of their `tokens`, and the fraction "
+    "`at_limit`, which reaches `max_new_tokens`."
 )
 _ABOUT_PAIRS = (
     "The same questions under two recipes, without captions: differences with their interval "
