@@ -19,6 +19,7 @@ import torch
 from eval_fakes import FakeVLM, meta
 from interrupts import interrupted, lines_of
 from vlmfast.core import files as files_module
+from vlmfast.core import journal
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
@@ -179,7 +180,7 @@ def test_run_interrupted_at_some_lines_equals_an_undisturbed_one(tmp_path, more)
         return evaluate(vlm, "shapes", out=tmp_path / name, limit=1, **more)
 
     whole = run("whole", FakeVLM())
-    files = (str(Path(store.__file__).parent), files_module.__file__)
+    files = (str(Path(store.__file__).parent), files_module.__file__, journal.__file__)
     found = lines_of(lambda: run("other", FakeVLM()), *files)
     assert len(found) > 300
     for number, line in enumerate(random.Random(0).sample(found, 40)):
@@ -483,27 +484,19 @@ def test_random_numbers_do_not_depend_on_earlier_samples(tmp_path):
     assert len({tuple(s["filtered_resps"]) for s in run.samples.values()}) == 21
 
 
-def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
-    """With a fake clock: fast samples share a sync, slow ones get one each."""
+def test_slow_lines_reach_the_disk_at_once_and_fast_ones_within_a_second(tmp_path, monkeypatch):
     now, synced = [0.0], []
     # Only of the module: event loops of other threads would wait for hours by such a clock.
-    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     fsync = {"fsync": lambda _: synced.append(now[0])}
-    monkeypatch.setattr(store, "os", SimpleNamespace(**{**vars(os), **fsync}))
-    for pause, samples in ((0.05, 100), (0.6, 20), (30.0, 5)):
-        with Writer(tmp_path / str(pause) / "none", meta()) as writer:
+    monkeypatch.setattr(journal, "os", SimpleNamespace(**{**vars(os), **fsync}))
+    for pause, syncs in ((0.0625, 6), (1.5, 100)):
+        with journal.Journal(tmp_path / str(pause)) as lines:
             synced.clear()
-            unsafe = now[0]
-            for i in range(samples):
+            for i in range(100):
                 now[0] += pause
-                writer.add({"doc_id": str(i)}, {"doc_id": str(i)})
-                if synced and synced[-1] == now[0]:
-                    unsafe = now[0]
-                # Even if the next sample takes just as long, this one is safe by then.
-                assert now[0] + pause - unsafe < 1.0 or unsafe == now[0]
-        assert len(synced) // 2 <= max(samples * pause / 0.9, samples) + 1
-        if pause == 0.05:
-            assert len(synced) // 2 < 10
+                lines.append({"doc_id": str(i)})
+            assert len(synced) == syncs
 
 
 @pytest.mark.parametrize(

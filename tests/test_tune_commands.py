@@ -240,14 +240,17 @@ def test_answers_of_another_run_are_refused(folder: Path, what: str) -> None:
         write(folder, answers=True, count=QUESTIONS - 2)
     more = ("--max-new-tokens", "7") if what == "max_new_tokens" else ()
     weight = 2.0 if what == "model" else 1.0
-    with pytest.raises(VLMFastError, match=f"another run: its {what} differ"):
+    with pytest.raises(VLMFastError, match=f"another run: {what} is"):
         commands.run(arguments(folder, *more), lambda: FakeVLM(weight))
 
 
 def test_damaged_answers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    path.write_text('{"data": 1}\n{"recipe"\n')
-    with pytest.raises(VLMFastError, match="cannot be read"):
+    path.write_text('{"data": 1}\n{"recipe"\n{}\n')
+    with pytest.raises(VLMFastError, match="line 2 is damaged"):
+        Store(path, {"data": 1})
+    path.write_text('{"data": 1}\n{"recipe": "none"}\n')
+    with pytest.raises(VLMFastError, match="is damaged: its lines need recipe, question"):
         Store(path, {"data": 1})
 
 

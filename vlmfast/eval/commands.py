@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.files import writable
 from vlmfast.core.help import RECIPES, add_dtype, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
@@ -203,7 +204,7 @@ def run_eval(
     program : str
         What is typed before the arguments. Results record it.
     """
-    from .results import writable, write_json
+    from .results import write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
     from .workers import chosen, own_device, part_ways
@@ -251,8 +252,7 @@ def run_eval(
     part_ways()
     if args.json is not None and is_first():
         value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
-        with writable(args.json):
-            write_json(args.json, value)
+        write_json(args.json, value)
     if is_first():
         print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
     # A group is what can run on this model.
@@ -589,8 +589,6 @@ def measured(recipe: Recipe) -> list[Recipe]:
 
 def check_folder(folder: Path) -> None:
     """Raise an error early if a folder cannot be written."""
-    from .results import writable
-
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

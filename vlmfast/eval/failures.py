@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from vlmfast.core.files import read_bytes
+from vlmfast.core.files import make_folder, read_bytes
+from vlmfast.core.journal import folder_lock
 from vlmfast.errors import VLMFastError
 
-from .results import folder_lock, writable, write_json
+from .results import write_json
 
 FAILED = "failed.json"
 
@@ -51,8 +52,7 @@ def note_failures(folder: Path, reasons: Mapping[str, str | None]) -> None:
     """
     if not (folder / FAILED).exists() and not any(reasons.values()):
         return
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder):
-            found = {**read_failures(folder), **reasons}
-            write_json(folder / FAILED, {name: r for name, r in found.items() if r is not None})
+    make_folder(folder)
+    with folder_lock(folder):
+        found = {**read_failures(folder), **reasons}
+        write_json(folder / FAILED, {name: r for name, r in found.items() if r is not None})

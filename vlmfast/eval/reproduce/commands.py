@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,23 @@ from typing import Any
 from vlmfast.core.display import text_table
 from vlmfast.core.env import environment
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.help import add_dtype, count, examples, names
+from vlmfast.core.journal import Journal, read_lines
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.results import write_json
 
 from .papers import Catalogue, Paper, Task, catalogue
 from .rows import (
+    ROWS,
+    Key,
+    Measured,
     NoResult,
     Row,
     Settings,
-    check_same,
     command,
-    exclusive,
-    finished,
     measure,
+    results_of,
     row_of,
     shown,
 )
@@ -35,7 +38,6 @@ from .table import (
     NO_RESULT,
     WITHIN,
     Comparison,
-    Found,
     about,
     cells,
     compare,
@@ -44,6 +46,7 @@ from .table import (
     to_json,
 )
 
+_LEFT = ("recipe", "task", "result")
 INSTALL = "pip install 'lmms-eval==0.7.3'"
 
 
@@ -124,16 +127,15 @@ def run(args: Namespace) -> int:
         for task in tasks
         for recipe in ("none", *(m.recipe for m in paper.methods if task.name in m.values))
     ]
-    for row in rows:
-        check_same(row, settings)
     if args.dry:
-        _print_plan(paper, rows, settings, args.json)
+        _print_plan(paper, rows, settings, results_of(read_lines(folder / ROWS)[0]), args.json)
         return ExitCode.FINISHED
     _check_tasks(tasks, settings)
     if importlib.util.find_spec("lmms_eval") is None:
         raise VLMFastError(f"lmms-eval is missing; run {INSTALL}")
-    with exclusive(folder):
-        found = _measure_all(rows, settings)
+    make_folder(folder)
+    with Journal(folder / ROWS, settings.about) as journal:
+        found = _measure_all(rows, settings, journal)
         compared = [
             compare(paper, method, task, found)
             for method in paper.methods
@@ -147,7 +149,10 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(value, indent=2, ensure_ascii=False))
     else:
-        _print_report(paper, compared, known.tasks, folder)
+        lines = [*about(paper), "", text_table(cells(compared, known.tasks), left=_LEFT)]
+        lines += [*reasons_of(compared), ""]
+        lines.append(f"written: {folder / 'report.md'}, {folder / 'report.json'}")
+        print("\n".join(lines))
     return _code(compared)
 
 
@@ -181,24 +186,26 @@ def _check_tasks(tasks: list[Task], settings: Settings) -> None:
         raise VLMFastError(f"--include-path {settings.include} is not a folder")
 
 
-def _measure_all(rows: list[Row], settings: Settings) -> Found:
-    """Measure the rows that have no result yet."""
-    found = Found()
+def _measure_all(
+    rows: list[Row], settings: Settings, journal: Journal
+) -> dict[Key, Measured | str]:
+    """Measure the rows that have no result yet; the result of each, or the reason."""
+    found: dict[Key, Measured | str] = {**results_of(journal.lines)}
     for number, row in enumerate(rows, start=1):
-        key = row.recipe, row.task.name
-        if row.recipe != "none" and ("none", row.task.name) not in found.results:
-            continue  # nothing to compare with
+        full = found.get(("none", row.task.name))
+        if row.key in found or (row.recipe != "none" and not isinstance(full, Measured)):
+            continue  # known, or nothing to compare with
         where = f"{number} of {len(rows)}: {row.recipe} on {row.task.name}"
+        print(f"{where}; log: {row.folder / 'log.txt'}", file=sys.stderr, flush=True)
         try:
-            result = finished(row)
-            if result is None:
-                print(f"{where}; log: {row.folder / 'log.txt'}", file=sys.stderr, flush=True)
-                result = measure(row, settings)
+            found[row.key] = result = measure(row, settings)
         except NoResult as error:
-            found.reasons[key] = str(error)
+            found[row.key] = str(error)
             print(f"{where}: no result: {error}", file=sys.stderr, flush=True)
-            continue
-        found.results[key] = result
+        else:
+            told = {"command": shown(command(row, settings))}
+            names = dict(zip(("recipe", "task"), row.key, strict=True))
+            journal.append({**names, **asdict(result), **told})
     return found
 
 
@@ -220,7 +227,13 @@ def _print_list(known: Catalogue, as_json: bool) -> None:
     print(text_table(rows, left=("paper", "arXiv", "model", "values")))
 
 
-def _print_plan(paper: Paper, rows: list[Row], settings: Settings, as_json: bool) -> None:
+def _print_plan(
+    paper: Paper,
+    rows: list[Row],
+    settings: Settings,
+    known: Mapping[Key, Measured],
+    as_json: bool,
+) -> None:
     """The commands of the rows, and the published values."""
     published = {"none": paper.full, **{m.recipe: m.values for m in paper.methods}}
     plan: list[dict[str, Any]] = [
@@ -228,7 +241,7 @@ def _print_plan(paper: Paper, rows: list[Row], settings: Settings, as_json: bool
             "recipe": row.recipe,
             "task": row.task.name,
             "published": published[row.recipe][row.task.name],
-            "finished": _is_finished(row),
+            "finished": row.key in known,
             "external": row.task.external,
             "command": shown(command(row, settings)),
         }
@@ -244,21 +257,3 @@ def _print_plan(paper: Paper, rows: list[Row], settings: Settings, as_json: bool
         print(row["command"])
     if importlib.util.find_spec("lmms_eval") is None:
         print(f"\nlmms-eval is missing; before the run: {INSTALL}")
-
-
-def _is_finished(row: Row) -> bool:
-    try:
-        return finished(row) is not None
-    except NoResult:
-        return False
-
-
-def _print_report(
-    paper: Paper, rows: list[Comparison], tasks: dict[str, Task], folder: Path
-) -> None:
-    print("\n".join(about(paper)))
-    print()
-    print(text_table(cells(rows, tasks), left=("recipe", "task", "result")))
-    for line in reasons_of(rows):
-        print(line)
-    print(f"\nwritten: {folder / 'report.md'}, {folder / 'report.json'}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vlmfast.core.display import markdown_table
 
 from .papers import Method, Paper, Task
-from .rows import Measured
+from .rows import Key, Measured
 
 WITHIN, BELOW, ABOVE = "within", "below", "above"
 FULL_DIFFERS, NO_RESULT, NOT_RUN = "full model differs", "no result", "not run"
@@ -56,47 +57,26 @@ class Comparison:
     reason: str = ""
 
 
-@dataclass
-class Found:
-    """What a run has found: results and reasons by (recipe, task)."""
-
-    results: dict[tuple[str, str], Measured] = field(default_factory=dict)
-    reasons: dict[tuple[str, str], str] = field(default_factory=dict)
-
-
-def compare(paper: Paper, method: Method, task: Task, found: Found) -> Comparison:
-    """A row of the table."""
-    full = found.results.get(("none", task.name))
-    own = found.results.get((method.recipe, task.name))
-    published = paper.full[task.name], method.values[task.name]
-    known = [r.questions for r in (full, own) if r is not None and r.questions]
-    questions = min(known, default=task.questions)
+def compare(
+    paper: Paper, method: Method, task: Task, found: Mapping[Key, Measured | str]
+) -> Comparison:
+    """A row of the table, from results and the reasons for which there are none."""
+    runs = [found.get((recipe, task.name)) for recipe in ("none", method.recipe)]
+    reason = next((run for run in runs if isinstance(run, str)), "")
+    known = [run if isinstance(run, Measured) else None for run in runs]
+    full, own = known
+    questions = min((r.questions for r in known if r and r.questions), default=task.questions)
     tolerance = paper.of_method(task, questions)
-    kept = None
-    if full is not None and own is not None and full.value > 0:
-        kept = 100 * own.value / full.value
-    pairs = Pair(100 * published[1] / published[0], kept)
-    reason = ""
-    if kept is None:
-        places = [(name, task.name) for name in ("none", method.recipe)]
-        reason = next((found.reasons[p] for p in places if p in found.reasons), "")
-        if full is not None and own is not None:
-            reason = "the full model scores 0"
-        verdict = NO_RESULT if reason else NOT_RUN
-    else:
-        assert full is not None
-        verdict = _verdict(paper, task, full, pairs, tolerance)
-    return Comparison(
-        method.recipe,
-        task.name,
-        Pair(published[0], None if full is None else full.value),
-        Pair(published[1], None if own is None else own.value),
-        pairs,
-        questions,
-        tolerance,
-        verdict,
-        reason,
-    )
+    published = paper.full[task.name], method.values[task.name]
+    pairs = [Pair(value, run and run.value) for value, run in zip(published, known, strict=True)]
+    kept = Pair(100 * published[1] / published[0])
+    verdict = NO_RESULT if reason else NOT_RUN
+    if full and own and full.value > 0:
+        kept = Pair(kept.published, 100 * own.value / full.value)
+        verdict, reason = _verdict(paper, task, full, kept, tolerance), ""
+    elif full and own:
+        verdict, reason = NO_RESULT, "the full model scores 0"
+    return Comparison(method.recipe, task.name, *pairs, kept, questions, tolerance, verdict, reason)
 
 
 def _verdict(paper: Paper, task: Task, full: Measured, kept: Pair, tolerance: float | None) -> str:
