@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.display import html_table
 from vlmfast.core.files import read_text, replace_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
@@ -275,9 +274,7 @@ CONFIG = {"responsive": True, "displaylogo": False}
 """Settings of plotly.js for every page."""
 
 
-def write_page(
-    shown: Figure, file: Path, title: str, failed: Mapping[str, str] | None = None
-) -> None:
+def write_page(shown: Figure, file: Path, title: str) -> None:
     """Write a chart as a page, and next to it the ``plotly.min.js`` that it loads.
 
     Parameters
@@ -287,8 +284,6 @@ def write_page(
         In a folder that exists.
     title : str
         Title of the page.
-    failed : mapping of str to str, optional
-        Recipes without a result, and the reasons; a table that follows the chart.
     """
     from plotly.offline import get_plotlyjs
 
@@ -301,9 +296,7 @@ def write_page(
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
     )
-    cells = [[escape(name), escape(reason)] for name, reason in (failed or {}).items()]
-    table = html_table(cells, ("no result", "reason")) + "\n" if cells else ""
-    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n{table}</html>\n")
+    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
 
 
 def _marked(rows: Sequence[Measured], current: str | None) -> Measured | None:
