@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from vlmfast.core.display import text_table
 from vlmfast.core.env import environment
@@ -18,35 +17,14 @@ from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.help import add_dtype, count, examples, names
 from vlmfast.core.journal import Journal, read_lines
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.results import write_json
+from vlmfast.eval.results import slug, write_json
 
 from .papers import Catalogue, Paper, Task, catalogue
-from .rows import (
-    ROWS,
-    Key,
-    Measured,
-    NoResult,
-    Row,
-    Settings,
-    command,
-    measure,
-    results_of,
-    row_of,
-    shown,
-)
-from .table import (
-    NO_RESULT,
-    WITHIN,
-    Comparison,
-    about,
-    cells,
-    compare,
-    markdown,
-    reasons_of,
-    to_json,
-)
+from .rows import ROWS, Key, Measured, NoResult, Row, Settings, command, measure, results_of, shown
+from .table import NO_RESULT, WITHIN, about, cells, compare, markdown, reasons_of
 
-_LEFT = ("recipe", "task", "result")
+_LEFT = ("paper", "arXiv", "model", "values", "recipe", "task", "result")
+_FACTS = ("title", "arxiv", "origin", "table", "tolerance")
 INSTALL = "pip install 'lmms-eval==0.7.3'"
 
 
@@ -103,32 +81,29 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="folder of lmms-eval tasks that it does not ship",
     )
-    add("--json", action="store_true", help="print one JSON document to stdout")
+    add("--json", action="store_true", help="print report.json to stdout")
 
 
 def run(args: Namespace) -> int:
     """Run ``vlmfast reproduce`` and return the exit code."""
     known = catalogue()
-    if known.problems:
-        raise VLMFastError("; ".join(known.problems))
     if args.list:
-        _print_list(known, args.json)
+        print(text_table([_listed(paper) for paper in known.papers.values()], left=_LEFT))
         return ExitCode.FINISHED
-    paper = known.paper(args.paper)
+    paper = known.papers[args.paper]
     tasks = _tasks(known, paper, args.tasks)
-    settings = Settings(
-        args.model or paper.model, args.limit, args.device, args.dtype, args.include_path
-    )
-    if "," in settings.model:
-        raise VLMFastError(f"--model {settings.model!r} has a comma, which lmms-eval splits at")
+    model = args.model or paper.model
+    settings = Settings(model, args.limit, args.device, args.dtype, args.include_path)
+    if "," in model:
+        raise VLMFastError(f"--model {model!r} has a comma, which lmms-eval splits at")
     folder = args.out / paper.name
     rows = [
-        row_of(folder, recipe, task)
+        Row(recipe, task, folder / slug(recipe) / task.name)
         for task in tasks
         for recipe in ("none", *(m.recipe for m in paper.methods if task.name in m.values))
     ]
     if args.dry:
-        _print_plan(paper, rows, settings, results_of(read_lines(folder / ROWS)[0]), args.json)
+        _print_plan(paper, rows, settings, results_of(read_lines(folder / ROWS)[0]))
         return ExitCode.FINISHED
     _check_tasks(tasks, settings)
     if importlib.util.find_spec("lmms_eval") is None:
@@ -142,8 +117,8 @@ def run(args: Namespace) -> int:
             for task in tasks
             if task.name in method.values
         ]
-        shared = {"model": settings.model, "limit": settings.limit, "environment": environment()}
-        value = to_json(paper, compared, shared)
+        facts = {key: getattr(paper, key) for key in _FACTS} | {"environment": environment()}
+        value = {"paper": paper.name, **facts, **settings.about, "rows": compared}
         replace_text(folder / "report.md", markdown(paper, compared, known.tasks))
         write_json(folder / "report.json", value)
     if args.json:
@@ -153,14 +128,21 @@ def run(args: Namespace) -> int:
         lines += [*reasons_of(compared), ""]
         lines.append(f"written: {folder / 'report.md'}, {folder / 'report.json'}")
         print("\n".join(lines))
-    return _code(compared)
-
-
-def _code(rows: list[Comparison]) -> int:
-    if any(row.verdict == NO_RESULT for row in rows):
+    verdicts = {row["verdict"] for row in compared}
+    if NO_RESULT in verdicts:
         return ExitCode.CUT_SHORT
-    passed = all(row.verdict == WITHIN for row in rows)
-    return ExitCode.FINISHED if passed else ExitCode.CHECK_FAILED
+    return ExitCode.FINISHED if verdicts == {WITHIN} else ExitCode.CHECK_FAILED
+
+
+def _listed(paper: Paper) -> dict[str, str]:
+    return {
+        "paper": paper.name,
+        "arXiv": paper.arxiv,
+        "model": paper.model,
+        "recipes": str(len(paper.methods)),
+        "tasks": str(len(paper.full)),
+        "values": paper.origin,
+    }
 
 
 def _tasks(known: Catalogue, paper: Paper, chosen: tuple[str, ...] | None) -> list[Task]:
@@ -203,57 +185,22 @@ def _measure_all(
             found[row.key] = str(error)
             print(f"{where}: no result: {error}", file=sys.stderr, flush=True)
         else:
-            told = {"command": shown(command(row, settings))}
-            names = dict(zip(("recipe", "task"), row.key, strict=True))
-            journal.append({**names, **asdict(result), **told})
+            line = {"recipe": row.recipe, "task": row.task.name, **asdict(result)}
+            journal.append({**line, "command": shown(command(row, settings))})
     return found
 
 
-def _print_list(known: Catalogue, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(paper) for paper in known.papers.values()], indent=2))
-        return
-    rows = [
-        {
-            "paper": paper.name,
-            "arXiv": paper.arxiv,
-            "model": paper.model,
-            "recipes": str(len(paper.methods)),
-            "tasks": str(len(paper.full)),
-            "values": paper.origin,
-        }
-        for paper in known.papers.values()
-    ]
-    print(text_table(rows, left=("paper", "arXiv", "model", "values")))
-
-
 def _print_plan(
-    paper: Paper,
-    rows: list[Row],
-    settings: Settings,
-    known: Mapping[Key, Measured],
-    as_json: bool,
+    paper: Paper, rows: list[Row], settings: Settings, known: Mapping[Key, Measured]
 ) -> None:
     """The commands of the rows, and the published values."""
     published = {"none": paper.full, **{m.recipe: m.values for m in paper.methods}}
-    plan: list[dict[str, Any]] = [
-        {
-            "recipe": row.recipe,
-            "task": row.task.name,
-            "published": published[row.recipe][row.task.name],
-            "finished": row.key in known,
-            "external": row.task.external,
-            "command": shown(command(row, settings)),
-        }
-        for row in rows
-    ]
-    if as_json:
-        print(json.dumps({"paper": paper.name, "rows": plan}, indent=2))
-        return
     print("\n".join(about(paper)))
-    for row in plan:
-        state = "; finished" if row["finished"] else "; needs --include-path" * row["external"]
-        print(f"\n# {row['recipe']} on {row['task']}: published {row['published']:g}{state}")
-        print(row["command"])
+    for row in rows:
+        state = "; needs --include-path" * row.task.external
+        state = "; finished" if row.key in known else state
+        value = published[row.recipe][row.task.name]
+        print(f"\n# {row.recipe} on {row.task.name}: published {value:g}{state}")
+        print(shown(command(row, settings)))
     if importlib.util.find_spec("lmms_eval") is None:
         print(f"\nlmms-eval is missing; before the run: {INSTALL}")

@@ -21,7 +21,6 @@ from typing import Any
 from vlmfast.core.files import make_folder, open_to_append, read_bytes
 from vlmfast.core.signals import exit_on_sigterm
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.results import slug
 
 from .papers import Task
 
@@ -91,11 +90,6 @@ class Measured:
 
     value: float
     questions: int | None
-
-
-def row_of(folder: Path, recipe: str, task: Task) -> Row:
-    """The row of a recipe and a task in the folder of a paper."""
-    return Row(recipe, task, folder / slug(recipe) / task.name)
 
 
 def results_of(lines: list[dict[str, Any]]) -> dict[Key, Measured]:
