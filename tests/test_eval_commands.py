@@ -446,9 +446,9 @@ def test_recipe_with_too_many_errors_is_no_row_of_numbers_in_a_report(tmp_path, 
 
 
 def test_damaged_reasons_are_refused(tmp_path):
-    for text in ("{", "[]", '{"grid": 1}'):
+    for text in ("{\n{}\n", "[]\n{}\n", '{"grid": 1}\n'):
         (tmp_path / failures.FAILED).write_text(text)
-        with pytest.raises(VLMFastError, match=r"failed\.json is damaged"):
+        with pytest.raises(VLMFastError, match=r"failed\.jsonl.* is damaged"):
             failures.read_failures(tmp_path)
 
 

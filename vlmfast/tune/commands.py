@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlmfast.core.display import text_table
 from vlmfast.core.files import make_folder, replace_text
@@ -187,7 +187,8 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     from vlmfast.api.stored_recipe import store_recipe
     from vlmfast.core.env import environment
 
-    recipe, command = Recipe.parse(result.chosen), reproduce(args)
+    recipe = Recipe.parse(result.chosen)
+    command = f"vlmfast {shlex.join(sys.argv[1:])}"
     recipe.save(args.out / RECIPE)
     stored = store_recipe(vlm.adapter, recipe)
     value = {"command": command, "model": args.model, **report.to_dict(result, settings)}
@@ -211,19 +212,3 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     lines.append(f"recipe='auto' now uses this choice for this model ({stored})")
     lines.append(f"reproduce: {command}")
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def reproduce(args: Namespace) -> str:
-    """The command with all settings."""
-    words: list[Any] = ["vlmfast", "tune", "--model", args.model, "--data", args.data]
-    words += ["--max-loss", f"{100 * args.max_loss:.10g}%", "--for", args.objective]
-    words += ["--confidence", f"{100 * args.confidence:.10g}%"]
-    words += ["--held-out", f"{100 * args.held_out:.10g}%"]
-    words += ["--max-new-tokens", args.max_new_tokens, "--batch-size", args.batch_size]
-    words += ["--seed", args.seed, "--out", args.out]
-    for name in ("device", "dtype"):
-        if getattr(args, name, None) not in (None, "auto"):
-            words += [f"--{name}", getattr(args, name)]
-    for recipe in args.recipes or ():
-        words += ["--recipe", recipe]
-    return shlex.join(map(str, words + ["--strict"] * args.strict))
