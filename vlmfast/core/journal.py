@@ -84,7 +84,7 @@ class Journal:
         """Append lines with one write."""
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         with writable(self.path):
-            self._file.write(text.encode())
+            self._file.write(text.encode("utf-8", "surrogatepass"))  # of file names
             self._file.flush()
             if time.monotonic() - self._synced >= _SYNC_S:
                 self._sync()

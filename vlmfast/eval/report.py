@@ -86,7 +86,7 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     For each task and axis, ``<task>.html`` is an interactive chart, which loads
     ``plotly.min.js`` from the same folder.
     """
-    parts, files, charts, axes, numbers = [], [], [], [], {}
+    parts, charts, axes, numbers = [], [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         failed = failures_of(runs)
@@ -127,13 +127,12 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *filter(None, parts)])
     make_folder(out)
-    files.append(out / "report.md")
-    replace_text(files[0], text)
+    replace_text(out / "report.md", text)
     write_json(out / "report.json", {"tasks": numbers})
     for task, axis, page in charts:  # last, because they need a package that a report does not
         drawn = figure(rows_of({"tasks": numbers}, task, axis))
         write_page(drawn, page, f"{task}: accuracy")
-    return text, [*files, *(page for *_, page in charts), out / "report.json"]
+    return text, [out / "report.md", *(page for *_, page in charts), out / "report.json"]
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:
@@ -249,6 +248,10 @@ def _against(name: str, other: Callable[[Row], Row | None]) -> dict[str, Cell]:
     return {f"against {name}, {noun}": of(m) for m, noun in _NOUN.items()}
 
 
+def _control(name: str) -> Callable[[Row], Row | None]:
+    return lambda row: row.controls.get(name)
+
+
 _TIMES = {
     "TTFT ms (image / video)": _pair("ttft_s", 1000),
     "stages' own ms (image / video)": _pair("reduce_s", 1000),
@@ -260,7 +263,7 @@ _BY_TOKENS = {
     "equivalent tokens (image / video)": _pair("equivalent_tokens"),
     "kept %": _one("kept"),
     **_TIMES,
-    **_against("random", lambda row: row.controls.get("random")),
+    **_against("random", _control("random")),
 }
 _BY_CACHE = {
     "cache %": _one("held"),
@@ -295,7 +298,7 @@ def cache_table(rows: list[Row]) -> str:
     others = _against("the full model", lambda row: None if _is_reference(row) else full)
     for name in CACHE_BASELINES:
         if any(name in row.controls for row in rows):
-            others |= _against(name, lambda row, name=name: row.controls.get(name))  # type: ignore
+            others |= _against(name, _control(name))
     return _written(_BY_CACHE | others, rows)
 
 

@@ -77,6 +77,7 @@ class Store:
         make_folder(path.parent)
         self._journal = Journal(path, about, ("recipe", "question"))
         self._found: dict[tuple[str, int], dict[str, Any]] = {}
+        self._recipes: set[str] = set()
         self._keep(self._journal.lines)
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class Store:
 
     def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
         self._found |= {(row["recipe"], row["question"]): row for row in rows}
-        self._recipes = {recipe for recipe, _ in self._found}
+        self._recipes |= {row["recipe"] for row in rows}
 
 
 class ModelSource:

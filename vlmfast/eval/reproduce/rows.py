@@ -158,7 +158,7 @@ def measure(row: Row, settings: Settings) -> Measured:
         # Ends the process with this one.
         code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
     for path in (row.folder / RESULTS).rglob("*_results.json"):
-        with contextlib.suppress(ValueError):  # cut short
+        with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # cut short
             return _measured(row.task, json.loads(read_bytes(path)), path)
     raise _error(row, code)
 
