@@ -94,10 +94,9 @@ def test_menu_has_the_data_of_every_view(report) -> None:
     menu, _ = shown.layout.updatemenus
     assert [button.label for button in menu.buttons] == ["Images", "Videos"]  # no captions
     names = [trace.name for trace in shown.data]
-    data, layout = menu.buttons[1].args
+    (data,) = menu.buttons[1].args
     assert data["y"][names.index("hired")] == [70.0, 80.0]
     assert {len(value) for value in data.values()} == {len(names)}
-    assert layout["yaxis.range"] == [40, 101]
     json.loads(shown.to_json())  # strict JSON, as a browser reads it
 
 
@@ -160,7 +159,7 @@ def test_sessions_are_a_view_of_the_cache(report) -> None:
     shown = figure(rows(report, axis="held"))
     buttons = {button.label: button.args for button in shown.layout.updatemenus[0].buttons}
     assert not any("Caption" in label for label in buttons)
-    data, _ = buttons["Images, later questions of a session"]
+    (data,) = buttons["Images, later questions of a session"]
     names = [trace.name for trace in shown.data]
     assert data["x"][names.index("h2o")] == [40.0]
     assert data["y"][names.index("h2o")] == [66.0]

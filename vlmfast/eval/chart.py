@@ -247,14 +247,11 @@ def figure(
     drawn = [_traces(rows, view, current, marked, line) for view in views]
     shown = Figure(drawn[0])
     costs = [p[0] for row in rows if row.group != FULL for view in views if (p := row.point(view))]
-    low, high = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ends = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
     grid = {"gridcolor": _LINE, "linecolor": _LINE, "zeroline": False}
-    text = [str(tick) for tick in ticks]
-    titles = [{"text": title, "font": {"size": 14}} for title in (_COST[axis], "accuracy (%)")]
-    shown.update_xaxes(title=titles[0], title_standoff=8, type="log", minor_ticks="", **grid)
-    shown.update_xaxes(range=[log10(low), log10(high)], tickvals=ticks, ticktext=text)
-    shown.update_yaxes(title=titles[1], range=_range(rows, views[0]), **grid)
+    shown.update_xaxes(title=_COST[axis], type="log", range=list(map(log10, ends)), **grid)
+    shown.update_xaxes(tickvals=_TICKS, title_standoff=8)
+    shown.update_yaxes(title="accuracy (%)", **grid)
     shown.update_layout(
         template="none",
         paper_bgcolor="rgba(0, 0, 0, 0)",
@@ -266,7 +263,7 @@ def figure(
         legend=_LEGEND,
     )
     groups = _group_menu(shown.data, {marked.group} if marked else set())
-    shown.update_layout(updatemenus=[_view_menu(rows, views, drawn), groups])
+    shown.update_layout(updatemenus=[_view_menu(views, drawn), groups])
     return shown
 
 
@@ -347,7 +344,9 @@ def _traces(
     if line is not None:
         name = f"{current}: {line:.3g} % kept, not measured"
         style = {"color": COLORS[1], "width": 2, "dash": "dot"}
-        traces.append(Scatter(x=[line, line], y=[0, 100], mode="lines", name=name, line=style))
+        heights = [p[1] for row in rows if (p := row.point(view))]
+        y = [min(heights, default=0), max(heights, default=100)]
+        traces.append(Scatter(x=[line, line], y=y, mode="lines", name=name, line=style))
         traces[-1].hovertemplate = f"<b>{current}</b><br>{line:.3g} % kept<extra></extra>"
     if marked is not None and marked.group != FULL:
         point = marked.point(view)
@@ -397,22 +396,11 @@ def _score(mean: float | None, low: float | None, high: float | None) -> str:
     return "not measured" if mean is None else f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
 
 
-def _range(rows: Sequence[Measured], view: View) -> list[float]:
-    """From the ten below the lowest interval of the visible rows to 100 %."""
-    lows = [p[2] for row in rows if row.group not in _HIDDEN and (p := row.point(view))]
-    return [max(0, 10 * ((min(lows, default=0) - 1) // 10)), 101]
-
-
-def _view_menu(
-    rows: Sequence[Measured], views: list[View], drawn: list[list[Any]]
-) -> dict[str, Any]:
+def _view_menu(views: list[View], drawn: list[list[Any]]) -> dict[str, Any]:
     """A menu of views, which replaces the data and keeps what is hidden."""
     keys = ("x", "y", "customdata", "hovertemplate", "error_y.array", "error_y.arrayminus")
     choices = {
-        view.title: (
-            {key: [_value(trace, key) for trace in traces] for key in keys},
-            {"yaxis.range": _range(rows, view)},
-        )
+        view.title: {key: [_value(trace, key) for trace in traces] for key in keys}
         for view, traces in zip(views, drawn, strict=True)
     }
     return _menu(choices, above=44)
@@ -427,24 +415,22 @@ def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
         shown |= {"All methods": {*methods}}
         shown |= {group: {group} for group in methods}
     choices = {
-        label: (
-            {
-                "visible": [
-                    "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
-                ]
-            },
-        )
+        label: {
+            "visible": [
+                "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
+            ]
+        }
         for label, groups in shown.items()
     }
-    for trace, visible in zip(traces, choices["Selected methods"][0]["visible"], strict=True):
+    for trace, visible in zip(traces, choices["Selected methods"]["visible"], strict=True):
         trace.visible = visible
     return _menu(choices, above=4)
 
 
-def _menu(choices: dict[str, tuple], above: int) -> dict[str, Any]:
-    """A menu that is ``above`` pixels over the plot; each choice updates data and layout."""
+def _menu(choices: dict[str, dict[str, Any]], above: int) -> dict[str, Any]:
+    """A menu that is ``above`` pixels over the plot; each choice updates the traces."""
     buttons = [
-        {"label": label, "method": "update", "args": list(args)} for label, args in choices.items()
+        {"label": label, "method": "restyle", "args": [args]} for label, args in choices.items()
     ]
     place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": above}}
     style = {"bgcolor": "rgba(127, 127, 127, 0.15)", "bordercolor": _LINE, "font": {"size": 12}}

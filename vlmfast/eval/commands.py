@@ -395,18 +395,19 @@ def _run_task(
         if is_first():
             note_failures(args.out / part.name, {asked.name: reasons.get(asked.name)})
     reports = []
-    for name, own in runs.items():
+    for name, reasons in failed.items():
+        own = runs.get(name, [])
         # Other parts of a shard may have fewer samples.
-        rows = compare(own if shard is None else on_common_samples(own)[0])
+        rows = compare(on_common_samples(own)[0] if own and shard is not None else own)
         if is_first():
-            texts = tables(rows), metrics_table(rows), failure_table(failed[name])
+            texts = tables(rows), metrics_table(rows), failure_table(reasons)
             print("\n\n".join(filter(None, texts)))
         rows += [row.session for row in rows if row.session]
         numbers = {row.run.name: row.numbers for row in rows}
         measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
         about = _about(task, args, weights) | {"task": name}
-        first = numbers[measured[0] if measured else next(iter(numbers))]
-        reports.append({**about, **first, "recipes": numbers, "failed": failed[name]})
+        first = numbers.get(next(iter([*measured, *numbers]), ""), {})
+        reports.append({**about, **first, "recipes": numbers, "failed": reasons})
     return reports
 
 
