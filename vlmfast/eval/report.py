@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -242,10 +243,11 @@ def _pair(key: str, scale: float = 1) -> Cell:
 def _against(name: str, other: Callable[[Row], Row | None]) -> dict[str, Cell]:
     """Differences, image and video."""
 
-    def of(modality: str) -> Cell:
-        return lambda row: _points((base := other(row)) and row.gap(base, modality))
+    def gap(row: Row, modality: str) -> str:
+        base = other(row)
+        return _points(None if base is None else row.gap(base, modality))
 
-    return {f"against {name}, {noun}": of(m) for m, noun in _NOUN.items()}
+    return {f"against {name}, {noun}": partial(gap, modality=m) for m, noun in _NOUN.items()}
 
 
 def _control(name: str) -> Callable[[Row], Row | None]:
