@@ -116,7 +116,7 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
             parts.append(f"### Metrics of {task}\n\n{about}\n\n{metrics_table(rows)}\n")
             parts.append(f"{group_tables(rows)}\n")
         parts.append(f"### Cost\n\n{folded('Cost of each recipe', _written(_COST, rows))}\n")
-        if pairs := pair_table(rows):
+        if known and (pairs := pair_table(rows)):
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
         parts += [f"**Warning:** {note}.\n" for note in notes]
