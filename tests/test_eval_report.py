@@ -373,7 +373,7 @@ def test_report_of_caches(cache_report):
     assert table["streamingllm:0.1"][11] == "–"
     assert set(sessions) == set(table)
     assert sessions["lookm:0.1"][1] == "once"
-    assert "processes the image again" in text
+    assert "the image is processed again" in text
     assert number(sessions["lookm:0.1"][10]) > 0 > number(sessions["h2o:0.1"][10])
     worse = [w for w in re.findall(r"\*\*Warning:\*\* (.*)", text) if "not better" in w]
     worse = [w for w in worse if "captions" not in w]

@@ -205,7 +205,6 @@ def figure(
     *,
     current: str | None = None,
     kept: float | None = None,
-    modality: str = "image",
 ) -> Figure:
     """One line per method with 95 % intervals, and the full model as a horizontal line.
 
@@ -222,8 +221,6 @@ def figure(
     kept : float, optional
         The fraction that ``current`` keeps, in (0, 1]: drawn as a vertical line if ``current`` was
         not measured.
-    modality : {"image", "video"}
-        What the chart shows first.
 
     Raises
     ------
@@ -241,7 +238,6 @@ def figure(
     views = [view for view in _VIEWS[axis] if any(row.point(view) for row in rows)]
     if not views:
         raise VLMFastError("the chart has nothing to show: no recipe of the report has an accuracy")
-    views.sort(key=lambda view: view.modality != modality)  # stable
     marked = _marked(rows, current)
     line = None if marked or current is None or not kept else 100 * kept
     drawn = [_traces(rows, view, current, marked, line) for view in views]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -387,16 +387,15 @@ def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
     shown = [row for row in rows if row.run.meta["budget"] is not None and reduces(row)]
     single = {row.run.meta["budget"] for row in shown if "+" not in row.run.meta["method"]}
-    cells: dict[tuple[str, float | None], str] = {}
-    for row in shown:
-        budget = _near(row.run.meta["budget"], single)
-        cells[row.run.labelled(row.run.meta["method"]), budget] = _glimpse(row, budget)
+    budgets = {id(row): _near(row.run.meta["budget"], single) for row in shown}
+    cells = {
+        (row.run.labelled(row.run.meta["method"]), budgets[id(row)]): _glimpse(
+            row, budgets[id(row)]
+        )
+        for row in shown
+    }
     grid = _grid(cells, "images % / videos %", "of the tokens")
-    return grid and (
-        f"{grid}\n\nBold: above every control (`random`, `downsample`) of the same cost "
-        "beyond the 95 % interval. "
-        "Brackets: the kept fraction where it differs from the budget.\n\n"
-    )
+    return grid and f"{grid}\n\n{_ABOUT_GLANCE}\n\n"
 
 
 def _near(budget: float, columns: set[float]) -> float:
@@ -414,23 +413,23 @@ def cache_glance(rows: list[Row]) -> str:
     for what, title in _VIEWS.items():
         cells = {}
         for row in filter(shrinks, rows):
-            captions = [row.numbers[f"caption_{modality}"] for modality in MODALITIES]
-            if what == "later" and row.session is None:
-                continue
-            if what == "captions" and captions == [None] * len(captions):
+            captions = any(
+                row.numbers[f"caption_{modality}"] is not None for modality in MODALITIES
+            )
+            if (what == "later" and row.session is None) or (what == "captions" and not captions):
                 continue
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
             method = row.run.meta["method" if share is not None else "recipe"]
             cells[row.run.labelled(method), share] = _glimpse(row, share, what)
         grids.append(_grid(cells, f"{title}: images % / videos %", "of the cache"))
     text = "\n\n".join(filter(None, grids))
-    return text and (
-        f"{text}\n\nBold: above every control of the same size beyond the 95 % interval. "
-        "Brackets: the cache size where it differs from the requested share. \\*: "
-        "each question of a session processes the image again.\n\n"
-    )
+    return text and f"{text}\n\n{_ABOUT_GLANCE} \\*: the image is processed again.\n\n"
 
 
+_ABOUT_GLANCE = (
+    "Bold: above every control of the same cost beyond the 95 % interval. Brackets: what is kept, "
+    "where it differs from what was asked for."
+)
 _VIEWS = {
     "questions": "single questions",
     "captions": "captions",
@@ -438,7 +437,7 @@ _VIEWS = {
 }
 
 
-def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> str:
+def _grid(cells: Mapping[tuple[str, float | None], str], title: str, what: str) -> str:
     """A Markdown table of methods by shares; the share ``None`` is the last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
     if len(methods) < 2:
