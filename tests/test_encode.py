@@ -15,6 +15,7 @@ import tiny_models
 from vlmfast import VLM, MediaError, RecipeError, VLMFastError, exact_count
 from vlmfast.api.encoding import encode_image
 from vlmfast.cli import main
+from vlmfast.core import journal
 from vlmfast.integrations import features
 from vlmfast.integrations.features import MANIFEST, encode_files, open_features
 
@@ -152,7 +153,7 @@ def test_interrupted_at_any_write_and_repeated_writes_the_same_bytes(
             return dump(value, **options)
 
         monkeypatch.setattr(features, "replace_bytes", replacing)
-        monkeypatch.setattr(features.json, "dumps", dumping)
+        monkeypatch.setattr(journal.json, "dumps", dumping)
         try:
             encode_files(vlm, images, RECIPE, out, model="tiny")
         except KeyboardInterrupt:
@@ -210,7 +211,9 @@ def test_folder_of_another_run_is_refused(
 ) -> None:
     before = content(whole)
     asked = {"recipe": RECIPE, "model": "tiny"} | change
-    with pytest.raises(VLMFastError, match=rf"{MANIFEST} has {named} .* use another folder"):
+    with pytest.raises(
+        VLMFastError, match=rf"{MANIFEST} is of another run: {named} is .* use another"
+    ):
         encode_files(vlm, images, asked["recipe"], whole, model=asked["model"])
     assert content(whole) == before
 
@@ -232,7 +235,7 @@ def test_features_of_other_settings_are_refused(
         return
     with pytest.raises(VLMFastError, match="other settings of the model, its adapters or its proc"):
         open_features(whole, vlm)
-    with pytest.raises(VLMFastError, match=rf"{MANIFEST} has settings_sha256 .*"):
+    with pytest.raises(VLMFastError, match=rf"{MANIFEST} is of another run: settings_sha256 is"):
         encode_files(vlm, images, RECIPE, out, model="tiny")
 
 

@@ -19,6 +19,7 @@ import torch
 from eval_fakes import FakeVLM, meta
 from interrupts import interrupted, lines_of
 from vlmfast.core import files as files_module
+from vlmfast.core import journal
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import results as store
@@ -179,7 +180,7 @@ def test_run_interrupted_at_some_lines_equals_an_undisturbed_one(tmp_path, more)
         return evaluate(vlm, "shapes", out=tmp_path / name, limit=1, **more)
 
     whole = run("whole", FakeVLM())
-    files = (str(Path(store.__file__).parent), files_module.__file__)
+    files = (str(Path(store.__file__).parent), files_module.__file__, journal.__file__)
     found = lines_of(lambda: run("other", FakeVLM()), *files)
     assert len(found) > 300
     for number, line in enumerate(random.Random(0).sample(found, 40)):
@@ -221,15 +222,6 @@ def test_zeros_after_the_last_line_are_discarded(tmp_path, whole):
     assert lines(evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT).path) == whole
 
 
-def test_damaged_line_in_the_middle_is_refused(tmp_path):
-    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-    all_lines = lines(run.path)
-    all_lines[3] = all_lines[3][:20]
-    (run.path / "samples.jsonl").write_text("\n".join(all_lines) + "\n")
-    with pytest.raises(VLMFastError, match="line 4 is damaged"):
-        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-
-
 def test_concurrent_runs_are_refused(tmp_path):
     with (
         Writer(tmp_path / "shapes" / "none", meta()),
@@ -239,21 +231,6 @@ def test_concurrent_runs_are_refused(tmp_path):
         pass
     with Writer(tmp_path / "shapes" / "none", meta()):
         pass
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("weights_sha256", "f00"), ("seed", 1), ("task_version", "0"), ("generation", {"a": 1})],
-)
-def test_folder_of_another_run_is_refused(tmp_path, key, value):
-    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-    file = run.path / "meta.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    for recipe in ("none", "random"):  # the folder itself, and one next to it
-        with pytest.raises(VLMFastError, match=f"different runs: {key} is"):
-            evaluate(FakeVLM(), "shapes", recipe, tmp_path, 2)
-    assert len(lines(run.path)) == 21
-    assert not (tmp_path / "shapes" / "random").exists()
 
 
 def test_another_state_of_adapters_is_another_model(tmp_path):
@@ -275,39 +252,59 @@ def test_another_state_of_adapters_is_another_model(tmp_path):
         wrapped.set_adapter("default")
 
 
-def test_folder_of_another_recipe_is_refused(tmp_path):
-    run = evaluate(FakeVLM(), "shapes", "random", tmp_path, 1)
-    run.path.rename(tmp_path / "shapes" / "grid")
-    with pytest.raises(VLMFastError, match='recipe is "random" in the one and "grid"'):
-        evaluate(FakeVLM(), "shapes", "grid", tmp_path, 1)
-
-
 def test_renamed_model_is_the_same_model(tmp_path):
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="tiny")
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1, model="copy/of/tiny")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}'])
-def test_damaged_meta_is_one_clear_error(tmp_path, text):
+def other(key: str, value: object):
+    """Changes ``meta.json``."""
+
+    def change(path: Path) -> None:
+        file = path / "meta.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+
+    return change
+
+
+def damaged_line(path: Path) -> None:
+    found = lines(path)
+    found[3] = found[3][:20]
+    (path / "samples.jsonl").write_text("\n".join(found) + "\n")
+
+
+REFUSED = {
+    "weights": (other("weights_sha256", "f00"), "different runs: weights_sha256 is"),
+    "seed": (other("seed", 1), "different runs: seed is"),
+    "task": (other("task_version", "0"), "different runs: task_version is"),
+    "generation": (other("generation", {"a": 1}), "different runs: generation is"),
+    "recipe": (other("recipe", "grid"), 'recipe is "grid" in the one and "none"'),
+    "session": (other("session", True), "session is true in the one and null in the other"),
+    "key": (other("sessions", True), r"meta\.json has the unknown key 'sessions'.*'session'"),
+    "no meta": (lambda path: (path / "meta.json").unlink(), r"no meta\.json"),
+    "line": (damaged_line, "line 4 is damaged"),
+    **{
+        f"meta {text!r}": (
+            lambda path, text=text: (path / "meta.json").write_text(text),
+            r"meta\.json is",
+        )
+        for text in ("", "{", "[]", '{"schema": 1}')
+    },
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_folder_of_another_run_or_with_damage_is_refused(tmp_path, what):
+    change, message = REFUSED[what]
     run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-    (run.path / "meta.json").write_text(text)
-    with pytest.raises(VLMFastError, match=r"meta\.json is"):
-        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-
-
-def test_unknown_keys_of_meta_are_refused(tmp_path):
-    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-    file = run.path / "meta.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "sessions": True}))
-    with pytest.raises(VLMFastError, match=r"meta\.json has the unknown key 'sessions'.*'session'"):
-        read(run.path)
-
-
-def test_samples_without_meta_are_refused(tmp_path):
-    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
-    (run.path / "meta.json").unlink()
-    with pytest.raises(VLMFastError, match=r"no meta\.json"):
-        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=1)
+    change(run.path)
+    with pytest.raises(VLMFastError, match=message):
+        evaluate(FakeVLM(), "shapes", out=tmp_path, limit=2)
+    assert len(lines(run.path)) == 21
+    if what in ("weights", "seed", "task", "generation"):  # also next to it
+        with pytest.raises(VLMFastError, match=message):
+            evaluate(FakeVLM(), "shapes", "random", tmp_path, 2)
+        assert not (tmp_path / "shapes" / "random").exists()
 
 
 def test_unwritable_folder_is_refused(tmp_path):
@@ -356,17 +353,6 @@ def test_too_many_failing_samples_end_the_run(tmp_path):
     assert len(run.samples) == DOCS
 
 
-def test_the_last_allowed_error_on_the_last_sample_counts(tmp_path):
-    with pytest.raises(VLMFastError, match="1 samples failed"):
-        evaluate(
-            FakeVLM(fail=lambda q: q == Shapes().docs(1, 0)[-1].question),
-            "shapes",
-            out=tmp_path,
-            limit=1,
-            max_errors=0,
-        )
-
-
 def test_internal_errors_are_not_recorded_as_samples(tmp_path):
     class Broken(FakeVLM):
         def ask(self, *args, **kwargs):
@@ -403,16 +389,6 @@ def test_sessions_have_separate_folders(tmp_path):
         assert asked.samples[doc] == sample  # the fake ignores how it is called
         assert isinstance(turn, int)
         assert "turn" not in sample
-    asked.path.rename(tmp_path / "shapes" / "h2o")
-    with pytest.raises(VLMFastError, match='recipe is "lookm" in the one and "h2o"'):
-        evaluate(FakeVLM(), "shapes", "h2o", tmp_path, 1)
-
-
-def test_sessions_and_single_questions_are_not_mixed(tmp_path):
-    asked = evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 1, session=True)
-    asked.path.rename(tmp_path / "shapes" / "lookm")
-    with pytest.raises(VLMFastError, match="session is true in the one and null in the other"):
-        evaluate(FakeVLM(), "shapes", "lookm", tmp_path, 2)
 
 
 def test_session_asks_all_questions_of_an_image(tmp_path):
@@ -483,27 +459,19 @@ def test_random_numbers_do_not_depend_on_earlier_samples(tmp_path):
     assert len({tuple(s["filtered_resps"]) for s in run.samples.values()}) == 21
 
 
-def test_lines_reach_the_disk_within_a_second(tmp_path, monkeypatch):
-    """With a fake clock: fast samples share a sync, slow ones get one each."""
+def test_slow_lines_reach_the_disk_at_once_and_fast_ones_within_a_second(tmp_path, monkeypatch):
     now, synced = [0.0], []
     # Only of the module: event loops of other threads would wait for hours by such a clock.
-    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     fsync = {"fsync": lambda _: synced.append(now[0])}
-    monkeypatch.setattr(store, "os", SimpleNamespace(**{**vars(os), **fsync}))
-    for pause, samples in ((0.05, 100), (0.6, 20), (30.0, 5)):
-        with Writer(tmp_path / str(pause) / "none", meta()) as writer:
+    monkeypatch.setattr(journal, "os", SimpleNamespace(**{**vars(os), **fsync}))
+    for pause, syncs in ((0.0625, 6), (1.5, 100)):
+        with journal.Journal(tmp_path / str(pause)) as lines:
             synced.clear()
-            unsafe = now[0]
-            for i in range(samples):
+            for i in range(100):
                 now[0] += pause
-                writer.add({"doc_id": str(i)}, {"doc_id": str(i)})
-                if synced and synced[-1] == now[0]:
-                    unsafe = now[0]
-                # Even if the next sample takes just as long, this one is safe by then.
-                assert now[0] + pause - unsafe < 1.0 or unsafe == now[0]
-        assert len(synced) // 2 <= max(samples * pause / 0.9, samples) + 1
-        if pause == 0.05:
-            assert len(synced) // 2 < 10
+                lines.append({"doc_id": str(i)})
+            assert len(synced) == syncs
 
 
 @pytest.mark.parametrize(

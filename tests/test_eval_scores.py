@@ -113,30 +113,6 @@ def test_bootstrap_covers_the_truth():
     assert 0.90 <= hits / 200 <= 0.99
 
 
-def paired(gap: float, images: int, seed: int) -> tuple[float, float, float]:
-    """Two recipes on the same questions, the second right ``gap`` more often."""
-    rng, rows = np.random.default_rng(seed), []
-    for i in range(images):
-        for type_ in ("color", "count"):
-            hard = rng.random()
-            a, b = (float(hard + rng.normal(0, 0.1) < skill) for skill in (0.6 + gap, 0.6))
-            rows.append((f"p{i}", type_, a - b))
-    return bootstrap(rows)
-
-
-def test_paired_bootstrap_finds_a_planted_difference():
-    for seed in range(10):
-        mean, low, _ = paired(0.1, 200, seed)
-        assert low > 0
-        assert mean == pytest.approx(0.1, abs=0.06)
-
-
-def test_paired_bootstrap_finds_no_spurious_difference():
-    intervals = [paired(0.0, 100, seed) for seed in range(40)]
-    found = [low for _, low, high in intervals if not low <= 0 <= high]
-    assert len(found) <= 5  # 2 of 40 are expected
-
-
 def test_mcnemar_is_the_sign_test():
     # Two-sided binomial probabilities, by hand.
     assert mcnemar(0, 0) == mcnemar(4, 4) == 1.0

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from eval_data import MMMU, write_rows
 from eval_fakes import FakeVLM
 from interrupts import interruptible
 from vlmfast.errors import VLMFastError
 from vlmfast.eval import workers
 from vlmfast.eval.commands import add_eval, run_eval
+from vlmfast.eval.report import write_report
 from vlmfast.eval.results import read
 from vlmfast.eval.runner import TooManyErrors, evaluate, part_of
 from vlmfast.eval.shapes import Shapes
@@ -219,72 +217,25 @@ def test_launched_processes_stop_together(tmp_path):
     assert "samples failed, more than 10" in done.stderr
 
 
-SHARD = """
-import signal, sys
-sys.path.insert(0, {tests!r})
-from eval_fakes import FakeVLM
-from vlmfast.eval import commands
-from vlmfast.cli import main
-vlm, last = FakeVLM(delay=0.01), int(sys.argv[3])
-vlm.fail = lambda question: len(vlm.asked) == last and signal.pause()
-commands._load = lambda *_: vlm
-commands._refused = lambda *_: {{}}
-out, shard = sys.argv[1:3]
-words = ["eval", "shapes", "--limit", "2", "--out", out, "--recipe", "random:seed=1"]
-sys.exit(main([*words, "--shard", shard]))
-"""
-
-
-@pytest.mark.slow
-def test_two_shards_one_killed_and_repeated_give_the_bytes_of_a_whole_run(tmp_path, capsys):
+def test_shards_give_the_bytes_of_a_whole_run_and_its_report(tmp_path):
     """Answers byte for byte, and the report too where the times are the same."""
-    from vlmfast.cli import main
-
-    (tmp_path / "script.py").write_text(SHARD.format(tests=str(Path(__file__).parent)))
     sharded, alone = tmp_path / "sharded", tmp_path / "alone"
-
-    def start(shard: str, last: int) -> subprocess.Popen:
-        """The command for one shard; it never finishes its question number ``last``."""
-        words = [tmp_path / "script.py", sharded, shard, last]
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-        return subprocess.Popen([sys.executable, *map(str, words)], env=env)
-
-    first, second = start("0/2", 0), start("1/2", 9)
-    file = sharded / "shapes" / "none" / "samples.1-of-2.jsonl"
-    while not file.exists() or file.read_bytes().count(b"\n") < 8:
-        assert second.poll() is None, "the shard has ended"
-        time.sleep(0.01)
-    second.send_signal(signal.SIGKILL)
-    second.wait()
-    assert first.wait() == 0
-    assert start("1/2", 0).wait() == 0
-
-    runs = {}
     for recipe in ("none", "random:seed=1"):
-        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2, model="tiny")
-        own = [*(sharded / "shapes" / run.path.name).glob("samples.*-of-2.jsonl")]
-        assert len(own) == 2
-        lines = sorted(line for path in own for line in path.read_bytes().splitlines())
+        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2)
+        for part in (0, 1):
+            evaluate(FakeVLM(), "shapes", recipe, sharded, limit=2, shard=(part, 2))
+        own = sharded / "shapes" / run.path.name
+        files = [*own.glob("samples.*-of-2.jsonl")]
+        lines = sorted(line for path in files for line in path.read_bytes().splitlines())
         assert lines == sorted((run.path / "samples.jsonl").read_bytes().splitlines())
-        runs[run.path.name] = run
-
-    # Times are measured, and differ. With those of the whole run, the report is the same.
-    for name, run in runs.items():
-        lines = (run.path / "timings.jsonl").read_bytes().splitlines(keepends=True)
-        for path in (sharded / "shapes" / name).glob("timings.*-of-2.jsonl"):
+        times = (run.path / "timings.jsonl").read_bytes().splitlines(keepends=True)
+        for path in own.glob("timings.*-of-2.jsonl"):
             ids = {json.loads(line)["doc_id"] for line in path.read_bytes().splitlines()}
-            path.write_bytes(b"".join(x for x in lines if json.loads(x)["doc_id"] in ids))
-    written = []
-    for folder in (sharded, alone):
-        assert main(["report", str(folder), "--out", str(tmp_path / f"{folder.name}-report")]) == 0
-        report = tmp_path / f"{folder.name}-report"
-        written.append([(report / name).read_bytes() for name in ("report.md", "report.json")])
-    capsys.readouterr()
-    assert written[0] == written[1]
-    # A shard that is missing changes both.
-    file.unlink()
-    main(["report", str(sharded), "--out", str(tmp_path / "half")])
-    assert (tmp_path / "half" / "report.json").read_bytes() != written[1][1]
+            path.write_bytes(b"".join(x for x in times if json.loads(x)["doc_id"] in ids))
+    text = write_report(alone, tmp_path / "a")[0]
+    assert write_report(sharded, tmp_path / "b")[0] == text
+    files[0].unlink()  # a shard that is missing changes it
+    assert write_report(sharded, tmp_path / "c")[0] != text
 
 
 # --- interrupted ---------------------------------------------------------------------------------
@@ -312,68 +263,3 @@ def test_interrupted_command_says_so_and_resumes(tmp_path, whole, monkeypatch, m
     assert main(words) == 0
     assert len(vlm.asked) == DOCS - kept
     assert read(tmp_path / "shapes" / "none").samples == whole.samples
-
-
-# --- killed --------------------------------------------------------------------------------------
-
-KILLED = """
-import signal, sys
-sys.path.insert(0, {tests!r})
-from eval_fakes import FakeVLM
-from vlmfast.eval.runner import evaluate
-from vlmfast.eval.tasks import find_task
-task = find_task("mmmu", data=sys.argv[2])
-vlm, last = FakeVLM(delay=float(sys.argv[3])), int(sys.argv[4])
-vlm.fail = lambda question: len(vlm.asked) == last and signal.pause()
-evaluate(vlm, task, "random", out=sys.argv[1])
-"""
-
-
-@pytest.mark.slow  # kills at moments that are waited for are among the tests of the runner
-def test_run_killed_at_random_equals_an_undisturbed_one(tmp_path):
-    """Before the first sample, between samples and in the middle of one."""
-    kills = 10
-    rows = [
-        row | {"id": f"{row['id'].rpartition('_')[0]}_{number}"}
-        for number, row in enumerate(MMMU * 12)
-    ]
-    data = write_rows(tmp_path / "validation.parquet", rows)
-    (tmp_path / "script.py").write_text(KILLED.format(tests=str(Path(__file__).parent)))
-    file = tmp_path / "b" / "mmmu" / "random" / "samples.jsonl"
-
-    def start(out: str, delay: float, last: int = 0) -> subprocess.Popen:
-        """A separate run that never finishes its question number ``last``."""
-        words = [tmp_path / "script.py", tmp_path / out, data, delay, last]
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-        return subprocess.Popen([sys.executable, *map(str, words)], env=env)
-
-    undisturbed = start("a", 0)
-    draw, done, moments = random.Random(0), 0, []
-    for _ in range(kills):
-        # However late the kill comes, the last answer is never written before it.
-        process = start("b", 0.02, last=len(rows) - done)
-        # Wait until it writes, or less; then for a random time.
-        waits = done + 1 < len(rows) and (not moments or draw.random() < 2 / 3)
-        while waits and process.poll() is None:
-            if file.exists() and file.read_bytes().count(b"\n") > done:
-                break
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 1.2 / kills if waits else 2.0))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        done = file.read_bytes().count(b"\n") if file.exists() else 0
-        moments.append(done)
-    assert moments == sorted(moments)
-    assert 0 < done < len(rows), moments
-    assert start("b", 0).wait() == 0
-    assert undisturbed.wait() == 0
-    whole = tmp_path / "a" / "mmmu" / "random" / "samples.jsonl"
-
-    def by_id(path: Path) -> list[bytes]:
-        return sorted(path.read_bytes().splitlines(), key=lambda line: json.loads(line)["doc_id"])
-
-    assert len(by_id(whole)) == len(rows)
-    assert by_id(file) == by_id(whole)
-    assert file.read_bytes() == whole.read_bytes()
-    timings = read(file.parent).timings
-    assert set(timings) == {json.loads(line)["doc_id"] for line in by_id(whole)}

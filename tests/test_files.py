@@ -31,7 +31,6 @@ from vlmfast.core.files import (
 from vlmfast.core.weights import save_weights
 from vlmfast.eval.data import read_subtitles
 from vlmfast.eval.report import write_difference, write_report
-from vlmfast.eval.reproduce.papers import catalogue
 from vlmfast.eval.results import write_json
 from vlmfast.eval.runner import evaluate
 from vlmfast.media import load_image, load_video
@@ -166,7 +165,6 @@ def test_evaluation_appends_to_its_own_files_alone(tmp_path: Path) -> None:
         partial(snapshot.read, what="a session"),
         read_subtitles,
         read_questions,
-        catalogue,
         load_image,
         load_video,
     ],

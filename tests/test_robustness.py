@@ -29,12 +29,13 @@ from vlmfast.eval.report import write_report
 from vlmfast.eval.results import Writer
 from vlmfast.eval.robustness import Robustness
 from vlmfast.eval.robustness_attacks import SelectionAttack, VerboseAttack, descend, noisy
-from vlmfast.eval.robustness_report import passes, unguarded
+from vlmfast.eval.summary import unguarded
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 GUARDED = ["hired", "visionzip", "prumerge", "prumerge-plus", "scope", "flashvid"]
 RANKING = GUARDED[:4]
 HIRED = "hired:budget=0.11"
+ON_ATTACKED = "attack-4-hired_budget=0.11"  # the control of the full model on its images
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +273,7 @@ def test_invalid_options_are_refused(options, reason) -> None:
 def test_guards_are_compared_with_their_base() -> None:
     guarded = str(Recipe.parse("hired:budget=0.11,reserve=0.2,guard=3"))
     assert unguarded(guarded) == "hired:budget=0.11"
-    assert (passes(guarded), passes("hired"), passes("none")) == (4, 1, 1)
+    assert unguarded("hired+snapkv") == "hired+snapkv"
 
 
 def evaluate(out, *more: str, task: str = "robustness") -> int:
@@ -319,22 +320,25 @@ def few(tiny, monkeypatch):
 @pytest.mark.slow
 def test_every_perturbation_is_run(tmp_path, few, capsys) -> None:
     assert evaluate(tmp_path, "--json", str(tmp_path / "found.json")) == 0
-    numbers = json.loads((tmp_path / "found.json").read_text())
-    measured = numbers["robustness"]
-    assert (measured["eps"], measured["steps"], measured["questions"]) == ([4], 2, 2)
-    assert list(measured["recipes"]) == ["none", HIRED]
-    attack = measured["recipes"][HIRED]["eps"]["4"]
-    assert set(attack) == {"noise", "attack", "full"}
-    assert attack["attack"]["changed"] > attack["noise"]["changed"]
-    lengths = numbers["robustness-verbose"]["recipes"]
-    assert set(lengths["none"]) == {"clean", "noise-4", "verbose-4"}
-    assert {of["max"] for own in lengths.values() for of in own.values()} == {8}
-    assert f"| `{HIRED}` | 4/255 |" in capsys.readouterr().out
-    # The report reads the same from the folder.
+    measured = json.loads((tmp_path / "found.json").read_text())["tasks"]
+    runs = measured["robustness"]["recipes"]
+    own = [f"{HIRED}{control}" for control in ("", "@noise-4", "@attack-4")]
+    assert list(runs) == ["none", "none@noise-4", *own, f"none@{ON_ATTACKED}"]
+    assert all(run["samples"] == 2 for run in runs.values())
+    noise, attack = (runs[name]["metrics"]["changed"] for name in own[1:])
+    assert attack > noise
+    assert runs[own[2]]["gaps_image"].keys() == {HIRED}
+    lengths = measured["robustness-verbose"]["recipes"]
+    controls = ("", "@noise-4", "@verbose-4")
+    assert set(lengths) == {f"{recipe}{of}" for recipe in ("none", HIRED) for of in controls}
+    assert {run["metrics"]["longest"] for run in lengths.values()} == {8}
+    assert f"| `{own[2]}` |" in capsys.readouterr().out
+    # The report reads the same from the folder, and compares each run with the clean images.
     text, _ = write_report(tmp_path, tmp_path)
-    assert f"| `{HIRED}` | 4/255 |" in text
+    assert f"| `{own[2]}` | `{HIRED}` |" in text
     tasks = json.loads((tmp_path / "report.json").read_text())["tasks"]
-    assert tasks["robustness"] == measured
+    for task, found in tasks.items():
+        assert found["recipes"] == measured[task]["recipes"]
 
 
 def test_row_with_too_many_errors_ends_alone(tmp_path, few, monkeypatch, capsys) -> None:
@@ -345,12 +349,12 @@ def test_row_with_too_many_errors_ends_alone(tmp_path, few, monkeypatch, capsys)
     found = tmp_path / "found.json"
     code = evaluate(tmp_path / "out", "--max-errors", "0", "--json", str(found))
     assert code == ExitCode.CUT_SHORT
-    numbers = json.loads(found.read_text())
-    assert set(numbers["robustness"]["recipes"][HIRED]["eps"]["4"]) == {"noise"}
-    assert "verbose-4" in numbers["robustness-verbose"]["recipes"][HIRED]  # the last rows
-    attacked = {f"{HIRED}@attack-4", f"none@{robustness.attacked_control(4, HIRED)}"}
-    assert set(numbers["failed"]) == attacked
-    assert all("no gradient" in reason for reason in numbers["failed"].values())
+    tasks = json.loads(found.read_text())["tasks"]
+    assert f"{HIRED}@verbose-4" in tasks["robustness-verbose"]["recipes"]  # the last rows
+    failed = tasks["robustness"]["failed"]
+    assert set(failed) == {f"{HIRED}@attack-4", f"none@{ON_ATTACKED}"}
+    assert not failed.keys() & tasks["robustness"]["recipes"].keys()
+    assert all("no gradient" in reason for reason in failed.values())
     assert "no gradient" in capsys.readouterr().out
     text, _ = write_report(tmp_path / "out", tmp_path)
     assert "### No result" in text and "no gradient" in text

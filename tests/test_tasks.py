@@ -582,7 +582,7 @@ def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     assert theirs["results"]["mmmu_val"]["mmmu_acc_stderr_clt,none"] > 0
     text, files = write_report(out, out)
     assert "| Art and Design | 3 |" in text
-    assert (out / "mmmu.png") in files
+    assert (out / "mmmu.html") in files
 
 
 def test_hidden_answers_have_no_score(college, tmp_path):

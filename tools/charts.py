@@ -1,8 +1,7 @@
 """MkDocs hook: interactive charts on the report pages, drawn by a local plotly.js.
 
-A chart replaces the plot of ``report.md`` in browsers that run scripts. Its data comes from the
-``report.json`` of the same folder. ``plotly.min.js`` is copied from the plotly package and loaded
-by ``docs/charts.js``.
+A chart replaces its name in ``report.md``. Its data comes from the ``report.json`` of the same
+folder. ``plotly.min.js`` is copied from the plotly package and loaded by ``docs/charts.js``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from plotly.utils import PlotlyJSONEncoder
 from vlmfast.eval.chart import CONFIG, figure, rows
 
 SCRIPT = "assets/plotly.min.js"
-_PLOT = re.compile(r"^!\[[^\]]*\]\((?P<task>[\w-]+?)(?P<cache>-cache)?\.png\)$", re.MULTILINE)
+_PLOT = re.compile(
+    r"^Interactive chart: `(?P<task>[\w-]+?)(?P<cache>-cache)?\.html`$", re.MULTILINE
+)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
@@ -32,7 +33,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Add a chart before the plots of a report."""
+    """Put charts in the place of their names in a report."""
     place = posixpath.dirname(page.file.src_uri)
     report = Path(config.docs_dir) / place / "report.json"
     if page.file.src_uri.split("/")[0] != "results" or not report.is_file():
@@ -41,7 +42,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
     def drawn(plot: re.Match[str]) -> str:
         axis = "held" if plot["cache"] else "kept"
-        return f"{chart(report, plot['task'], axis, script)}\n\n{plot[0]}"
+        return chart(report, plot["task"], axis, script)
 
     return _PLOT.sub(drawn, markdown)
 

@@ -23,7 +23,6 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
 from vlmfast.eval.axes import shrinks_cache
-from vlmfast.eval.robustness_report import is_robustness
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -111,8 +110,6 @@ def reports(docs: Path = DOCS) -> list[Report]:
     for file in files:
         text = file.with_suffix(".md").read_text(encoding="utf-8")
         for task, of in json.loads(file.read_text(encoding="utf-8"))["tasks"].items():
-            if is_robustness(task):
-                continue
             about = re.search(rf"^## {re.escape(task)}\n\n(.+)$", text, re.MULTILINE)
             if about is None:
                 raise ValueError(f"{file.with_suffix('.md')} has no section on {task}")

@@ -38,7 +38,8 @@ from timings import (
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
 from vlmfast.eval.axes import shrinks_cache, with_field
-from vlmfast.eval.robustness_report import guard_table, length_table
+from vlmfast.eval.results import slug
+from vlmfast.eval.summary import unguarded
 
 BUDGETS = (0.33, 0.22, 0.11, 0.05)
 _SOURCES = {
@@ -141,47 +142,73 @@ def runs_where() -> str:
     return table([["families", "saliency", *_KINDS], *rows])
 
 
+_EPS = (2, 4, 8)
+
+
+def _attacked(task: str = "robustness") -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The recipes of the task ``robustness``, and the numbers of its runs by name."""
+    runs = measured("robustness-tiny")["tasks"][task]["recipes"]
+    return [name for name in runs if "@" not in name], runs
+
+
 def robustness() -> str:
     """Accuracy of each recipe on clean, noisy and attacked images."""
-    found = measured("robustness-tiny")["robustness"]
-    sizes, most = found["eps"], str(max(found["eps"]))
-    rows = [["recipe", "clean", f"noise, {most}/255"]]
-    rows[0] += [*(f"attack, {eps}/255" for eps in sizes), f"full model, attack, {most}/255"]
-    for recipe, own in found["recipes"].items():
-        cells = [own["clean"], own["eps"][most]["noise"]]
-        cells += [own["eps"][str(eps)].get("attack") for eps in sizes]
-        cells.append(own["eps"][most].get("full"))
-        shown = [f"{100 * of['accuracy']:.1f}" if of else "" for of in cells]
+    recipes, runs = _attacked()
+    rows = [["recipe", "clean", "noise, 8/255", *(f"attack, {eps}/255" for eps in _EPS)]]
+    rows[0].append("full model, attack, 8/255")
+    for recipe in recipes:
+        controls = ["", "@noise-8", *(f"@attack-{eps}" for eps in _EPS)]
+        names = [f"{recipe}{control}" for control in controls]
+        names.append(f"none@attack-8-{slug(recipe)}")
+        found = [runs.get(name) for name in names]
+        shown = [f"{100 * of['accuracy_image']:.1f}" if of else "" for of in found]
         rows.append([f"`{recipe}`", *shown])
     return table(rows)
 
 
 def changed() -> str:
     """Fraction of the kept tokens that noise and the attack replace, and the paired drop."""
-    found = measured("robustness-tiny")["robustness"]
+    recipes, runs = _attacked()
     rows = [["recipe"]]
-    for eps in found["eps"]:
+    for eps in _EPS:
         rows[0] += [f"changed, {eps}/255", "drop"]
-    for recipe, own in found["recipes"].items():
-        if recipe == "none":
-            continue
+    for recipe in recipes[1:]:
         cells = []
-        for of in own["eps"].values():
-            noise, attack = of["noise"], of["attack"]
-            cells.append(f"{100 * noise['changed']:.0f} % / {100 * attack['changed']:.0f} %")
-            cells.append("{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in attack["drop"])))
+        for eps in _EPS:
+            both = [runs[f"{recipe}@{kind}-{eps}"] for kind in ("noise", "attack")]
+            cells.append(" / ".join(f"{100 * of['metrics']['changed']:.0f} %" for of in both))
+            cells.append(_points(both[1]["gaps_image"][recipe]))
         rows.append([f"`{recipe}`", *cells])
     return table(rows)
 
 
 def guards() -> str:
     """What guards win back."""
-    return guard_table(measured("robustness-tiny")["robustness"])
+    recipes, runs = _attacked()
+    rows = [["recipe", "passes", "clean", *(f"attack, {eps}/255" for eps in _EPS)]]
+    for recipe in recipes:
+        base = unguarded(recipe)
+        if base != recipe:
+            controls = ("", *(f"@attack-{eps}" for eps in _EPS))
+            gaps = [runs[f"{recipe}{of}"]["gaps_image"][f"{base}{of}"] for of in controls]
+            passes = 1 + max(getattr(stage, "guard", 0) for stage in Recipe.parse(recipe))
+            rows.append([f"`{recipe}`", str(passes), *map(_points, gaps)])
+    return table(rows)
 
 
 def verbose() -> str:
     """Lengths of answers on verbose images."""
-    return length_table(measured("robustness-tiny")["robustness-verbose"])
+    recipes, runs = _attacked("robustness-verbose")
+    rows = [["recipe", "clean", "noise, 8/255", "verbose, 8/255"]]
+    for recipe in recipes:
+        found = [runs[f"{recipe}{of}"]["metrics"] for of in ("", "@noise-8", "@verbose-8")]
+        cells = [f"{m['tokens']:.1f} / {m['longest']} ({m['at_limit']:.0%})" for m in found]
+        rows.append([f"`{recipe}`", *(cell.replace("%", " %") for cell in cells)])
+    return table(rows)
+
+
+def _points(gap: list[float]) -> str:
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * value for value in gap))
 
 
 def draws() -> str:

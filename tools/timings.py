@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from sources import ROOT, measured, script, table

@@ -26,6 +26,7 @@ __all__ = [
     "replace_bytes",
     "replace_text",
     "replacing",
+    "writable",
 ]
 
 _SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
@@ -93,11 +94,9 @@ def open_to_append(path: str | Path) -> BinaryIO:
         With the path and the reason, where the file cannot be written.
     """
     path = Path(path)
-    try:
+    with writable(path):
         _old(path)
         return open(path, "ab", opener=partial(_open, more=_NO_LINK | _AT_ONCE))
-    except OSError as error:
-        raise _cannot(path, error) from error
 
 
 def open_to_read(path: str | Path) -> BinaryIO:
@@ -145,10 +144,17 @@ def make_folder(path: str | Path) -> None:
     VLMFastError
         With the path and the reason.
     """
-    try:
+    with writable(Path(path)):
         Path(path).mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system into one clear error."""
+    try:
+        yield
     except OSError as error:
-        raise _cannot(Path(path), error) from error
+        raise _cannot(path, error) from error
 
 
 def _old(path: Path) -> os.stat_result | None:

@@ -11,8 +11,6 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import with_values
 from vlmfast.errors import VLMFastError
 
-from .robustness_report import is_robustness
-
 _COLUMNS = ("recipe", "kept %", "images % [95 %]", "videos % [95 %]", "same answers %")
 
 
@@ -40,11 +38,7 @@ def accuracy_tables(report: str | Path, stage: str, note: str = "") -> list[dict
     """
     try:
         tasks = json.loads(read_text(report))["tasks"]
-        runs = {
-            task: _runs(found["recipes"], stage)
-            for task, found in tasks.items()
-            if not is_robustness(task)
-        }
+        runs = {task: _runs(found["recipes"], stage) for task, found in tasks.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise VLMFastError(f"report={report} cannot be read: {error}") from error
     weights = {recipe[0].weights for found in runs.values() for recipe, _ in found if recipe}

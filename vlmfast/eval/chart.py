@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.display import html_table
 from vlmfast.core.files import read_text, replace_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import method_of, shrinks_cache
-from .robustness_report import is_robustness
 from .summary import BASELINES, CACHE_BASELINES, depends_on_question
 
 if TYPE_CHECKING:
@@ -175,7 +173,7 @@ def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[
             raise VLMFastError(f"cannot read the report {report}: {error}") from error
     tasks: dict[str, Any] = {}
     try:
-        tasks = {name: of for name, of in data["tasks"].items() if not is_robustness(name)}
+        tasks = data["tasks"]
         return tasks[task if task is not None else next(iter(tasks))]["recipes"]
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         known = ", ".join(tasks)
@@ -207,7 +205,6 @@ def figure(
     *,
     current: str | None = None,
     kept: float | None = None,
-    modality: str = "image",
 ) -> Figure:
     """One line per method with 95 % intervals, and the full model as a horizontal line.
 
@@ -224,8 +221,6 @@ def figure(
     kept : float, optional
         The fraction that ``current`` keeps, in (0, 1]: drawn as a vertical line if ``current`` was
         not measured.
-    modality : {"image", "video"}
-        What the chart shows first.
 
     Raises
     ------
@@ -243,20 +238,16 @@ def figure(
     views = [view for view in _VIEWS[axis] if any(row.point(view) for row in rows)]
     if not views:
         raise VLMFastError("the chart has nothing to show: no recipe of the report has an accuracy")
-    views.sort(key=lambda view: view.modality != modality)  # stable
     marked = _marked(rows, current)
     line = None if marked or current is None or not kept else 100 * kept
     drawn = [_traces(rows, view, current, marked, line) for view in views]
     shown = Figure(drawn[0])
     costs = [p[0] for row in rows if row.group != FULL for view in views if (p := row.point(view))]
-    low, high = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    ends = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
     grid = {"gridcolor": _LINE, "linecolor": _LINE, "zeroline": False}
-    text = [str(tick) for tick in ticks]
-    titles = [{"text": title, "font": {"size": 14}} for title in (_COST[axis], "accuracy (%)")]
-    shown.update_xaxes(title=titles[0], title_standoff=8, type="log", minor_ticks="", **grid)
-    shown.update_xaxes(range=[log10(low), log10(high)], tickvals=ticks, ticktext=text)
-    shown.update_yaxes(title=titles[1], range=_range(rows, views[0]), **grid)
+    shown.update_xaxes(title=_COST[axis], type="log", range=list(map(log10, ends)), **grid)
+    shown.update_xaxes(tickvals=_TICKS, title_standoff=8)
+    shown.update_yaxes(title="accuracy (%)", **grid)
     shown.update_layout(
         template="none",
         paper_bgcolor="rgba(0, 0, 0, 0)",
@@ -268,7 +259,7 @@ def figure(
         legend=_LEGEND,
     )
     groups = _group_menu(shown.data, {marked.group} if marked else set())
-    shown.update_layout(updatemenus=[_view_menu(rows, views, drawn), groups])
+    shown.update_layout(updatemenus=[_view_menu(views, drawn), groups])
     return shown
 
 
@@ -276,9 +267,7 @@ CONFIG = {"responsive": True, "displaylogo": False}
 """Settings of plotly.js for every page."""
 
 
-def write_page(
-    shown: Figure, file: Path, title: str, failed: Mapping[str, str] | None = None
-) -> None:
+def write_page(shown: Figure, file: Path, title: str) -> None:
     """Write a chart as a page, and next to it the ``plotly.min.js`` that it loads.
 
     Parameters
@@ -288,8 +277,6 @@ def write_page(
         In a folder that exists.
     title : str
         Title of the page.
-    failed : mapping of str to str, optional
-        Recipes without a result, and the reasons; a table that follows the chart.
     """
     from plotly.offline import get_plotlyjs
 
@@ -302,9 +289,7 @@ def write_page(
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
     )
-    cells = [[escape(name), escape(reason)] for name, reason in (failed or {}).items()]
-    table = html_table(cells, ("no result", "reason")) + "\n" if cells else ""
-    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n{table}</html>\n")
+    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
 
 
 def _marked(rows: Sequence[Measured], current: str | None) -> Measured | None:
@@ -355,7 +340,9 @@ def _traces(
     if line is not None:
         name = f"{current}: {line:.3g} % kept, not measured"
         style = {"color": COLORS[1], "width": 2, "dash": "dot"}
-        traces.append(Scatter(x=[line, line], y=[0, 100], mode="lines", name=name, line=style))
+        heights = [p[1] for row in rows if (p := row.point(view))]
+        y = [min(heights, default=0), max(heights, default=100)]
+        traces.append(Scatter(x=[line, line], y=y, mode="lines", name=name, line=style))
         traces[-1].hovertemplate = f"<b>{current}</b><br>{line:.3g} % kept<extra></extra>"
     if marked is not None and marked.group != FULL:
         point = marked.point(view)
@@ -405,22 +392,11 @@ def _score(mean: float | None, low: float | None, high: float | None) -> str:
     return "not measured" if mean is None else f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
 
 
-def _range(rows: Sequence[Measured], view: View) -> list[float]:
-    """From the ten below the lowest interval of the visible rows to 100 %."""
-    lows = [p[2] for row in rows if row.group not in _HIDDEN and (p := row.point(view))]
-    return [max(0, 10 * ((min(lows, default=0) - 1) // 10)), 101]
-
-
-def _view_menu(
-    rows: Sequence[Measured], views: list[View], drawn: list[list[Any]]
-) -> dict[str, Any]:
+def _view_menu(views: list[View], drawn: list[list[Any]]) -> dict[str, Any]:
     """A menu of views, which replaces the data and keeps what is hidden."""
     keys = ("x", "y", "customdata", "hovertemplate", "error_y.array", "error_y.arrayminus")
     choices = {
-        view.title: (
-            {key: [_value(trace, key) for trace in traces] for key in keys},
-            {"yaxis.range": _range(rows, view)},
-        )
+        view.title: {key: [_value(trace, key) for trace in traces] for key in keys}
         for view, traces in zip(views, drawn, strict=True)
     }
     return _menu(choices, above=44)
@@ -435,24 +411,22 @@ def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
         shown |= {"All methods": {*methods}}
         shown |= {group: {group} for group in methods}
     choices = {
-        label: (
-            {
-                "visible": [
-                    "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
-                ]
-            },
-        )
+        label: {
+            "visible": [
+                "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
+            ]
+        }
         for label, groups in shown.items()
     }
-    for trace, visible in zip(traces, choices["Selected methods"][0]["visible"], strict=True):
+    for trace, visible in zip(traces, choices["Selected methods"]["visible"], strict=True):
         trace.visible = visible
     return _menu(choices, above=4)
 
 
-def _menu(choices: dict[str, tuple], above: int) -> dict[str, Any]:
-    """A menu that is ``above`` pixels over the plot; each choice updates data and layout."""
+def _menu(choices: dict[str, dict[str, Any]], above: int) -> dict[str, Any]:
+    """A menu that is ``above`` pixels over the plot; each choice updates the traces."""
     buttons = [
-        {"label": label, "method": "update", "args": list(args)} for label, args in choices.items()
+        {"label": label, "method": "restyle", "args": [args]} for label, args in choices.items()
     ]
     place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": above}}
     style = {"bgcolor": "rgba(127, 127, 127, 0.15)", "bordercolor": _LINE, "font": {"size": 12}}

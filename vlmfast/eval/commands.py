@@ -6,12 +6,13 @@ import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.files import writable
 from vlmfast.core.help import RECIPES, add_dtype, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
@@ -203,7 +204,7 @@ def run_eval(
     program : str
         What is typed before the arguments. Results record it.
     """
-    from .results import writable, write_json
+    from .results import write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
     from .workers import chosen, own_device, part_ways
@@ -244,16 +245,14 @@ def run_eval(
     _check_refused(refused, recipes, asked)
     weights = weights_sha256(vlm)
     reports = [
-        (_run_robustness if task.name == "robustness" else _run_task)(
-            vlm, task, recipes, args, weights, shard, refused[task.name]
-        )
+        report
         for task in tasks
+        for report in _run_task(vlm, task, recipes, args, weights, shard, refused[task.name])
     ]
     part_ways()
     if args.json is not None and is_first():
         value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
-        with writable(args.json):
-            write_json(args.json, value)
+        write_json(args.json, value)
     if is_first():
         print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
     # A group is what can run on this model.
@@ -342,6 +341,22 @@ def _about(task: Task, args: Namespace, weights: str | None) -> dict[str, Any]:
     }
 
 
+def _plan(
+    vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace
+) -> Iterator[tuple[Task, _Run]]:
+    """The full model first, its controls, and all recipes; what a task of several parts asks."""
+    if task.name == "robustness":
+        for part, recipe, control in cast("Robustness", task).plan(vlm, recipes):
+            yield part, _Run(recipe, control)
+        return
+    everything = [Recipe(), *recipes]
+    controls = task.controls if args.controls else ()
+    yield from ((task, _Run(Recipe(), control)) for control in (None, *controls))
+    yield from ((task, _Run(recipe)) for recipe in recipes)
+    if args.session:
+        yield from ((task, _Run(recipe, session=True)) for recipe in everything)
+
+
 def _run_task(
     vlm: VLM,
     task: Task,
@@ -350,8 +365,8 @@ def _run_task(
     weights: str | None,
     shard: tuple[int, int] | None,
     refused: dict[_Run, str],
-) -> dict[str, Any]:
-    """Run all recipes on one task, print the table and return the value for ``--json``.
+) -> list[dict[str, Any]]:
+    """Run all recipes on one task, print the table and return the values for ``--json``.
 
     Those in ``refused`` are not run; their reasons are among the failures.
     """
@@ -360,91 +375,40 @@ def _run_task(
     from .runner import TooManyErrors
     from .summary import compare
 
-    folder = args.out / task.name
-    failed = {run.name: reason for run, reason in refused.items()}
+    failed = {task.name: {run.name: reason for run, reason in refused.items()}}
     if is_first():
-        note_failures(folder, failed)
-    controls = task.controls if args.controls else ()
+        note_failures(args.out / task.name, failed[task.name])
     recipes = [recipe for recipe in recipes if _Run(recipe) not in refused]
-    plan = [_Run(Recipe()), *(_Run(Recipe(), control) for control in controls), *map(_Run, recipes)]
-    if args.session:
-        plan += [_Run(recipe, session=True) for recipe in (Recipe(), *recipes)]
-    runs: list[Results] = []
-    for asked in (each for each in plan if each not in refused):
-        try:
-            run = _evaluate(vlm, task, asked, args, weights, shard)
-        except TooManyErrors as error:
-            if not runs:  # all results need the full model
-                raise
-            failed[asked.name] = str(error)
-        else:
-            runs.append(run)
-        if is_first():
-            note_failures(folder, {asked.name: failed.get(asked.name)})
-    if shard is not None:  # other parts may have fewer samples
-        runs = on_common_samples(runs)[0]
-    rows = compare(runs)
-    if is_first():
-        print("\n\n".join(filter(None, (tables(rows), metrics_table(rows), failure_table(failed)))))
-    rows += [row.session for row in rows if row.session]
-    numbers = {row.run.name: row.numbers for row in rows}
-    measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
-    return {
-        **_about(task, args, weights),
-        **numbers[measured[0] if measured else "none"],
-        "recipes": numbers,
-        "failed": failed,
-    }
-
-
-def _run_robustness(
-    vlm: VLM,
-    task: Task,
-    recipes: list[Recipe],
-    args: Namespace,
-    weights: str | None,
-    shard: tuple[int, int] | None,
-    refused: dict[_Run, str],
-) -> dict[str, Any]:
-    """`_run_task` with every perturbation."""
-    from .failures import note_failures
-    from .report import failure_table, on_common_samples
-    from .robustness import plan
-    from .robustness_report import section
-    from .runner import TooManyErrors
-
-    failed = {run.name: reason for run, reason in refused.items()}
-    if is_first():
-        note_failures(args.out / task.name, failed)
     runs: dict[str, list[Results]] = {}
-    whole = cast("Robustness", task)
-    for part, recipe, control in plan(vlm, whole, [r for r in recipes if _Run(r) not in refused]):
-        asked, reason = _Run(recipe, control), None
+    for part, asked in _plan(vlm, task, recipes, args):
+        if asked in refused:
+            continue
+        reasons = failed.setdefault(part.name, {})
         try:
             run = _evaluate(vlm, part, asked, args, weights, shard)
         except TooManyErrors as error:
             if not runs:  # all results need the full model
                 raise
-            reason = str(error)
-            # The other task has rows of the same names.
-            failed[asked.name if part.name == task.name else f"{part.name}/{asked.name}"] = reason
+            reasons[asked.name] = str(error)
         else:
             runs.setdefault(part.name, []).append(run)
         if is_first():
-            note_failures(args.out / part.name, {asked.name: reason})
-    if shard is not None:  # other parts may have fewer samples
-        runs = {name: on_common_samples(own)[0] for name, own in runs.items()}
-    found = {name: section(own) for name, own in runs.items()}
-    first = runs[task.name][0].meta
-    if is_first():
-        texts = [text for text, _ in found.values()]
-        print("\n\n".join(filter(None, (*texts, failure_table(failed)))))
-    return {
-        **_about(task, args, weights),
-        **{key: first[key] for key in ("date", "device", "dtype", "versions")},
-        **{name: numbers for name, (_, numbers) in found.items()},
-        "failed": failed,
-    }
+            note_failures(args.out / part.name, {asked.name: reasons.get(asked.name)})
+    reports = []
+    for name, reasons in failed.items():
+        own = runs.get(name, [])
+        # Other parts of a shard may have fewer samples.
+        rows = compare(on_common_samples(own)[0] if own and shard is not None else own)
+        if is_first():
+            texts = tables(rows), metrics_table(rows), failure_table(reasons)
+            print("\n\n".join(filter(None, texts)))
+        rows += [row.session for row in rows if row.session]
+        numbers = {row.run.name: row.numbers for row in rows}
+        measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
+        about = _about(task, args, weights) | {"task": name}
+        first = numbers.get(next(iter([*measured, *numbers]), ""), {})
+        reports.append({**about, **first, "recipes": numbers, "failed": reasons})
+    return reports
 
 
 def _evaluate(
@@ -626,8 +590,6 @@ def measured(recipe: Recipe) -> list[Recipe]:
 
 def check_folder(folder: Path) -> None:
     """Raise an error early if a folder cannot be written."""
-    from .results import writable
-
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

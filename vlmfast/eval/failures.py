@@ -1,21 +1,19 @@
-"""Recipes of a task without a result, and why: ``DIR/<task>/failed.json``."""
+"""Recipes of a task without a result, and why: ``DIR/<task>/failed.jsonl``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from vlmfast.core.files import read_bytes
+from vlmfast.core.files import make_folder
+from vlmfast.core.journal import Journal, folder_lock, read_lines
 from vlmfast.errors import VLMFastError
 
-from .results import folder_lock, writable, write_json
-
-FAILED = "failed.json"
+FAILED = "failed.jsonl"
 
 
 def read_failures(folder: Path) -> dict[str, str]:
-    """The reasons by name of the run; empty if there is no file.
+    """The reasons by name of the run, of which the last one counts; empty if there is no file.
 
     Parameters
     ----------
@@ -29,16 +27,10 @@ def read_failures(folder: Path) -> dict[str, str]:
     """
     path = folder / FAILED
     try:
-        found = json.loads(read_bytes(path))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise VLMFastError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(r, str) for r in found.values()):
-        raise VLMFastError(f"{path} is damaged: it must contain a reason for each recipe")
-    return found
+        found = {line["name"]: line["reason"] for line in read_lines(path)[0]}
+    except KeyError as error:
+        raise VLMFastError(f"{path} is damaged: a line has no {error}") from error
+    return {name: str(reason) for name, reason in found.items() if reason is not None}
 
 
 def note_failures(folder: Path, reasons: Mapping[str, str | None]) -> None:
@@ -51,8 +43,6 @@ def note_failures(folder: Path, reasons: Mapping[str, str | None]) -> None:
     """
     if not (folder / FAILED).exists() and not any(reasons.values()):
         return
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder):
-            found = {**read_failures(folder), **reasons}
-            write_json(folder / FAILED, {name: r for name, r in found.items() if r is not None})
+    make_folder(folder)
+    with folder_lock(folder), Journal(folder / FAILED) as journal:
+        journal.append(*({"name": name, "reason": reason} for name, reason in reasons.items()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from vlmfast.core.display import markdown_table
 from vlmfast.core.files import make_folder, replace_text
@@ -11,9 +13,10 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
 from .axes import share_of
+from .chart import figure, write_page
+from .chart import rows as rows_of
 from .failures import read_failures
 from .results import META, Results, check_same, read, write_json
-from .robustness_report import is_robustness, section
 from .scores import Interval
 from .summary import (
     CACHE_BASELINES,
@@ -79,55 +82,44 @@ def _order(run: Results) -> tuple:
 
 
 def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
-    """Write ``report.md``, plots, charts and ``report.json``; returns the text and the files.
+    """Write ``report.md``, charts and ``report.json``; returns the text and the files.
 
-    For each task and axis, ``<task>.png`` is the plot of the report and ``<task>.html`` an
-    interactive chart, which loads ``plotly.min.js`` from the same folder.
+    For each task and axis, ``<task>.html`` is an interactive chart, which loads
+    ``plotly.min.js`` from the same folder.
     """
-    parts, files, plots, axes, numbers = [], [], [], [], {}
+    parts, charts, axes, numbers = [], [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         failed = failures_of(runs)
-        if is_robustness(task):
-            text, numbers[task] = section(common)
-            parts.append(f"## {task}\n\n{text}\n")
-            axes.append("perturbations")
-            parts.append(listed(notes))
-            if failed:
-                parts.append(f"### No result\n\n{failure_table(failed)}\n")
-            continue
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")
         tokens, cache = by_tokens(rows), by_cache(rows)
         known = any(row.numbers[f"accuracy_{m}"] is not None for row in rows for m in MODALITIES)
         if tokens and known:
-            image = out / f"{task}.png"
-            parts.append(
-                f"![{task}: accuracy against the fraction of visual tokens]({image.name})\n"
-            )
-            plots.append((task, tokens, image, "kept"))
+            parts.append(f"Interactive chart: `{task}.html`\n")
+            charts.append((task, "kept", out / f"{task}.html"))
             axes.append("visual tokens")
         if tokens:
-            parts.append(f"{glance(tokens)}{folded('All recipes', table(tokens))}\n")
+            parts.append(f"{glance(tokens)}{folded('All recipes', _written(_BY_TOKENS, tokens))}\n")
         if cache:
-            image = out / f"{task}-cache.png"
             parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
             if known:
-                parts.append(f"![{task}: accuracy against the size of the cache]({image.name})\n")
-                plots.append((task, cache, image, "held"))
+                parts.append(f"Interactive chart: `{task}-cache.html`\n")
+                charts.append((task, "held", out / f"{task}-cache.html"))
             parts.append(f"{cache_glance(cache)}{folded('All recipes', cache_table(cache))}\n")
             axes.append("KV cache")
         if any(row.session for row in rows):
             long = folded("All sessions", session_table(rows))
             parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{long}\n")
         if any(row.numbers.get("metrics") for row in rows):
-            parts.append(f"### Metrics of {task}\n\n{_ABOUT_METRICS}\n\n{metrics_table(rows)}\n")
+            about = _ABOUT_ROBUSTNESS if task.startswith("robustness") else _ABOUT_METRICS
+            parts.append(f"### Metrics of {task}\n\n{about}\n\n{metrics_table(rows)}\n")
             parts.append(f"{group_tables(rows)}\n")
-        parts.append(f"### Cost\n\n{folded('Cost of each recipe', cost_table(rows))}\n")
-        if pairs := pair_table(rows):
+        parts.append(f"### Cost\n\n{folded('Cost of each recipe', _written(_COST, rows))}\n")
+        if known and (pairs := pair_table(rows)):
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
-        parts.append(listed(notes))
+        parts += [f"**Warning:** {note}.\n" for note in notes]
         if failed:
             parts.append(f"### No result\n\n{failure_table(failed)}\n")
         rows += [row.session for row in rows if row.session]
@@ -136,27 +128,12 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
     text = "\n".join([title, *filter(None, parts)])
     make_folder(out)
-    files.append(out / "report.md")
-    replace_text(files[0], text)
+    replace_text(out / "report.md", text)
     write_json(out / "report.json", {"tasks": numbers})
-    files += _draw(plots, {"tasks": numbers})
-    return text, [*files, out / "report.json"]
-
-
-def _draw(plots: list[tuple[str, list[Row], Path, str]], report: dict[str, Any]) -> list[Path]:
-    """Draw plots and charts; last, because they need packages that a report does not."""
-    from .chart import figure, write_page
-    from .chart import rows as rows_of
-    from .plot import plot
-
-    files = []
-    for task, rows, image, axis in plots:
-        plot(rows, image, axis)
-        page = image.with_suffix(".html")
-        failed = report["tasks"][task]["failed"]
-        write_page(figure(rows_of(report, task, axis)), page, f"{task}: accuracy", failed)
-        files += [image, page]
-    return files
+    for task, axis, page in charts:  # last, because they need a package that a report does not
+        drawn = figure(rows_of({"tasks": numbers}, task, axis))
+        write_page(drawn, page, f"{task}: accuracy")
+    return text, [out / "report.md", *(page for *_, page in charts), out / "report.json"]
 
 
 def write_difference(before: Path, after: Path, out: Path) -> tuple[str, list[Path]]:
@@ -209,13 +186,10 @@ def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
 
 def tables(rows: list[Row]) -> str:
     """All tables that apply to the rows."""
-    parts = [
-        write(own)
-        for write, own in ((table, by_tokens(rows)), (cache_table, by_cache(rows)))
-        if own
-    ]
-    if any(row.session for row in rows):
-        parts.append(session_table(rows))
+    tokens, cache = by_tokens(rows), by_cache(rows)
+    parts = [_written(_BY_TOKENS, tokens)] if tokens else []
+    parts += [cache_table(cache)] if cache else []
+    parts += [session_table(rows)] if any(row.session for row in rows) else []
     return "\n\n".join(parts)
 
 
@@ -238,88 +212,112 @@ def _is_reference(row: Row) -> bool:
     return row.run.meta["recipe"] == "none"
 
 
-def table(rows: list[Row]) -> str:
-    """A Markdown table by visual tokens, one row per recipe."""
-    head = [
-        "recipe",
-        *_NOUNS,
-        "captions % (image / video)",
-        "loyalty %",
-        "equivalent tokens (image / video)",
-        "kept %",
-        *_TIMES,
-        "against random, images",
-        "against random, videos",
-    ]
-    return markdown_table(head, [_cells(row) for row in rows])
+Cell = Callable[[Row], str]
 
 
-def _cells(row: Row) -> list[str]:
-    n = row.numbers
-    return [
-        row.run.label,
-        *_both(n, "accuracy"),
-        _two(*(n[f"caption_{m}"] for m in MODALITIES), scale=100),
-        _percent(n.get("loyalty")),
-        _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
-        _percent(n["kept"]),
-        *_times(row),
-        *_gaps(row, row.controls.get("random")),
-    ]
+def _written(columns: dict[str, Cell], rows: list[Row]) -> str:
+    """A Markdown table, one row per recipe."""
+    found = [[cell(row) for cell in ({"recipe": _label} | columns).values()] for row in rows]
+    return markdown_table(["recipe", *columns], found)
+
+
+def _label(row: Row) -> str:
+    return row.run.label
+
+
+def _one(key: str) -> Cell:
+    """A number, with its interval if it has one."""
+    return lambda row: _percent(row.numbers.get(key), row.numbers.get(f"{key}_ci"))
+
+
+def _each(title: str, key: str) -> dict[str, Cell]:
+    """A column for images and one for videos."""
+    return {title.format(noun): _one(f"{key}_{m}") for m, noun in _NOUN.items()}
+
+
+def _pair(key: str, scale: float = 1) -> Cell:
+    """Image / video."""
+    return lambda row: _two(*(row.numbers[f"{key}_{m}"] for m in MODALITIES), scale=scale)
+
+
+def _against(name: str, other: Callable[[Row], Row | None]) -> dict[str, Cell]:
+    """Differences, image and video."""
+
+    def gap(row: Row, modality: str) -> str:
+        base = other(row)
+        return _points(None if base is None else row.gap(base, modality))
+
+    return {f"against {name}, {noun}": partial(gap, modality=m) for m, noun in _NOUN.items()}
+
+
+def _control(name: str) -> Callable[[Row], Row | None]:
+    return lambda row: row.controls.get(name)
+
+
+_TIMES = {
+    "TTFT ms (image / video)": _pair("ttft_s", 1000),
+    "stages' own ms (image / video)": _pair("reduce_s", 1000),
+}
+_BY_TOKENS = {
+    **_each("{} %", "accuracy"),
+    "captions % (image / video)": _pair("caption", 100),
+    "loyalty %": lambda row: _percent(row.numbers.get("loyalty")),
+    "equivalent tokens (image / video)": _pair("equivalent_tokens"),
+    "kept %": _one("kept"),
+    **_TIMES,
+    **_against("random", _control("random")),
+}
+_BY_CACHE = {
+    "cache %": _one("held"),
+    **_each("{} %", "accuracy"),
+    **_each("captions of {} %", "caption"),
+    "loyalty %": _one("loyalty"),
+    **_TIMES,
+}
+_OF_SESSIONS = {
+    "cache %": _one("held"),
+    "first questions % (image / video)": _pair("accuracy_first", 100),
+    **_each("later questions, {} %", "accuracy_later"),
+    **_each("captions of {} %", "caption"),
+    "loyalty %": _one("loyalty"),
+    "TTFT ms of later questions (image / video)": _pair("ttft_later_s", 1000),
+}
+_COST = {
+    "equivalent tokens": _pair("equivalent_tokens"),
+    "GFLOPs of their prefill": _pair("flops_prefill", 1e-9),
+    "TTFT ms": _pair("ttft_s", 1000),
+    "tokens per second": lambda row: _two(
+        *(1 / t if (t := row.numbers[f"tpot_s_{m}"]) else None for m in MODALITIES)
+    ),
+    "KV cache %": _pair("held", 100),
+    "peak memory MB (on a CPU: of the process so far)": _pair("peak_memory_bytes", 1e-6),
+}
 
 
 def cache_table(rows: list[Row]) -> str:
     """A Markdown table by the cache's size, one row per recipe."""
-    found = [row for row in rows if row.run.name == "none"]
-    (full,) = found if found else (None,)
-    controls = [name for name in CACHE_BASELINES if any(name in row.controls for row in rows)]
-    head = ["recipe", "cache %", *_NOUNS, *_CAPTIONS, "loyalty %", *_TIMES]
-    for other in ("the full model", *controls):
-        head += [f"against {other}, {noun}" for noun in _NOUN.values()]
-    cells = []
-    for row in rows:
-        n = row.numbers
-        cells.append(
-            [row.run.label, _percent(n["held"]), *_both(n, "accuracy"), *_both(n, "caption")]
-            + [_percent(n.get("loyalty"), n.get("loyalty_ci")), *_times(row)]
-            + _gaps(row, None if _is_reference(row) else full)
-            + [cell for name in controls for cell in _gaps(row, row.controls.get(name))]
-        )
-    return markdown_table(head, cells)
+    full = next((row for row in rows if row.run.name == "none"), None)
+    others = _against("the full model", lambda row: None if _is_reference(row) else full)
+    for name in CACHE_BASELINES:
+        if any(name in row.controls for row in rows):
+            others |= _against(name, _control(name))
+    return _written(_BY_CACHE | others, rows)
 
 
 def session_table(rows: list[Row]) -> str:
     """A Markdown table of the sessions, one row per recipe."""
-    head = [
-        "recipe",
-        "images are processed",
-        "cache %",
-        "first questions % (image / video)",
-        "later questions, images %",
-        "later questions, videos %",
-        *_CAPTIONS,
-        "loyalty %",
-        "TTFT ms of later questions (image / video)",
-        "against single questions, images",
-        "against single questions, videos",
-    ]
-    return markdown_table(head, [_session_cells(row) for row in rows if row.session])
 
+    def asked(cell: Cell) -> Cell:
+        return lambda row: cell(cast(Row, row.session))
 
-def _session_cells(row: Row) -> list[str]:
-    assert row.session is not None
-    n = row.session.numbers
-    return [
-        row.run.label,
-        "for each question" if rereads(row.run) else "once",
-        _percent(n["held"]),
-        _two(*(n[f"accuracy_first_{m}"] for m in MODALITIES), scale=100),
-        *_both(n, "accuracy_later"),
-        *_both(n, "caption"),
-        _percent(n.get("loyalty"), n.get("loyalty_ci")),
-        _two(*(n[f"ttft_later_s_{m}"] for m in MODALITIES), scale=1000),
-        *_gaps(row.session, row),
-    ]
+    rows = [row for row in rows if row.session]
+    alone = {id(row.session): row for row in rows}
+    columns = _OF_SESSIONS | _against("single questions", lambda row: alone[id(row)])
+    own: dict[str, Cell] = {
+        "images are processed": lambda row: "for each question" if rereads(row.run) else "once",
+        **{title: asked(cell) for title, cell in columns.items()},
+    }
+    return _written(own, rows)
 
 
 def metrics_table(rows: list[Row]) -> str:
@@ -357,34 +355,6 @@ def _of_group(row: Row, group: str, name: str) -> str:
     return _percent(found["accuracy"], found["ci"]) if found else _NONE
 
 
-def cost_table(rows: list[Row]) -> str:
-    """A Markdown table of the cost of answers, one row per recipe, images / videos."""
-    head = [
-        "recipe",
-        "equivalent tokens",
-        "GFLOPs of their prefill",
-        "TTFT ms",
-        "tokens per second",
-        "KV cache %",
-        "peak memory MB (on a CPU: of the process so far)",
-    ]
-    return markdown_table(head, [_cost_cells(row) for row in rows])
-
-
-def _cost_cells(row: Row) -> list[str]:
-    n = row.numbers
-    tpot = [n[f"tpot_s_{m}"] for m in MODALITIES]
-    return [
-        row.run.label,
-        _two(*(n[f"equivalent_tokens_{m}"] for m in MODALITIES)),
-        _two(*(n[f"flops_prefill_{m}"] for m in MODALITIES), scale=1e-9),
-        _two(*(n[f"ttft_s_{m}"] for m in MODALITIES), scale=1000),
-        _two(*(1 / t if t else None for t in tpot)),
-        _two(*(n[f"held_{m}"] for m in MODALITIES), scale=100),
-        _two(*(n[f"peak_memory_bytes_{m}"] for m in MODALITIES), scale=1e-6),
-    ]
-
-
 def failure_table(failed: dict[str, str]) -> str:
     """A Markdown table of the recipes without a result; empty if there are none."""
     if not failed:
@@ -400,10 +370,9 @@ def pair_table(rows: list[Row]) -> str:
     lines = []
     for row in rows:
         others = [full] if full is not None and row is not full else []
-        for other in [*others, *row.controls.values()]:
-            lines.append(
-                [row.run.label, other.run.label, *_gaps(row, other), *_split(row.run, other.run)]
-            )
+        for other in [*others, *row.controls.values(), *row.bases]:
+            gaps = [_points(row.gap(other, modality)) for modality in MODALITIES]
+            lines.append([row.run.label, other.run.label, *gaps, *_split(row.run, other.run)])
     head = ["recipe", "against", "images, points", "videos, points"]
     head += ["only recipe right", "only other right", "McNemar's p"]
     return markdown_table(head, lines) if lines else ""
@@ -414,40 +383,19 @@ def _split(run: Results, other: Results) -> list[str]:
     return [_NONE] * 3 if found is None else [str(found[0]), str(found[1]), f"{found[2]:.2g}"]
 
 
-_NOUNS = [f"{noun} %" for noun in _NOUN.values()]
-_CAPTIONS = [f"captions of {noun} %" for noun in _NOUN.values()]
-_TIMES = ["TTFT ms (image / video)", "stages' own ms (image / video)"]
-
-
-def _both(numbers: dict[str, Any], key: str) -> list[str]:
-    return [_percent(numbers[f"{key}_{m}"], numbers[f"{key}_{m}_ci"]) for m in MODALITIES]
-
-
-def _times(row: Row) -> list[str]:
-    return [
-        _two(*(row.numbers[f"{key}_{m}"] for m in MODALITIES), scale=1000)
-        for key in ("ttft_s", "reduce_s")
-    ]
-
-
-def _gaps(row: Row, other: Row | None) -> list[str]:
-    return [_points(None if other is None else row.gap(other, m)) for m in MODALITIES]
-
-
 def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
     shown = [row for row in rows if row.run.meta["budget"] is not None and reduces(row)]
     single = {row.run.meta["budget"] for row in shown if "+" not in row.run.meta["method"]}
-    cells: dict[tuple[str, float | None], str] = {}
-    for row in shown:
-        budget = _near(row.run.meta["budget"], single)
-        cells[row.run.labelled(row.run.meta["method"]), budget] = _glimpse(row, budget)
+    budgets = {id(row): _near(row.run.meta["budget"], single) for row in shown}
+    cells = {
+        (row.run.labelled(row.run.meta["method"]), budgets[id(row)]): _glimpse(
+            row, budgets[id(row)]
+        )
+        for row in shown
+    }
     grid = _grid(cells, "images % / videos %", "of the tokens")
-    return grid and (
-        f"{grid}\n\nBold: above every control (`random`, `downsample`) of the same cost "
-        "beyond the 95 % interval. "
-        "Brackets: the kept fraction where it differs from the budget.\n\n"
-    )
+    return grid and f"{grid}\n\n{_ABOUT_GLANCE}\n\n"
 
 
 def _near(budget: float, columns: set[float]) -> float:
@@ -465,23 +413,23 @@ def cache_glance(rows: list[Row]) -> str:
     for what, title in _VIEWS.items():
         cells = {}
         for row in filter(shrinks, rows):
-            captions = [row.numbers[f"caption_{modality}"] for modality in MODALITIES]
-            if what == "later" and row.session is None:
-                continue
-            if what == "captions" and captions == [None] * len(captions):
+            captions = any(
+                row.numbers[f"caption_{modality}"] is not None for modality in MODALITIES
+            )
+            if (what == "later" and row.session is None) or (what == "captions" and not captions):
                 continue
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
             method = row.run.meta["method" if share is not None else "recipe"]
             cells[row.run.labelled(method), share] = _glimpse(row, share, what)
         grids.append(_grid(cells, f"{title}: images % / videos %", "of the cache"))
     text = "\n\n".join(filter(None, grids))
-    return text and (
-        f"{text}\n\nBold: above every control of the same size beyond the 95 % interval. "
-        "Brackets: the cache size where it differs from the requested share. \\*: "
-        "each question of a session processes the image again.\n\n"
-    )
+    return text and f"{text}\n\n{_ABOUT_GLANCE} \\*: the image is processed again.\n\n"
 
 
+_ABOUT_GLANCE = (
+    "Bold: above every control of the same cost beyond the 95 % interval. Brackets: what is kept, "
+    "where it differs from what was asked for."
+)
 _VIEWS = {
     "questions": "single questions",
     "captions": "captions",
@@ -489,7 +437,7 @@ _VIEWS = {
 }
 
 
-def _grid(cells: dict[tuple[str, float | None], str], title: str, what: str) -> str:
+def _grid(cells: Mapping[tuple[str, float | None], str], title: str, what: str) -> str:
     """A Markdown table of methods by shares; the share ``None`` is the last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
     if len(methods) < 2:
@@ -538,26 +486,11 @@ def warnings(rows: list[Row]) -> list[str]:
             notes.append(f"only {number} {noun}: too few for intervals; use a larger `--limit`")
     if full_model([row.run for row in rows]) is None:
         notes.append("the full model is missing, so loyalty is not available")
-    for row in rows:
-        if not (reduces(row) or shrinks(row)) or baseline(row.run):
-            continue
-        names = CACHE_BASELINES if shrinks(row) else CONTROLS
-        if not row.controls and present.intersection(names):
-            cost, what = ("held", "cache") if shrinks(row) else ("kept", "tokens")
-            notes.append(
-                f"no control to compare `{row.run.name}` with: no "
-                f"{' and no '.join(f'`{name}`' for name in names)} near the "
-                f"{_percent(row.numbers[cost])} % of the {what} that it keeps"
-            )
-        for control in () if shrinks(row) else row.controls.values():
-            for modality, noun in _NOUN.items():
-                gap = row.gap(control, modality)
-                if gap is not None and gap[1] <= 0:
-                    notes.append(
-                        f"`{row.run.name}` is not better than `{control.run.name}` on {noun}: "
-                        f"{_points(gap)} points"
-                    )
-    notes += _no_better(list(filter(shrinks, rows)))
+    methods = [r for r in rows if (reduces(r) or shrinks(r)) and not baseline(r.run)]
+    alone = [f"`{row.run.name}`" for row in methods if not row.controls]
+    if alone and present.intersection(CONTROLS + CACHE_BASELINES):
+        notes.append(f"no control of about the same cost as {', '.join(alone)}")
+    notes += _no_better(methods)
     for row in [*rows, *(row.session for row in rows if row.session)]:
         if row.numbers["errors"]:
             notes.append(
@@ -570,27 +503,21 @@ def warnings(rows: list[Row]) -> list[str]:
 
 
 def _no_better(rows: list[Row]) -> list[str]:
-    """Cache methods that do not beat a control, one note per control and kind of question."""
-    notes = []
+    """Methods that do not beat a control, one note per control and kind of question."""
+    found: dict[str, list[str]] = {}
     for what, title in _VIEWS.items():
-        asked = [row.session if what == "later" else row for row in rows]
-        for control in CACHE_BASELINES:
-            for modality, noun in _NOUN.items():
-                names = [
-                    f"`{row.run.meta['recipe']}`"
-                    for row in asked
-                    if row is not None
-                    and not baseline(row.run)
-                    and control in row.controls
-                    and (gap := row.gap(row.controls[control], modality, what)) is not None
-                    and gap[1] <= 0
-                ]
-                if names:
-                    notes.append(
-                        f"not better than `{control}` of the same size ({title}, {noun}): "
-                        + ", ".join(names)
-                    )
-    return notes
+        for row in rows:
+            asked = row.session if what == "later" else row
+            # Only caches are compared by captions and in sessions.
+            if asked is None or not (shrinks(row) or what == "questions"):
+                continue
+            for name, control in asked.controls.items():
+                for modality, noun in _NOUN.items():
+                    gap = asked.gap(control, modality, what)
+                    if gap is not None and gap[1] <= 0:
+                        place = f"`{name}` of the same cost ({title}, {noun})"
+                        found.setdefault(place, []).append(f"`{row.run.meta['recipe']}`")
+    return [f"not better than {place}: {', '.join(names)}" for place, names in found.items()]
 
 
 def _about(runs: list[Results]) -> str:
@@ -614,6 +541,12 @@ def _about(runs: list[Results]) -> str:
 _ABOUT_METRICS = (
     "Named as in lmms-eval, in the mode of the run; intervals of groups resample whole images and "
     "videos."
+)
+_ABOUT_ROBUSTNESS = (
+    "`changed` is the fraction of the kept tokens that are no longer kept. An attack is optimized "
+    "against the selection of its recipe; `none@attack-E-RECIPE` is the full model on the same "
+    "images. Descriptions have the mean and the maximum of their `tokens`, and the fraction "
+    "`at_limit`, which reaches `max_new_tokens`."
 )
 _ABOUT_PAIRS = (
     "The same questions under two recipes, without captions: differences with their interval "
@@ -640,33 +573,15 @@ _ABOUT_SESSIONS = (
 
 
 _LONG = 12  # rows that a page shows without a click
-# How notes on single recipes begin; the others concern the whole report.
-_ON_RECIPES = ("`", "not better than", "no control to compare")
 
 
 def folded(title: str, table: str) -> str:
-    """A Markdown table, folded if it is long."""
+    """A Markdown table, folded if it is long, for code hosts and MkDocs."""
     number = table.count("\n") - 1  # without head and rule
-    return table if number <= _LONG else _details(f"{title} ({number} rows)", table)
-
-
-def listed(notes: list[str]) -> str:
-    """Notes as Markdown paragraphs; many notes on single recipes are folded."""
-    single = [note for note in notes if note.startswith(_ON_RECIPES)]
-    shown = [note for note in notes if len(single) <= _FEW_NOTES or note not in single]
-    parts = [f"**Warning:** {note}.\n" for note in shown]
-    if len(single) > _FEW_NOTES:
-        text = "\n".join(f"- **Warning:** {note}." for note in single)
-        parts.append(_details(f"{len(single)} warnings on single recipes", text) + "\n")
-    return "\n".join(parts)
-
-
-_FEW_NOTES = 5
-
-
-def _details(title: str, text: str) -> str:
-    """Folded Markdown that code hosts and MkDocs render; without Markdown it stays readable."""
-    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
+    if number <= _LONG:
+        return table
+    head = f'<details markdown="1">\n<summary>{title} ({number} rows)</summary>'
+    return f"{head}\n\n{table}\n\n</details>"
 
 
 # --- two folders ---------------------------------------------------------------------------------

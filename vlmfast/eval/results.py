@@ -1,7 +1,7 @@
 """Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json, results.json}``.
 
-A folder stays valid if the process is killed: lines are only appended, readers drop an incomplete
-last line, and ``meta.json`` is written before the first line. Times have their own file, so that
+A folder stays valid if the process is killed: both JSONL files are journals, and ``meta.json`` is
+written before the first line. Times have their own file, so that
 ``samples.jsonl`` is reproducible byte for byte.
 """
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_text
+from vlmfast.core.files import make_folder, read_bytes, replace_text, writable
+from vlmfast.core.journal import Journal, folder_lock, read_lines
 from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
@@ -36,7 +34,6 @@ _OF_RUN = (
     *("batch_size", "versions", "shard", "resumed"),
 )
 _KNOWN = (*_NEEDED, *_SHARED[-1:], *_OWN, *_OF_RUN)
-_SYNC_S = 1.0
 
 
 @dataclass
@@ -116,10 +113,9 @@ def read(path: Path) -> Results:
     """
     meta = _read_meta(path)
     samples, timings = (
-        [line for file in _all(path, name) for line in _read_lines(file)[0]]
-        for name in (SAMPLES, TIMINGS)
+        {line["doc_id"]: line for line in _read_lines(path, name)} for name in (SAMPLES, TIMINGS)
     )
-    return Results(path, meta, _by_doc(samples), _by_doc(timings))
+    return Results(path, meta, samples, timings)
 
 
 def _all(path: Path, name: str) -> list[Path]:
@@ -182,41 +178,31 @@ class Writer:
         self.errors: list[str] = []
 
     def __enter__(self) -> Writer:
-        with writable(self.path):
-            self._check_siblings()
-            self.path.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as opened:
-                self._samples, self._timings = (
-                    opened.enter_context(open_to_append(self.path / shard_file(name, self.shard)))
-                    for name in (SAMPLES, TIMINGS)
-                )
-                lock_file(self._samples, self.path)
-                self._resume()
-                opened.pop_all()  # closed on exit
-        self._written = self._synced = time.monotonic()
+        self._check_siblings()
+        make_folder(self.path)
+        with contextlib.ExitStack() as opened:
+            self._timings, self._samples = (
+                opened.enter_context(Journal(self.path / shard_file(name, self.shard)))
+                for name in (TIMINGS, SAMPLES)
+            )
+            for line in _read_lines(self.path, SAMPLES):  # including other shards
+                self._count(line)
+            if (self.path / META).exists():
+                self.meta = _read_meta(self.path)
+            elif self.done:
+                raise VLMFastError(f"{self.path} has samples but no {META}; use another folder")
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        try:
-            with writable(self.path):
-                self._sync()
-        finally:
-            self._close()
+        self._opened.close()
 
     def add(self, sample: dict[str, Any], timing: dict[str, Any] | None) -> None:
-        """Append one sample; it is synced to disk now or with a sample within a second."""
-        with writable(self.path):
-            # Times first: a sample in the file counts as done, so it must be complete.
-            if timing is not None:
-                self._timings.write(_line(timing))
-                self._timings.flush()
-            self._samples.write(_line(sample))
-            self._samples.flush()
-            now = time.monotonic()
-            # Defer the sync only if the next sample is expected within the interval.
-            if now - self._synced + (now - self._written) >= _SYNC_S:
-                self._sync()
-            self._written = now
+        """Append one sample; see `Journal` for when it is safe."""
+        # Times first: a sample in the file counts as done, so it must be complete.
+        if timing is not None:
+            self._timings.append(timing)
+        self._samples.append(sample)
         self._count(sample)
 
     def note(self, run: dict[str, Any]) -> None:
@@ -241,52 +227,16 @@ class Writer:
                 metas = {str(meta.parent): _read_meta(meta.parent), "this run": self.meta}
                 check_same(metas, keys)
 
-    def _resume(self) -> None:
-        for name, opened in ((SAMPLES, self._samples), (TIMINGS, self._timings)):
-            opened.truncate(_read_lines(self.path / shard_file(name, self.shard))[1])
-        for file in _all(self.path, SAMPLES):  # including other shards
-            for line in _read_lines(file)[0]:
-                self._count(line)
-        if (self.path / META).exists():
-            self.meta = _read_meta(self.path)
-        elif self.done:
-            raise VLMFastError(f"{self.path} has samples but no {META}; use another folder")
-
     def _count(self, sample: dict[str, Any]) -> None:
         self.done.add(sample["doc_id"])
         if "error" in sample:
             self.errors.append(sample["error"])
-
-    def _sync(self) -> None:
-        for file in (self._timings, self._samples):
-            file.flush()
-            os.fsync(file.fileno())
-        self._synced = time.monotonic()
-
-    def _close(self) -> None:
-        """Close both files. Errors of a full disk are ignored: they were already reported."""
-        for file in (self._samples, self._timings):
-            with contextlib.suppress(OSError):
-                file.close()
-
-
-@contextlib.contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Convert errors of the operating system into one clear error."""
-    try:
-        yield
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a file atomically."""
     make_folder(path.parent)
     replace_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -303,56 +253,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _read_lines(path: Path) -> tuple[list[dict], int]:
-    """The complete lines of a file and their size in bytes."""
-    try:
-        data = read_bytes(path)
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
-    pieces = data.split(b"\n")[:-1]  # a line without a newline is incomplete
-    lines, good = [], 0
-    for number, piece in enumerate(pieces, start=1):
-        try:
-            line = json.loads(piece)
-            line["doc_id"]
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(pieces):
-                break
-            raise VLMFastError(f"{path}: line {number} is damaged") from error
-        lines.append(line)
-        good += len(piece) + 1
-    return lines, good
-
-
-def _by_doc(lines: list[dict]) -> dict[str, dict]:
-    return {line["doc_id"]: line for line in lines}
-
-
-@contextlib.contextmanager
-def folder_lock(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
-def lock_file(file: Any, path: Path) -> None:
-    """Lock a file until it is closed or the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise VLMFastError(f"another run is writing to {path}") from error
+def _read_lines(path: Path, name: str) -> list[dict]:
+    """Lines of all shards."""
+    found = []
+    for file in _all(path, name):
+        for number, line in enumerate(read_lines(file)[0], start=1):
+            if "doc_id" not in line:
+                raise VLMFastError(f"{file}: line {number} is damaged: it has no doc_id")
+            found.append(line)
+    return found

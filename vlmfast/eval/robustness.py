@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vlmfast.api.vlm import VLM
 
-NAME, VERBOSE = "robustness", "robustness-verbose"
+NAME = "robustness"
 EPS, STEPS = (2, 4, 8), 20
 _MOST_STEPS = 10_000
 _LIMIT = 10
@@ -88,12 +88,42 @@ class Robustness:
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
         return self.shapes.judge(doc, text)
 
+    def plan(self, vlm: VLM, recipes: list[Recipe]) -> Iterator[tuple[Any, Recipe, str | None]]:
+        """All runs: the task, the recipe, and the ``control`` that names the perturbation.
+
+        Runs that share optimized images follow each other, and images are made when they are
+        needed.
+        """
+        full = Recipe()
+        yield self, full, None
+        for eps in self.eps:
+            yield Perturbed(self, (f"noise-{eps}",), noise(eps)), full, f"noise-{eps}"
+        for recipe in recipes:
+            attack = SelectionAttack(vlm, recipe)
+            yield self, recipe, None
+            for eps in self.eps:
+                name = f"noise-{eps}"
+                yield Perturbed(self, (name,), noise(eps), attack), recipe, name
+                names = f"attack-{eps}", f"attack-{eps}-{slug(str(recipe))}"
+                attacked = Perturbed(self, names, optimized(attack, eps, self.steps), attack)
+                yield attacked, recipe, names[0]
+                yield attacked, full, names[1]
+        verbose, eps = Verbose(self.eps, self.steps), max(self.eps)
+        longest = Verbose.generation["caption"]["max_new_tokens"]
+        names = f"noise-{eps}", f"verbose-{eps}"
+        make = optimized(VerboseAttack(vlm, longest), eps, self.steps)
+        long = Perturbed(verbose, names[1:], make)
+        for recipe in (full, *recipes):
+            yield verbose, recipe, None
+            yield Perturbed(verbose, names[:1], noise(eps)), recipe, names[0]
+            yield long, recipe, names[1]
+
 
 @dataclass
 class Verbose(Robustness):
     """Descriptions of the same images; the length of an answer is ``generated_tokens``."""
 
-    name: ClassVar[str] = VERBOSE
+    name: ClassVar[str] = f"{NAME}-verbose"
     kind: ClassVar[str] = "caption"
 
 
@@ -153,43 +183,6 @@ def check(recipes: list[Recipe], session: bool, controls: bool) -> None:
         raise VLMFastError(f"--{'session' if session else 'controls'} is not for {NAME}")
     for recipe in recipes:
         reducer_of(recipe)
-
-
-def plan(
-    vlm: VLM, task: Robustness, recipes: list[Recipe]
-) -> Iterator[tuple[Robustness | Perturbed, Recipe, str | None]]:
-    """All runs: the task, the recipe, and the ``control`` that names the perturbation.
-
-    Runs that share optimized images follow each other, and images are made when they are needed.
-    """
-    full = Recipe()
-    yield task, full, None
-    for eps in task.eps:
-        name = f"noise-{eps}"
-        yield Perturbed(task, (name,), noise(eps)), full, name
-    for recipe in recipes:
-        attack = SelectionAttack(vlm, recipe)
-        yield task, recipe, None
-        for eps in task.eps:
-            name = f"noise-{eps}"
-            yield Perturbed(task, (name,), noise(eps), attack), recipe, name
-            names = f"attack-{eps}", attacked_control(eps, str(recipe))
-            attacked = Perturbed(task, names, optimized(attack, eps, task.steps), attack)
-            yield attacked, recipe, names[0]
-            yield attacked, full, names[1]
-    verbose, eps = Verbose(task.eps, task.steps), max(task.eps)
-    longest = Verbose.generation["caption"]["max_new_tokens"]
-    names = f"noise-{eps}", f"verbose-{eps}"
-    long = Perturbed(verbose, names[1:], optimized(VerboseAttack(vlm, longest), eps, task.steps))
-    for recipe in (full, *recipes):
-        yield verbose, recipe, None
-        yield Perturbed(verbose, names[:1], noise(eps)), recipe, names[0]
-        yield long, recipe, names[1]
-
-
-def attacked_control(eps: int, recipe: str) -> str:
-    """The ``control`` of the full model's run on images that are optimized against a recipe."""
-    return f"attack-{eps}-{slug(recipe)}"
 
 
 def noise(eps: int) -> Callable[[Image.Image, str], Image.Image]:

@@ -34,7 +34,6 @@ from .results import (
     read,
     slug,
     variant_of,
-    writable,
     write_json,
 )
 from .summary import as_lmms_eval
@@ -225,11 +224,10 @@ def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
     answers also has a ``submission.json``.
     """
     run = read(path).only({doc.doc_id for doc in task.docs(limit, seed)})
-    with writable(path):
-        write_json(path / RESULTS, as_lmms_eval(run))
-        answers = getattr(task, "submission", lambda _: None)(run.samples.values())
-        if answers is not None:
-            write_json(path / "submission.json", answers)
+    write_json(path / RESULTS, as_lmms_eval(run))
+    answers = getattr(task, "submission", lambda _: None)(run.samples.values())
+    if answers is not None:
+        write_json(path / "submission.json", answers)
     return run
 
 

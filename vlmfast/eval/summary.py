@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -11,7 +11,7 @@ from vlmfast.core.recipe import Recipe
 
 from .axes import shrinks_cache
 from .draws import joined, scores
-from .results import Results
+from .results import Results, named
 from .scores import Interval, Scored, bootstrap, mcnemar, standard_errors, wilson
 from .tasks import metrics
 
@@ -39,12 +39,16 @@ class Row:
         By method name: the baseline with the nearest cost.
     session : Row, optional
         The same recipe with all questions about an image in one session.
+    bases : list of Row
+        For a run with a control, that of the recipe alone; for a guarded recipe, that of the
+        recipe without its guard, with the same control.
     """
 
     run: Results
     numbers: dict[str, Any]
     controls: dict[str, Row] = field(default_factory=dict)
     session: Row | None = None
+    bases: list[Row] = field(default_factory=list)
     _known: dict[tuple, Interval | None] = field(default_factory=dict, repr=False)
 
     def gap(self, other: Row, modality: str, what: str = "questions") -> Interval | None:
@@ -72,6 +76,14 @@ def compare(runs: list[Results]) -> list[Row]:
     for row in rows:
         # Sessions are compared with the sessions of the controls.
         row.controls = controls_at_cost(row, sessions if row in sessions else [*plain.values()])
+        recipe, control = row.run.meta["recipe"], row.run.meta["control"]
+        names = [recipe] if control and recipe != "none" else []
+        if (base := unguarded(recipe)) != recipe:
+            names.append(named(base, row.run.variant))
+        row.bases = [plain[name] for name in names if name in plain]
+        gaps = {base.run.name: row.gap(base, "image") for base in row.bases}
+        if gaps:
+            row.numbers["gaps_image"] = {name: gap and list(gap) for name, gap in gaps.items()}
     for row in sessions:
         alone = plain.get(row.run.meta["recipe"])
         if alone is None:
@@ -115,7 +127,7 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         by_type.setdefault(_type(s), []).append(s["score"])
     numbers["types"] = {type_: _accuracy(by_type[type_]) for type_ in sorted(by_type)}
     if run.meta.get("options"):
-        numbers["metrics"] = metrics(run.meta, run.samples.values())
+        numbers["metrics"] = metrics(run.meta, run.samples.values()) or _perturbed(run)
         numbers["groups"] = groups(run)
     if full is not None:
         _put(numbers, "loyalty", _mean_score(_agreement(run, full)))
@@ -139,6 +151,23 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     numbers["samples"] = len(run.samples)
     numbers["errors"] = sum("error" in s for s in run.samples.values())
     return numbers
+
+
+def _perturbed(run: Results) -> dict[str, float]:
+    """Metrics of the task ``robustness``, of the runs where they are known.
+
+    ``changed``: fraction of the kept tokens that are no longer kept, mean over images. ``tokens``,
+    ``longest``, ``at_limit``: mean and maximum of the lengths of descriptions, and the fraction of
+    those that reach ``max_new_tokens``.
+    """
+    changed = {s["picture"]: s["changed"] for s in run.samples.values() if "changed" in s}
+    found = {"changed": fmean(changed.values())} if changed else {}
+    if run.meta["task"] == "robustness-verbose" and run.timings:
+        lengths = [line["generated_tokens"] for line in run.timings.values()]
+        most = run.meta["generation"]["caption"]["max_new_tokens"]
+        found |= {"tokens": fmean(lengths), "longest": max(lengths)}
+        found["at_limit"] = fmean(n >= most for n in lengths)
+    return found
 
 
 def difference(a: Results, b: Results, modality: str, *, captions: bool = False) -> Interval | None:
@@ -286,6 +315,15 @@ def full_model(runs: list[Results]) -> Results | None:
         if run.meta["recipe"] == "none" and not run.variant:
             return run
     return None
+
+
+def unguarded(recipe: str) -> str:
+    """The recipe without guards; itself where it has none."""
+    plain = []
+    for stage in Recipe.parse(recipe):
+        own = {f.name: f.default for f in fields(stage) if f.name in ("guard", "reserve")}
+        plain.append(replace(stage, **own))
+    return str(Recipe(tuple(plain)))
 
 
 def rereads(run: Results) -> bool:

@@ -11,11 +11,8 @@ A file holds ``image_embeds`` (1, K, D), as vLLM and SGLang take the features of
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,10 @@ import torch
 
 from vlmfast.api.encoding import check_encodable, encode_image
 from vlmfast.api.vlm import VLM
-from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_bytes
+from vlmfast.core.files import make_folder, read_bytes, replace_bytes
+from vlmfast.core.journal import Journal, read_lines
 from vlmfast.engine.features import settings_of_files
 from vlmfast.errors import MediaError, VLMFastError
-from vlmfast.eval.results import lock_file
 from vlmfast.eval.runner import stage_weights, weights_sha256
 
 MANIFEST, FORMAT = "manifest.jsonl", "vlmfast-features/2"
@@ -87,9 +84,7 @@ def open_features(folder: str | Path, vlm: VLM | None = None) -> Features:
         settings, or another processor.
     """
     folder = Path(folder)
-    header, entries, _ = _read(folder)
-    if header is None:
-        raise VLMFastError(f"{folder} has no {MANIFEST} with features; 'vlmfast encode' writes one")
+    header, *entries = _read(folder)
     if vlm is not None and (found := weights_sha256(vlm)) != header["weights_sha256"]:
         raise VLMFastError(
             f"{folder / MANIFEST} belongs to the model {header['model']} with the weights "
@@ -146,7 +141,8 @@ def encode_files(
         "dtype": str(vlm.adapter.dtype).removeprefix("torch."),
     }
     make_folder(out)
-    with _appending(out, header) as (known, append):
+    with Journal(out / MANIFEST, header, _ENTRY) as journal:
+        known = {(e["source"], e["source_sha256"]): e for e in journal.lines}
         for number, file in enumerate(map(Path, files), start=1):
             content = _bytes_of(file)
             digest = hashlib.sha256(content).hexdigest()
@@ -159,7 +155,7 @@ def encode_files(
                         "features, as on another machine; use another folder"
                     )
                 if entry is None:
-                    append(new)
+                    journal.append(new)
                     known[str(file), digest] = new
             done(number)
     return open_features(out)
@@ -205,62 +201,18 @@ def _bytes_of(file: Path) -> bytes:
 # --- manifests -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _appending(
-    out: Path, header: dict[str, Any]
-) -> Iterator[tuple[dict[tuple[str, str], Any], Callable[[dict[str, Any]], None]]]:
-    """The entries of a manifest by source and digest, and a function that appends one."""
-    path = out / MANIFEST
-    try:
-        with open_to_append(path) as file:
-            lock_file(file, out)
-            found, entries, good = _read(out)
-            if found is not None and found != header:
-                key = next(key for key in _HEADER if found.get(key) != header[key])
-                raise VLMFastError(
-                    f"{path} has {key} {json.dumps(found.get(key))}, and this run "
-                    f"{json.dumps(header[key])}; use another folder"
-                )
-            file.truncate(good)
-
-            def append(line: dict[str, Any]) -> None:
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-
-            if found is None:
-                append(header)
-            yield {(e["source"], e["source_sha256"]): e for e in entries}, append
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _read(folder: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], int]:
-    """Header, entries, and the size of the complete lines in bytes."""
+def _read(folder: Path) -> list[dict[str, Any]]:
+    """The header and the entries."""
     path = folder / MANIFEST
-    try:
-        data = read_bytes(path)
-    except FileNotFoundError:
-        return None, [], 0
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
-    lines = data.split(b"\n")[:-1]  # a line without a newline is incomplete
-    found = [_line(path, number, line) for number, line in enumerate(lines, start=1)]
-    header = found[0] if found else None
-    return header, found[1:], sum(len(line) + 1 for line in lines)
-
-
-def _line(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    keys = _HEADER if number == 1 else _ENTRY
-    try:
-        value = json.loads(text)
-        missing = [key for key in keys if key not in value]
-    except (ValueError, TypeError):
-        missing = ["JSON"]
-    if missing or (number == 1 and value["format"] != FORMAT):
-        what = f"no {missing[0]}" if missing else f"the format {value['format']!r}, not {FORMAT}"
-        raise VLMFastError(f"{path}: line {number} is damaged: it has {what}")
-    return value
+    found, _ = read_lines(path)
+    if not found:
+        raise VLMFastError(f"{folder} has no {MANIFEST} with features; 'vlmfast encode' writes one")
+    for number, line in enumerate(found, start=1):
+        missing = [key for key in (_HEADER if number == 1 else _ENTRY) if key not in line]
+        if missing or (number == 1 and line["format"] != FORMAT):
+            what = f"no {missing[0]}" if missing else f"the format {line['format']!r}, not {FORMAT}"
+            raise VLMFastError(f"{path}: line {number} is damaged: it has {what}")
+    return found
 
 
 def _is_whole(folder: Path, entry: Mapping[str, Any]) -> bool:

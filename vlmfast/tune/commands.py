@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlmfast.core.display import text_table
 from vlmfast.core.files import make_folder, replace_text
@@ -24,7 +24,7 @@ from .race import OBJECTIVES, Result, Settings, race
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
 
-ANSWERS, RECIPE, JSON, PLOT = "answers.jsonl", "recipe.yaml", "tune.json", "tune.png"
+ANSWERS, RECIPE, JSON, PLOT = "answers.jsonl", "recipe.yaml", "tune.json", "tune.html"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -187,7 +187,8 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     from vlmfast.api.stored_recipe import store_recipe
     from vlmfast.core.env import environment
 
-    recipe, command = Recipe.parse(result.chosen), reproduce(args)
+    recipe = Recipe.parse(result.chosen)
+    command = f"vlmfast {shlex.join(sys.argv[1:])}"
     recipe.save(args.out / RECIPE)
     stored = store_recipe(vlm.adapter, recipe)
     value = {"command": command, "model": args.model, **report.to_dict(result, settings)}
@@ -207,23 +208,7 @@ def _write(result: Result, settings: Settings, vlm: VLM, args: Namespace) -> Non
     lines += [*report.verdict(result, settings), ""]
     lines.append(f"wrote {args.out / RECIPE}, {JSON}" + (f" and {PLOT}" if drawn else ""))
     if not drawn:
-        lines.append("no plot: matplotlib is missing; run `pip install 'vlmfast[eval]'`")
+        lines.append("no plot: plotly is missing; run `pip install 'vlmfast[eval]'`")
     lines.append(f"recipe='auto' now uses this choice for this model ({stored})")
     lines.append(f"reproduce: {command}")
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def reproduce(args: Namespace) -> str:
-    """The command with all settings."""
-    words: list[Any] = ["vlmfast", "tune", "--model", args.model, "--data", args.data]
-    words += ["--max-loss", f"{100 * args.max_loss:.10g}%", "--for", args.objective]
-    words += ["--confidence", f"{100 * args.confidence:.10g}%"]
-    words += ["--held-out", f"{100 * args.held_out:.10g}%"]
-    words += ["--max-new-tokens", args.max_new_tokens, "--batch-size", args.batch_size]
-    words += ["--seed", args.seed, "--out", args.out]
-    for name in ("device", "dtype"):
-        if getattr(args, name, None) not in (None, "auto"):
-            words += [f"--{name}", getattr(args, name)]
-    for recipe in args.recipes or ():
-        words += ["--recipe", recipe]
-    return shlex.join(map(str, words + ["--strict"] * args.strict))

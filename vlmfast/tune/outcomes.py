@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vlmfast.core.files import make_folder, open_to_append, read_bytes, replace_text
+from vlmfast.core.files import make_folder
+from vlmfast.core.journal import Journal
 from vlmfast.errors import MediaUnavailable, VLMFastError
 
 from .data import Question
@@ -59,52 +59,26 @@ class Source(Protocol):
 
 
 class Store:
-    """The answers of a run in a JSONL file, so that an interrupted run continues.
+    """The answers of a run in a journal, so that an interrupted run continues.
 
     Parameters
     ----------
     path : Path
-        An incomplete last line, left by an interruption, is removed.
     about : dict
-        Identifies the run. It is the first line.
+        Identifies the run.
 
     Raises
     ------
     VLMFastError
-        If the file is of another run, or cannot be read or written.
+        See `Journal`.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path = path
-        self._found: dict[tuple[str, int], dict[str, Any]] = {}
         make_folder(path.parent)
-        if not path.exists():
-            replace_text(path, json.dumps(about) + "\n")
-        self._file = open_to_append(path)
-        try:
-            self._read(json.loads(json.dumps(about)))
-        except BaseException:
-            self.close()
-            raise
-        self._recipes = {recipe for recipe, _ in self._found}
-
-    def _read(self, about: dict[str, Any]) -> None:
-        try:
-            content = read_bytes(self.path)
-            complete = content[: content.rfind(b"\n") + 1]
-            if len(complete) < len(content):
-                self._file.truncate(len(complete))
-            lines = [json.loads(line) for line in complete.decode().splitlines()]
-            head, rows = lines[0], lines[1:]
-            self._found = {(row["recipe"], row["question"]): row for row in rows}
-        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
-            raise VLMFastError(f"{self.path} cannot be read: {error}") from error
-        other = sorted(key for key in {*head, *about} if head.get(key) != about.get(key))
-        if other:
-            raise VLMFastError(
-                f"--out {self.path.parent} has answers of another run: its {', '.join(other)} "
-                "differ; choose another folder"
-            )
+        self._journal = Journal(path, about, ("recipe", "question"))
+        self._found: dict[tuple[str, int], dict[str, Any]] = {}
+        self._recipes: set[str] = set()
+        self._keep(self._journal.lines)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -117,17 +91,15 @@ class Store:
         return recipe in self._recipes
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Append answers with one write: an interruption loses all of them or none."""
-        try:
-            self._file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-            self._file.flush()
-        except OSError as error:
-            raise VLMFastError(f"{self.path} cannot be written: {error.strerror}") from error
-        self._found |= {(row["recipe"], row["question"]): row for row in rows}
-        self._recipes |= {row["recipe"] for row in rows}
+        self._journal.append(*rows)
+        self._keep(rows)
 
     def close(self) -> None:
-        self._file.close()
+        self._journal.close()
+
+    def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._found |= {(row["recipe"], row["question"]): row for row in rows}
+        self._recipes |= {row["recipe"] for row in rows}
 
 
 class ModelSource:

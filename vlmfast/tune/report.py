@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import replacing
-
 from .bounds import Loss, least_bound, needed
 from .race import Result, Row, Settings
 
@@ -135,66 +133,36 @@ def _json(row: Row, settings: Settings) -> dict[str, Any]:
 
 
 def plot(result: Result, settings: Settings, path: Path) -> None:
-    """Draw loss against cost of all candidates that ran."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    """Write a page with loss against cost of all candidates that ran."""
+    from plotly.graph_objects import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    ran = [row for row in result.rows if row.loss is not None and row.status != "not cheaper"]
-    near = _best(result)
-    others = [row for row in ran if row not in near]
-    axes.scatter(*_points(others), s=12, color="#9a9a9a", label="other candidates")
-    labels = {"chosen": False, "frontier": False}  # whether each is in the legend
-    for row in near:
-        assert row.cost is not None and row.loss is not None
-        shown = row.verdict or row.estimate or row.loss
-        low, high = shown.mean - shown.lower(_INTERVAL), shown.upper(_INTERVAL) - shown.mean
-        own = row.recipe == result.chosen
-        name = "chosen" if own else "frontier"
-        label, labels[name] = None if labels[name] else name, True
-        axes.errorbar(
-            [100 * row.cost],
-            [100 * shown.mean],
-            yerr=[[100 * low], [100 * high]],
-            fmt="D" if own else "o",
-            color="#D55E00" if own else "#0072B2",
-            capsize=3,
-            zorder=3,
-            label=label,
+    from vlmfast.eval.chart import COLORS, write_page
+
+    groups: dict[str, list[tuple[Row, Loss]]] = {
+        name: [] for name in ("other candidates", "frontier", "chosen")
+    }
+    for row in result.rows:
+        if row.loss is not None and row.cost and row.status != "not cheaper":
+            name = "frontier" if row in _best(result) else "other candidates"
+            name = "chosen" if row is result.row else name
+            groups[name].append((row, row.verdict or row.estimate or row.loss))
+    shown = Figure()
+    for (name, points), color in zip(groups.items(), ("#9a9a9a", *COLORS), strict=False):
+        shown.add_scatter(
+            x=[100 * (row.cost or 0) for row, _ in points],
+            y=[100 * loss.mean for _, loss in points],
+            error_y={
+                "array": [100 * (loss.upper(_INTERVAL) - loss.mean) for _, loss in points],
+                "arrayminus": [100 * (loss.mean - loss.lower(_INTERVAL)) for _, loss in points],
+            },
+            text=[row.recipe for row, _ in points],
+            name=name,
+            mode="markers",
+            marker={"color": color},
         )
-    axes.axhline(100 * settings.max_loss, color="#222222", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"largest loss: {100 * settings.max_loss:.3g} points",
-        (1, 100 * settings.max_loss),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-    )
-    # Without limits, a logarithmic axis needs a point.
-    least = min((row.cost for row in ran if row.cost), default=0.1)
-    axes.set_xscale("log")
-    axes.set_xlim(100 * least / 1.3, 130)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} %"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: ""))
-    top = max((row.loss.mean for row in near if row.loss), default=0.0)
-    span = max(4 * settings.max_loss, 2 * top, 0.02)
-    axes.set_ylim(-100 * span / 2, 100 * span)
-    axes.set_xlabel(f"{_COSTS[settings.objective]}, of the full model's")
-    axes.set_ylabel("loss of accuracy (points)")
-    axes.grid(color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    if ran:
-        axes.legend(frameon=False, fontsize=8)
-    canvas = FigureCanvasAgg(figure)
-    with replacing(path) as file:
-        canvas.print_png(file)
-
-
-def _points(rows: list[Row]) -> tuple[list[float], list[float]]:
-    found = [(100 * row.cost, 100 * row.loss.mean) for row in rows if row.cost and row.loss]
-    return [x for x, _ in found], [y for _, y in found]
+    most = 100 * settings.max_loss
+    shown.add_hline(most, line_dash="dash", annotation_text=f"largest loss: {most:.3g} points")
+    shown.update_xaxes(type="log", title=f"{_COSTS[settings.objective]}, % of the full model's")
+    shown.update_yaxes(title="loss of accuracy (points)")
+    shown.update_layout(template="none")
+    write_page(shown, path, "vlmfast tune")

@@ -6,44 +6,25 @@ import importlib.util
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from vlmfast.core.display import text_table
 from vlmfast.core.env import environment
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import make_folder, replace_text
 from vlmfast.core.help import add_dtype, count, examples, names
+from vlmfast.core.journal import Journal, read_lines
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.results import write_json
+from vlmfast.eval.results import slug, write_json
 
 from .papers import Catalogue, Paper, Task, catalogue
-from .rows import (
-    NoResult,
-    Row,
-    Settings,
-    check_same,
-    command,
-    exclusive,
-    finished,
-    measure,
-    row_of,
-    shown,
-)
-from .table import (
-    NO_RESULT,
-    WITHIN,
-    Comparison,
-    Found,
-    about,
-    cells,
-    compare,
-    markdown,
-    reasons_of,
-    to_json,
-)
+from .rows import ROWS, Key, Measured, NoResult, Row, Settings, command, measure, results_of, shown
+from .table import NO_RESULT, WITHIN, about, cells, compare, markdown, reasons_of
 
+_LEFT = ("paper", "arXiv", "model", "values", "recipe", "task", "result")
+_FACTS = ("title", "arxiv", "origin", "table", "tolerance")
 INSTALL = "pip install 'lmms-eval==0.7.3'"
 
 
@@ -100,62 +81,68 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="folder of lmms-eval tasks that it does not ship",
     )
-    add("--json", action="store_true", help="print one JSON document to stdout")
+    add("--json", action="store_true", help="print report.json to stdout")
 
 
 def run(args: Namespace) -> int:
     """Run ``vlmfast reproduce`` and return the exit code."""
     known = catalogue()
-    if known.problems:
-        raise VLMFastError("; ".join(known.problems))
     if args.list:
-        _print_list(known, args.json)
+        print(text_table([_listed(paper) for paper in known.papers.values()], left=_LEFT))
         return ExitCode.FINISHED
-    paper = known.paper(args.paper)
+    paper = known.papers[args.paper]
     tasks = _tasks(known, paper, args.tasks)
-    settings = Settings(
-        args.model or paper.model, args.limit, args.device, args.dtype, args.include_path
-    )
-    if "," in settings.model:
-        raise VLMFastError(f"--model {settings.model!r} has a comma, which lmms-eval splits at")
+    model = args.model or paper.model
+    settings = Settings(model, args.limit, args.device, args.dtype, args.include_path)
+    if "," in model:
+        raise VLMFastError(f"--model {model!r} has a comma, which lmms-eval splits at")
     folder = args.out / paper.name
     rows = [
-        row_of(folder, recipe, task)
+        Row(recipe, task, folder / slug(recipe) / task.name)
         for task in tasks
         for recipe in ("none", *(m.recipe for m in paper.methods if task.name in m.values))
     ]
-    for row in rows:
-        check_same(row, settings)
     if args.dry:
-        _print_plan(paper, rows, settings, args.json)
+        _print_plan(paper, rows, settings, results_of(read_lines(folder / ROWS)[0]))
         return ExitCode.FINISHED
     _check_tasks(tasks, settings)
     if importlib.util.find_spec("lmms_eval") is None:
         raise VLMFastError(f"lmms-eval is missing; run {INSTALL}")
-    with exclusive(folder):
-        found = _measure_all(rows, settings)
+    make_folder(folder)
+    with Journal(folder / ROWS, settings.about) as journal:
+        found = _measure_all(rows, settings, journal)
         compared = [
             compare(paper, method, task, found)
             for method in paper.methods
             for task in tasks
             if task.name in method.values
         ]
-        shared = {"model": settings.model, "limit": settings.limit, "environment": environment()}
-        value = to_json(paper, compared, shared)
+        facts = {key: getattr(paper, key) for key in _FACTS} | {"environment": environment()}
+        value = {"paper": paper.name, **facts, **settings.about, "rows": compared}
         replace_text(folder / "report.md", markdown(paper, compared, known.tasks))
         write_json(folder / "report.json", value)
     if args.json:
         print(json.dumps(value, indent=2, ensure_ascii=False))
     else:
-        _print_report(paper, compared, known.tasks, folder)
-    return _code(compared)
-
-
-def _code(rows: list[Comparison]) -> int:
-    if any(row.verdict == NO_RESULT for row in rows):
+        lines = [*about(paper), "", text_table(cells(compared, known.tasks), left=_LEFT)]
+        lines += [*reasons_of(compared), ""]
+        lines.append(f"written: {folder / 'report.md'}, {folder / 'report.json'}")
+        print("\n".join(lines))
+    verdicts = {row["verdict"] for row in compared}
+    if NO_RESULT in verdicts:
         return ExitCode.CUT_SHORT
-    passed = all(row.verdict == WITHIN for row in rows)
-    return ExitCode.FINISHED if passed else ExitCode.CHECK_FAILED
+    return ExitCode.FINISHED if verdicts == {WITHIN} else ExitCode.CHECK_FAILED
+
+
+def _listed(paper: Paper) -> dict[str, str]:
+    return {
+        "paper": paper.name,
+        "arXiv": paper.arxiv,
+        "model": paper.model,
+        "recipes": str(len(paper.methods)),
+        "tasks": str(len(paper.full)),
+        "values": paper.origin,
+    }
 
 
 def _tasks(known: Catalogue, paper: Paper, chosen: tuple[str, ...] | None) -> list[Task]:
@@ -181,84 +168,39 @@ def _check_tasks(tasks: list[Task], settings: Settings) -> None:
         raise VLMFastError(f"--include-path {settings.include} is not a folder")
 
 
-def _measure_all(rows: list[Row], settings: Settings) -> Found:
-    """Measure the rows that have no result yet."""
-    found = Found()
+def _measure_all(
+    rows: list[Row], settings: Settings, journal: Journal
+) -> dict[Key, Measured | str]:
+    """Measure the rows that have no result yet; the result of each, or the reason."""
+    found: dict[Key, Measured | str] = {**results_of(journal.lines)}
     for number, row in enumerate(rows, start=1):
-        key = row.recipe, row.task.name
-        if row.recipe != "none" and ("none", row.task.name) not in found.results:
-            continue  # nothing to compare with
+        full = found.get(("none", row.task.name))
+        if row.key in found or (row.recipe != "none" and not isinstance(full, Measured)):
+            continue  # known, or nothing to compare with
         where = f"{number} of {len(rows)}: {row.recipe} on {row.task.name}"
+        print(f"{where}; log: {row.folder / 'log.txt'}", file=sys.stderr, flush=True)
         try:
-            result = finished(row)
-            if result is None:
-                print(f"{where}; log: {row.folder / 'log.txt'}", file=sys.stderr, flush=True)
-                result = measure(row, settings)
+            found[row.key] = result = measure(row, settings)
         except NoResult as error:
-            found.reasons[key] = str(error)
+            found[row.key] = str(error)
             print(f"{where}: no result: {error}", file=sys.stderr, flush=True)
-            continue
-        found.results[key] = result
+        else:
+            line = {"recipe": row.recipe, "task": row.task.name, **asdict(result)}
+            journal.append({**line, "command": shown(command(row, settings))})
     return found
 
 
-def _print_list(known: Catalogue, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps([asdict(paper) for paper in known.papers.values()], indent=2))
-        return
-    rows = [
-        {
-            "paper": paper.name,
-            "arXiv": paper.arxiv,
-            "model": paper.model,
-            "recipes": str(len(paper.methods)),
-            "tasks": str(len(paper.full)),
-            "values": paper.origin,
-        }
-        for paper in known.papers.values()
-    ]
-    print(text_table(rows, left=("paper", "arXiv", "model", "values")))
-
-
-def _print_plan(paper: Paper, rows: list[Row], settings: Settings, as_json: bool) -> None:
+def _print_plan(
+    paper: Paper, rows: list[Row], settings: Settings, known: Mapping[Key, Measured]
+) -> None:
     """The commands of the rows, and the published values."""
     published = {"none": paper.full, **{m.recipe: m.values for m in paper.methods}}
-    plan: list[dict[str, Any]] = [
-        {
-            "recipe": row.recipe,
-            "task": row.task.name,
-            "published": published[row.recipe][row.task.name],
-            "finished": _is_finished(row),
-            "external": row.task.external,
-            "command": shown(command(row, settings)),
-        }
-        for row in rows
-    ]
-    if as_json:
-        print(json.dumps({"paper": paper.name, "rows": plan}, indent=2))
-        return
     print("\n".join(about(paper)))
-    for row in plan:
-        state = "; finished" if row["finished"] else "; needs --include-path" * row["external"]
-        print(f"\n# {row['recipe']} on {row['task']}: published {row['published']:g}{state}")
-        print(row["command"])
+    for row in rows:
+        state = "; needs --include-path" * row.task.external
+        state = "; finished" if row.key in known else state
+        value = published[row.recipe][row.task.name]
+        print(f"\n# {row.recipe} on {row.task.name}: published {value:g}{state}")
+        print(shown(command(row, settings)))
     if importlib.util.find_spec("lmms_eval") is None:
         print(f"\nlmms-eval is missing; before the run: {INSTALL}")
-
-
-def _is_finished(row: Row) -> bool:
-    try:
-        return finished(row) is not None
-    except NoResult:
-        return False
-
-
-def _print_report(
-    paper: Paper, rows: list[Comparison], tasks: dict[str, Task], folder: Path
-) -> None:
-    print("\n".join(about(paper)))
-    print()
-    print(text_table(cells(rows, tasks), left=("recipe", "task", "result")))
-    for line in reasons_of(rows):
-        print(line)
-    print(f"\nwritten: {folder / 'report.md'}, {folder / 'report.json'}")

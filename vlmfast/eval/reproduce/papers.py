@@ -6,11 +6,6 @@ import tomllib
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
-
-from vlmfast.core.files import read_text
-from vlmfast.core.recipe import Recipe
-from vlmfast.errors import RecipeError, VLMFastError
 
 DATA = Path(__file__).with_name("papers.toml")
 CHANGED = 0.1  # answers that differ between two runs which score alike
@@ -27,7 +22,7 @@ class Task:
         In the data.
     title : str
         In papers.
-    metrics : tuple of str
+    metrics : list of str
         Metrics of its result; several are added.
     scale : float
         Factor from lmms-eval's value to the published one.
@@ -42,7 +37,7 @@ class Task:
 
     name: str
     title: str
-    metrics: tuple[str, ...]
+    metrics: list[str]
     scale: float
     maximum: float
     questions: int | None = None
@@ -75,7 +70,7 @@ class Paper:
         Percent, without sampling errors.
     reason : str
         Why this tolerance.
-    notes : tuple of str
+    notes : list of str
     full : dict
         Values of the full model by task.
     methods : tuple of Method
@@ -91,7 +86,7 @@ class Paper:
     table: str
     tolerance: float
     reason: str
-    notes: tuple[str, ...]
+    notes: list[str]
     full: dict[str, float]
     methods: tuple[Method, ...]
     left_out: dict[str, str]
@@ -130,73 +125,13 @@ class Catalogue:
     tasks: dict[str, Task]
     papers: dict[str, Paper]
 
-    def paper(self, name: str) -> Paper:
-        """
-        Raises
-        ------
-        VLMFastError
-            For an unknown name.
-        """
-        if name not in self.papers:
-            raise VLMFastError(f"unknown paper {name!r}; papers: {', '.join(self.papers)}")
-        return self.papers[name]
 
-    @property
-    def problems(self) -> list[str]:
-        """What is wrong with the data; empty if all of it can be used."""
-        found = []
-        for paper in self.papers.values():
-            for name, values in (
-                ("full", paper.full),
-                *((method.recipe, method.values) for method in paper.methods),
-            ):
-                where = f"{paper.name}, {name}"
-                for task, value in values.items():
-                    if task not in self.tasks:
-                        found.append(f"{where}: unknown task {task!r}")
-                    elif task not in paper.full:
-                        found.append(f"{where}: {task} has no value of the full model")
-                    elif not 0 < value <= self.tasks[task].maximum:
-                        most = self.tasks[task].maximum
-                        found.append(f"{where}: {task} is {value}; it must be in (0, {most:g}]")
-            for method in paper.methods:
-                try:
-                    Recipe.parse(method.recipe)
-                except RecipeError as error:
-                    found.append(f"{paper.name}, {method.recipe}: {error}")
-        return found
-
-
-def catalogue(path: Path = DATA) -> Catalogue:
-    """Read the data.
-
-    Raises
-    ------
-    VLMFastError
-        If the file cannot be read or has an unknown or missing field.
-    """
-    try:
-        data = tomllib.loads(read_text(path))
-        tasks = {name: _task(name, about) for name, about in data["tasks"].items()}
-        papers = {name: _paper(name, about) for name, about in data["papers"].items()}
-    except OSError as error:
-        raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise VLMFastError(f"{path} is damaged: {error}") from error
+def catalogue() -> Catalogue:
+    """Read the data."""
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    tasks = {name: Task(name, **about) for name, about in data["tasks"].items()}
+    papers = {}
+    for name, about in data["papers"].items():
+        methods = tuple(Method(**method) for method in about.pop("methods"))
+        papers[name] = Paper(name, methods=methods, **{"left_out": {}, **about})
     return Catalogue(tasks, papers)
-
-
-def _task(name: str, about: dict[str, Any]) -> Task:
-    return Task(name, **{**about, "metrics": tuple(about["metrics"])})
-
-
-def _paper(name: str, about: dict[str, Any]) -> Paper:
-    return Paper(
-        name,
-        **{
-            "left_out": {},
-            **about,
-            "notes": tuple(about["notes"]),
-            "methods": tuple(Method(**method) for method in about["methods"]),
-        },
-    )

@@ -1,11 +1,11 @@
 """Measure one recipe on one task with lmms-eval, in a process of its own.
 
-A row is finished when lmms-eval has written its results, so a run that was killed repeats only the
-row that it was in.
+Results are lines of a journal, so a run that was killed repeats only the row that it was in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,21 +14,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import open_to_append, read_bytes
+from vlmfast.core.files import make_folder, open_to_append, read_bytes
 from vlmfast.core.signals import exit_on_sigterm
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.results import lock_file, slug, writable, write_json
 
 from .papers import Task
 
-ABOUT, LOG, RESULTS, LOCK = "row.json", "log.txt", "lmms-eval", ".lock"
-_STOP_S = 10.0  # for lmms-eval to end after SIGTERM
+ROWS, LOG, RESULTS = "rows.jsonl", "log.txt", "lmms-eval"
+Key = tuple[str, str]  # a recipe, and the name of a task
 # Errors in a log that every other row would repeat.
 _FATAL = {
     r"No space left on device|Disk quota exceeded": "the disk is full",
@@ -62,6 +59,11 @@ class Settings:
     dtype: str = "auto"
     include: Path | None = None
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What must be equal for rows to be comparable."""
+        return {"model": self.model, "limit": self.limit, "dtype": self.dtype}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -70,6 +72,10 @@ class Row:
     recipe: str
     task: Task
     folder: Path
+
+    @property
+    def key(self) -> Key:
+        return self.recipe, self.task.name
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,13 @@ class Measured:
     questions: int | None
 
 
-def row_of(folder: Path, recipe: str, task: Task) -> Row:
-    """The row of a recipe and a task in the folder of a paper."""
-    return Row(recipe, task, folder / slug(recipe) / task.name)
+def results_of(lines: list[dict[str, Any]]) -> dict[Key, Measured]:
+    """The results in a journal by recipe and task."""
+    return {
+        (line["recipe"], line["task"]): Measured(line["value"], line["questions"])
+        for line in lines
+        if "recipe" in line
+    }
 
 
 def command(row: Row, settings: Settings) -> list[str]:
@@ -113,71 +123,6 @@ def command(row: Row, settings: Settings) -> list[str]:
 def shown(words: list[str]) -> str:
     """A command as a user types it."""
     return shlex.join(["python", *words])
-
-
-@contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Lock out other runs.
-
-    Raises
-    ------
-    VLMFastError
-        If another run uses the folder, or it cannot be written.
-    """
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_to_append(folder / LOCK)
-    with file:
-        lock_file(file, folder)
-        yield
-
-
-def check_same(row: Row, settings: Settings) -> None:
-    """Check that the folder of a row has no results of another model or limit.
-
-    Raises
-    ------
-    VLMFastError
-        With the field that differs.
-    """
-    path = row.folder / ABOUT
-    if not path.exists():
-        return
-    try:
-        found = json.loads(read_bytes(path))
-    except (OSError, ValueError) as error:
-        raise VLMFastError(f"{path} cannot be read: {error}") from error
-    for key, value in _about(row, settings).items():
-        if found.get(key) != value:
-            raise VLMFastError(
-                f"{row.folder} has results of another run: {key} was {found.get(key)!r} and is "
-                f"{value!r}; use another --out"
-            )
-
-
-def _about(row: Row, settings: Settings) -> dict[str, Any]:
-    values = asdict(settings)
-    shared = {key: values[key] for key in ("model", "limit", "dtype")}
-    return {"recipe": row.recipe, "task": row.task.lmms_name, **shared}
-
-
-def finished(row: Row) -> Measured | None:
-    """The result of a row; None if it has not been measured completely.
-
-    Raises
-    ------
-    NoResult
-        If the result lacks a metric.
-    """
-    for path in sorted((row.folder / RESULTS).rglob("*_results.json"), reverse=True):
-        try:
-            found = json.loads(read_bytes(path))
-        except ValueError:  # lmms-eval was killed while it wrote
-            continue
-        except OSError as error:
-            raise VLMFastError(f"cannot read {path}: {error.strerror or error}") from error
-        return _measured(row.task, found, path)
-    return None
 
 
 def _measured(task: Task, found: Any, path: Path) -> Measured:
@@ -205,35 +150,17 @@ def measure(row: Row, settings: Settings) -> Measured:
     VLMFastError
         If the reason holds for every row: the model, the disk, or lmms-eval itself.
     """
-    with writable(row.folder):
-        row.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(row.folder / RESULTS, ignore_errors=True)  # an incomplete file
-        log = open_to_append(row.folder / LOG)
+    make_folder(row.folder)
+    shutil.rmtree(row.folder / RESULTS, ignore_errors=True)  # of a row that was cut short
+    with open_to_append(row.folder / LOG) as log, exit_on_sigterm():
         log.truncate(0)
-    words = command(row, settings)
-    write_json(row.folder / ABOUT, {**_about(row, settings), "command": shown(words)})
-    with log:
-        code = _run([sys.executable, *words], log)
-    found = finished(row)
-    if found is None:
-        raise _error(row, code)
-    return found
-
-
-def _run(words: list[str], log: Any) -> int:
-    """The exit code; the process is ended with this one."""
-    with exit_on_sigterm():
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        words = [sys.executable, *command(row, settings)]
+        # Ends the process with this one.
+        code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+    for path in (row.folder / RESULTS).rglob("*_results.json"):
+        with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # cut short
+            return _measured(row.task, json.loads(read_bytes(path)), path)
+    raise _error(row, code)
 
 
 def _error(row: Row, code: int) -> VLMFastError:

@@ -2,134 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from vlmfast.core.display import markdown_table
 
 from .papers import Method, Paper, Task
-from .rows import Measured
+from .rows import Key, Measured
 
 WITHIN, BELOW, ABOVE = "within", "below", "above"
 FULL_DIFFERS, NO_RESULT, NOT_RUN = "full model differs", "no result", "not run"
-_NONE = "–"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A published and a measured value."""
+def compare(
+    paper: Paper, method: Method, task: Task, found: Mapping[Key, Measured | str]
+) -> dict[str, Any]:
+    """A row of the table, as JSON values.
 
-    published: float
-    measured: float | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One recipe on one task.
+    ``full``, ``method`` and ``kept`` are published and measured: the scores, and the recipe's in
+    percent of the full model's. ``questions`` are those of the smaller run, ``tolerance`` is of
+    ``kept``, in percentage points. ``verdict`` is ``within``, ``below`` or ``above`` the tolerance;
+    ``full model differs`` if its score is not within its own; ``no result``, with the ``reason``,
+    or ``not run``.
 
     Parameters
     ----------
-    recipe, task : str
-    full, method : Pair
-        Scores.
-    kept : Pair
-        Score of the recipe in percent of the full model's.
-    questions : int or None
-        Of the smaller run.
-    tolerance : float or None
-        Of ``kept``, in percentage points.
-    verdict : str
-        ``within``, ``below`` or ``above`` the tolerance of ``kept``; ``full model differs`` if its
-        score is not within its own; ``no result`` or ``not run``.
-    reason : str
-        Why there is no result.
+    paper : Paper
+    method : Method
+    task : Task
+    found : dict
+        Results, or the reasons for which there are none.
     """
-
-    recipe: str
-    task: str
-    full: Pair
-    method: Pair
-    kept: Pair
-    questions: int | None
-    tolerance: float | None
-    verdict: str
-    reason: str = ""
-
-
-@dataclass
-class Found:
-    """What a run has found: results and reasons by (recipe, task)."""
-
-    results: dict[tuple[str, str], Measured] = field(default_factory=dict)
-    reasons: dict[tuple[str, str], str] = field(default_factory=dict)
-
-
-def compare(paper: Paper, method: Method, task: Task, found: Found) -> Comparison:
-    """A row of the table."""
-    full = found.results.get(("none", task.name))
-    own = found.results.get((method.recipe, task.name))
-    published = paper.full[task.name], method.values[task.name]
-    known = [r.questions for r in (full, own) if r is not None and r.questions]
-    questions = min(known, default=task.questions)
+    runs = [found.get((recipe, task.name)) for recipe in ("none", method.recipe)]
+    reason = next((run for run in runs if isinstance(run, str)), "")
+    full, own = (run if isinstance(run, Measured) else None for run in runs)
+    counts = [run.questions for run in (full, own) if run and run.questions]
+    questions = min(counts, default=task.questions)
     tolerance = paper.of_method(task, questions)
-    kept = None
-    if full is not None and own is not None and full.value > 0:
+    published = paper.full[task.name], method.values[task.name]
+    expected, kept = 100 * published[1] / published[0], None
+    verdict = NO_RESULT if reason else NOT_RUN
+    if full and own and full.value > 0:
         kept = 100 * own.value / full.value
-    pairs = Pair(100 * published[1] / published[0], kept)
-    reason = ""
-    if kept is None:
-        places = [(name, task.name) for name in ("none", method.recipe)]
-        reason = next((found.reasons[p] for p in places if p in found.reasons), "")
-        if full is not None and own is not None:
-            reason = "the full model scores 0"
-        verdict = NO_RESULT if reason else NOT_RUN
-    else:
-        assert full is not None
-        verdict = _verdict(paper, task, full, pairs, tolerance)
-    return Comparison(
-        method.recipe,
-        task.name,
-        Pair(published[0], None if full is None else full.value),
-        Pair(published[1], None if own is None else own.value),
-        pairs,
-        questions,
-        tolerance,
-        verdict,
-        reason,
-    )
+        allowed = paper.of_full(task, full.questions)
+        most = tolerance
+        if allowed is None or most is None:
+            allowed = most = paper.tolerance
+        verdict = WITHIN if abs(kept - expected) <= most else BELOW if kept < expected else ABOVE
+        if 100 * abs(full.value / published[0] - 1) > allowed:
+            verdict = FULL_DIFFERS
+    elif full and own:
+        verdict, reason = NO_RESULT, "the full model scores 0"
+    return {
+        "recipe": method.recipe,
+        "task": task.name,
+        "full": {"published": published[0], "measured": full and full.value},
+        "method": {"published": published[1], "measured": own and own.value},
+        "kept": {"published": expected, "measured": kept},
+        "questions": questions,
+        "tolerance": tolerance,
+        "verdict": verdict,
+        "reason": reason,
+    }
 
 
-def _verdict(paper: Paper, task: Task, full: Measured, kept: Pair, tolerance: float | None) -> str:
-    assert kept.measured is not None
-    published = paper.full[task.name]
-    allowed = paper.of_full(task, full.questions)
-    if allowed is None or tolerance is None:
-        allowed = tolerance = paper.tolerance
-    if 100 * abs(full.value / published - 1) > allowed:
-        return FULL_DIFFERS
-    gap = kept.measured - kept.published
-    return WITHIN if abs(gap) <= tolerance else BELOW if gap < 0 else ABOVE
-
-
-def cells(rows: list[Comparison], tasks: dict[str, Task]) -> list[dict[str, str]]:
+def cells(rows: list[dict[str, Any]], tasks: dict[str, Task]) -> list[dict[str, str]]:
     """The columns of the table as text; pairs are published / measured."""
     return [
         {
-            "recipe": row.recipe,
-            "task": tasks[row.task].title,
-            "full model": _both(row.full),
-            "with recipe": _both(row.method),
-            "kept %": _both(row.kept),
-            "±": _NONE if row.tolerance is None else f"{row.tolerance:.1f}",
-            "result": row.verdict,
+            "recipe": row["recipe"],
+            "task": tasks[row["task"]].title,
+            "full model": _both(row["full"]),
+            "with recipe": _both(row["method"]),
+            "kept %": _both(row["kept"]),
+            "±": _number(row["tolerance"]),
+            "result": row["verdict"],
         }
         for row in rows
     ]
 
 
-def _both(pair: Pair) -> str:
-    here = _NONE if pair.measured is None else f"{pair.measured:.1f}"
-    return f"{pair.published:.1f} / {here}"
+def _both(pair: dict[str, float | None]) -> str:
+    return " / ".join(map(_number, pair.values()))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
 
 
 def about(paper: Paper) -> list[str]:
@@ -145,26 +103,15 @@ def about(paper: Paper) -> list[str]:
     return [*lines, "Scores: paper / here. ±: tolerance of kept %, in percentage points."]
 
 
-def markdown(paper: Paper, rows: list[Comparison], tasks: dict[str, Task]) -> str:
+def markdown(paper: Paper, rows: list[dict[str, Any]], tasks: dict[str, Task]) -> str:
     """The report of a paper."""
-    table = cells(rows, tasks)
-    shown = markdown_table(
-        list(table[0]),
-        [[f"`{row['recipe']}`", *list(row.values())[1:]] for row in table],
-    )
-    parts = [f"# {paper.name}", "\n".join(f"- {line}" for line in about(paper)), shown]
-    reasons = reasons_of(rows)
-    if reasons:
-        parts.append("\n".join(f"- {line}" for line in reasons))
-    return "\n\n".join(parts) + "\n"
+    table = [list(row.values()) for row in cells(rows, tasks)]
+    head = list(cells(rows, tasks)[0])
+    shown = markdown_table(head, [[f"`{recipe}`", *others] for recipe, *others in table])
+    lists = ["\n".join(f"- {line}" for line in of) for of in (about(paper), reasons_of(rows))]
+    return "\n\n".join(filter(None, [f"# {paper.name}", lists[0], shown, lists[1]])) + "\n"
 
 
-def reasons_of(rows: list[Comparison]) -> list[str]:
+def reasons_of(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each row without a result."""
-    return [f"{row.recipe} on {row.task}: {row.reason}" for row in rows if row.reason]
-
-
-def to_json(paper: Paper, rows: list[Comparison], shared: dict[str, Any]) -> dict[str, Any]:
-    """The report of a paper as JSON values."""
-    facts = {key: getattr(paper, key) for key in ("title", "arxiv", "origin", "table", "tolerance")}
-    return {"paper": paper.name, **facts, **shared, "rows": [asdict(row) for row in rows]}
+    return [f"{row['recipe']} on {row['task']}: {row['reason']}" for row in rows if row["reason"]]
