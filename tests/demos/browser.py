@@ -509,6 +509,7 @@ def test_other_controls(page: Page) -> None:
     recipe = page.locator("#recipe textarea, #recipe input")
     page.locator("#builder > button").click()
     write(recipe, "hired:0.2")
+    expect(page.locator("#method-encode input")).to_have_value("hired")
     keep = page.get_by_label("Preserve the positions of kept tokens")
     expect(keep).to_be_checked()
     keep.uncheck()
@@ -720,22 +721,29 @@ def test_every_control_is_known(page: Page, tab: str) -> None:
     else:
         answered(page, tab.lower())
     unfold(page)
+    wanted = Counter(filter(None, (CONTROLS[tab] + _OF_RECIPES).splitlines()))
+    end = time.monotonic() + WAIT_MS / 1000  # a fold's content may come after the fold is open
+    while (found := own_controls(page, tab)) != wanted and time.monotonic() < end:
+        page.wait_for_timeout(200)
+    assert "" not in {name.partition(" ")[2] for name in found}
+    assert found == wanted
+
+
+def own_controls(page: Page, tab: str) -> Counter:
+    """Without those of the plot, the footer and the examples."""
     found = controls(page.locator("body")) - controls(page.locator("footer"))
     if tab == "Measured":
-        found -= controls(page.locator("#measured-plot"))
-    else:
-        examples = controls(page.locator(f"#{tab.lower()}-examples"))
-        assert examples.total() == (4 if tab == "Image" else 3)
-        found -= examples
-    assert "" not in {name.partition(" ")[2] for name in found}
-    assert found == Counter(filter(None, (CONTROLS[tab] + _OF_RECIPES).splitlines()))
+        return found - controls(page.locator("#measured-plot"))
+    examples = controls(page.locator(f"#{tab.lower()}-examples"))
+    assert examples.total() == (4 if tab == "Image" else 3)
+    return found - examples
 
 
 def unfold(page: Page) -> None:
     folded = page.locator("button.label-wrap:not(.open):visible")
-    for left in range(folded.count(), 0, -1):
+    while count := folded.count():
         folded.first.click()
-        expect(folded).to_have_count(left - 1)
+        expect(folded).not_to_have_count(count)
 
 
 def test_keyboard_alone_can_ask(page: Page) -> None:
