@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+pytest.importorskip("openai", reason="pip install 'vlmfast[demo]'")
 
+import httpx2
+import openai
 import uvicorn
 from PIL import Image
 
@@ -261,8 +264,9 @@ def test_stream_without_its_end_is_an_error(image: Media) -> None:
     with pytest.raises(VLMFastError, match="closed the connection"):
         reading.answer()
     error = {"message": "too late", "param": None, "code": "timeout"}
-    with pytest.raises(VLMFastError, match="too late"):
-        reading.add({"error": error})
+    request = httpx2.Request("POST", "http://127.0.0.1")
+    with pytest.raises(VLMFastError, match="too late"), remote._told("http://127.0.0.1"):
+        raise openai.APIError("of a stream", request, body=error)
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -26,12 +26,11 @@ from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import ServerConfig, is_loopback
 
 from . import panels
-from .comparison import FRAMES, RUNNING, Panel, comparison, message_of, user_of, wire
+from .comparison import FRAMES, Panel, comparison, message_of, user_of, wire
 from .drawn import thumbnails, write_examples
-from .endpoints import endpoints
 from .files import Files, temporary
 from .measured import measured
-from .recipe_controls import RecipeControls, offer, recipe_controls
+from .recipe_controls import recipe_controls
 from .remote import RemoteVLM
 from .talk import Desk, Media, Opening
 
@@ -93,7 +92,7 @@ def launch(
                 max_file_size=_UPLOAD,
                 state_session_capacity=_PAGES,
                 app_kwargs={"middleware": _host_check(host, allowed_hosts)},
-                footer_links=["api", "gradio", "settings"],
+                footer_links=["gradio", "settings"],
                 prevent_thread_lock=True,
                 ssr_mode=False,
                 quiet=True,
@@ -144,10 +143,9 @@ def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
         for kind, (tab, panel) in tabs.items():
             wire(desk, files, panel, examples[kind], controls, page, tab)
         if choose_model:
-            _model_area(desk, about, controls)
+            _model_area(desk, about)
         if desk.is_demo_model:
             gr.Markdown(_TINY, elem_classes="footnote")
-        endpoints(desk)
 
         def closed(request: gr.Request) -> None:
             for kind in examples:
@@ -168,7 +166,7 @@ def _about(desk: Desk) -> str:
     return panels.about(desk.name, desk.vlm.url if isinstance(desk.vlm, RemoteVLM) else "")
 
 
-def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:
+def _model_area(desk: Desk, about: Any) -> None:
     with gr.Accordion("Another model", open=False, elem_id="model-area"):
         with gr.Row():
             name = gr.Textbox(
@@ -189,10 +187,4 @@ def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:
             return [gr.skip(), panels.message(message_of(error), error=True)]
         return [_about(desk), panels.message(f"Loaded {desk.name}.")]
 
-    done = load.click(loaded, name, [about, note], concurrency_limit=1, api_visibility="private")
-    done.success(
-        lambda good: offer(desk, good),
-        controls.good,
-        list(controls.methods.values()),
-        **RUNNING,
-    )
+    load.click(loaded, name, [about, note], concurrency_limit=1, api_visibility="private")
