@@ -414,56 +414,6 @@ def test_unreadable_files_are_reported_and_the_next_question_works(
         assert next(users, None) is None
 
 
-def test_animation_gives_its_first_image(page: Page, tmp_path: Path) -> None:
-    from PIL import Image
-
-    path, first = tmp_path / "animated.gif", Image.open(IMAGE).convert("RGB")
-    other = Image.new("RGB", first.size)
-    first.save(path, save_all=True, append_images=[other], duration=100)
-    upload(page, path)
-    ask(page)
-    answered(page)
-    assert text_of(page, "full") == SAID
-
-
-def test_unavailable_models_are_reported(page: Page, tmp_path: Path) -> None:
-    page.locator("#model-area > button").click()
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for name, words in (
-        ("example/no-such-model", "example/no-such-model"),  # the hub cannot be reached
-        (str(tmp_path), "'gpt2' model, which is not supported"),
-        (" ", "the model is empty"),
-    ):
-        page.locator("#model textarea, #model input").fill(name)
-        page.locator("#model-load").click()
-        # The hub's client tries several times, with pauses, before it gives up.
-        expect(page.locator("#model-note [role=alert]")).to_contain_text(words, timeout=4 * WAIT_MS)
-    page.locator("#model textarea, #model input").fill("tiny")
-    page.locator("#model-load").click()
-    expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
-    expect(page.get_by_text("is a demo model")).to_be_visible()
-    upload(page, IMAGE)
-    ask(page)
-    answered(page)
-
-
-def test_upload_while_the_first_example_is_answered(browser: Browser, address: str, page) -> None:
-    """After a model was loaded, the first page answers the example again."""
-    for _ in range(2):
-        page.locator("#model-area > button").click()
-        page.locator("#model-load").click()
-        expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
-        page.locator("#model-area > button").click()
-        users = opened(browser, address)
-        other = next(users)
-        upload(other, IMAGE)
-        expect(other.locator("#image-view .mask")).to_have_count(0)
-        ask(other)
-        answered(other)
-        assert text_of(other, "full") == SAID
-        assert next(users, None) is None
-
-
 def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
     users = opened(browser, address)
     other = next(users)
@@ -642,9 +592,6 @@ spinbutton number input for Maximum answer length (tokens)
 button Reset to default value
 slider range slider for Maximum answer length (tokens)
 checkbox Include earlier questions in the context
-button Another model ▼
-textbox Model tiny, a folder or a hub id; applies to all users of this page
-button Load
 tab Image
 tab Video
 tab Measured

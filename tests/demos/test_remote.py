@@ -297,13 +297,6 @@ def test_wrong_servers(server: tuple[str, Server], tmp_path: Path) -> None:
         assert KEY not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_model_cannot_be_changed(far: RemoteVLM) -> None:
-    desk = Desk(far, far.name)
-    assert desk.is_remote
-    with pytest.raises(VLMFastError, match="of the server"):
-        desk.load("tiny")
-
-
 def test_command_line(server: tuple[str, Server], monkeypatch: pytest.MonkeyPatch, tiny) -> None:
     def model(*words: str):
         return cli._demo_model(cli._parser().parse_args(["demo", *words]))

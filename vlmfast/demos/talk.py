@@ -336,11 +336,6 @@ class Desk:
     def is_demo_model(self) -> bool:
         return self.name == "tiny"
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether the model is that of a server."""
-        return isinstance(self.vlm, RemoteVLM)
-
     def recipe(self, text: str) -> Recipe:
         """Parse a recipe of a user.
 
@@ -378,8 +373,7 @@ class Desk:
                 most = min(_OPENING_TOKENS, self.limits.tokens)
                 for _ in talk.ask(opening.question, **self._generation(most)):
                     yield talk
-                if talk.vlm is self.vlm:
-                    self._opened[opening] = talk
+                self._opened[opening] = talk
         yield talk
 
     def _conversation(self, opening: Opening) -> Conversation:
@@ -445,26 +439,6 @@ class Desk:
             talk = self._talks.pop(user, None)
         if talk is not None:
             talk.close()
-
-    def load(self, name: str, **loading: Any) -> None:
-        """Load another model for all users; if loading fails, the current model stays.
-
-        Raises
-        ------
-        ModelError
-        VLMFastError
-            If the model is that of a server.
-        """
-        if self.is_remote:
-            raise VLMFastError("the model is that of the server and cannot be changed here")
-        if not name.strip():
-            raise VLMFastError("the model is empty: enter tiny, a folder or a hub id")
-        vlm = VLM.from_pretrained(name.strip(), **loading)
-        first = vlm.recipe(self._given)
-        for user in list(self._talks):
-            self.forget(user)
-        self.vlm, self.name, self.first = vlm, name.strip(), first
-        self._opened = {}
 
     def _generation(self, tokens: int) -> dict[str, Any]:
         most = self.limits.tokens
