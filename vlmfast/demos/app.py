@@ -26,7 +26,7 @@ from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import ServerConfig
 
 from . import panels
-from .comparison import FRAMES, Panel, comparison, user_of, wire
+from .comparison import Panel, comparison, user_of, wire
 from .drawn import thumbnails, write_examples
 from .files import Files, temporary
 from .measured import measured
@@ -129,7 +129,7 @@ def build(desk: Desk, files: Files) -> gr.Blocks:
     url = desk.vlm.url if isinstance(desk.vlm, RemoteVLM) else ""
     if desk.is_demo_model and not url:
         for kind, (first, *_) in examples.items():
-            for _ in desk.open(Opening(Media(kind, first[0], _frames(kind)), first[1])):
+            for _ in desk.open(Opening(Media(kind, first[0]), first[1])):
                 pass
     with gr.Blocks(title="vlmfast", fill_width=True, delete_cache=(3600, _DAY)) as page:
         gr.HTML(panels.about(desk.name, url))
@@ -155,7 +155,3 @@ def build(desk: Desk, files: Files) -> gr.Blocks:
         page.unload(closed)
         page.queue(max_size=_QUEUE)
     return page
-
-
-def _frames(kind: str) -> int:
-    return FRAMES if kind == "video" else 1

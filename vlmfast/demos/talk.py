@@ -242,11 +242,6 @@ class Conversation:
             raise
 
 
-def _check_question(question: str) -> None:
-    if not question.strip():
-        raise VLMFastError("the question is empty: write one, or choose an example")
-
-
 def _images_of(loaded: dict[str, Any]) -> list[Image.Image]:
     return list(loaded["video"]) if "video" in loaded else [loaded["images"]]
 
@@ -391,7 +386,8 @@ class Desk:
         VLMFastError
             For user errors; the user can ask again.
         """
-        _check_question(question)
+        if not question.strip():
+            raise VLMFastError("the question is empty: write one, or choose an example")
         chosen = self.recipe(recipe)
         talk = self.talk(user)
         same = (media, chosen, history)
