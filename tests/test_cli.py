@@ -197,13 +197,6 @@ def test_methods_shows_the_details_of_a_name(capsys: pytest.CaptureFixture[str])
     [
         (["--where", "cache"], lambda m: m["place"] == "cache"),
         (["--where", "frames", "--where", "encoder"], lambda m: m["place"][0] in "fe"),
-        (["--trained"], lambda m: m["trained"]),
-        (["--training-free"], lambda m: not m["trained"]),
-        (["--query-dependent"], lambda m: m["query_dependent"]),
-        (
-            ["--query-independent", "--where", "tokens"],
-            lambda m: m["place"] == "tokens" and not m["query_dependent"],
-        ),
     ],
 )
 def test_methods_are_filtered(
@@ -221,8 +214,8 @@ def test_places_of_methods(capsys: pytest.CaptureFixture[str]) -> None:
     some = ("frames-clip", "crops", "tome", "elastic", "sparsevlm", "fastkv", "draft-eagle")
     assert set(places.values()) == set(wanted)
     assert [places[name] for name in some] == wanted
-    assert main(["methods", "--where", "frames", "--trained"]) == 0
-    assert "no method has these properties" in capsys.readouterr().out
+    assert main(["methods", "hired", "--where", "frames"]) == 0
+    assert "no method acts there" in capsys.readouterr().out
 
 
 def test_method_of_another_package_has_a_place(
@@ -678,8 +671,8 @@ def test_errors_of_arguments_come_before_imports(image: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "hint"),
     [
-        ("--num-frmes=3", "--num-frmes (did you mean --num-frames?)"),
-        ("--recipes", "--recipes (did you mean --recipe?)"),
+        ("--num-frmes=3", "--num-frmes (did you mean '--num-frames'?)"),
+        ("--recipes", "--recipes (did you mean '--recipe'?)"),
     ],
 )
 def test_unknown_options_name_the_nearest(

@@ -1,4 +1,4 @@
-"""Answers, comparisons, models and sessions as text and as HTML for notebooks."""
+"""Answers, comparisons, models and sessions as text; the first two as HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 from tiny_models import build_llava_next, make_image
 from vlmfast import VLM, Answer, Comparison, ComparisonTable, RecipeError, VLMFastError
-from vlmfast.core.display import Cost, html_table, shortened, text_table
+from vlmfast.core.display import Cost, shortened, text_table
 from vlmfast.engine.stats import Stats, Trace
 
 ASK = {"max_new_tokens": 3}
@@ -53,13 +53,6 @@ class Page(HTMLParser):
                 assert head == "data:image/jpeg;base64" and attributes["alt"]
                 found.append(Image.open(io.BytesIO(base64.b64decode(data))))
         return found
-
-    @property
-    def bars(self) -> list[float]:
-        """Widths in percent."""
-        styles = [str(attributes.get("style")) for tag, attributes in self.tags if tag == "div"]
-        widths = [s.partition("%;")[0].rpartition("width:")[2] for s in styles if "%;height" in s]
-        return [float(width) for width in widths]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -127,7 +120,6 @@ def test_repr_of_stats_and_trace() -> None:
         "2 in all 4 layers)"
     )
     assert repr(Trace()) == "Trace(0 visual tokens)"
-    assert Page(trace._repr_html_()).bars == [100, 75, 50, 50]
 
 
 def test_costs_against_the_full_model() -> None:
@@ -182,10 +174,8 @@ def test_text_table_is_aligned() -> None:
 def test_html_of_an_answer(vlm: VLM) -> None:
     answer = vlm.ask("what is here ?", make_image(), recipe="hired:0.2", **ASK)
     page = Page(answer._repr_html_())
-    for text in (answer.text, "hired:0.2", *(cost.text for cost in answer.stats.costs())):
+    for text in (answer.text, "hired:0.2", *map(str, answer.stats.costs())):
         assert " ".join(text.split()) in " ".join(page.text.split())
-    kept, cache = (cost.fraction for cost in answer.stats.costs()[:2])
-    assert page.bars == pytest.approx([100 * kept, 100 * cache], abs=0.1)
     assert [max(image.size) for image in page.images] == [288, 288]  # base view and crops
     assert len(answer._repr_html_()) < 100_000
 
@@ -215,26 +205,13 @@ def test_html_without_images(vlm: VLM) -> None:
     assert not page.images and "visual tokens" in page.text
 
 
-def test_html_escapes_all_text(vlm: VLM) -> None:
+def test_html_escapes_all_text() -> None:
     answer = Answer(EVIL, [1], stats_of(), Trace(), EVIL)
-    full = Answer(EVIL, [1], stats_of(ttft_s=0.1), Trace())
-    shown = [
-        answer,
-        Comparison(EVIL, answer, 0.5, full=full),
-        Comparison(EVIL, None, None, EVIL),
-        ComparisonTable([Comparison(EVIL, answer, 0.5), Comparison(EVIL, None, None, EVIL)]),
-        Trace(layers=2, depth=torch.tensor([2]), stages=[(EVIL, 0)]),
-    ]
-    with vlm.session() as session:
-        session.messages = [
-            {"role": "user", "content": EVIL},
-            {"role": "assistant", "content": EVIL},
-        ]
-        shown.append(session)
-        for one in shown:
-            page = Page(one._repr_html_())
-            assert {tag for tag, _ in page.tags} <= {"div", "table", "tbody", "tr", "td", "th"}
-            assert "<script>" in page.text
+    refused = Comparison(EVIL, None, None, EVIL)
+    for one in (answer, refused, ComparisonTable([Comparison(EVIL, answer, 0.5), refused])):
+        page = Page(one._repr_html_())
+        assert {tag for tag, _ in page.tags} <= {"div", "table", "tbody", "tr", "td", "th"}
+        assert "<script>" in page.text
 
 
 def test_page_finds_scripts_and_open_elements() -> None:
@@ -249,27 +226,10 @@ def test_html_of_a_comparison(table: ComparisonTable) -> None:
         assert row.recipe in page.text
     assert page.text.count("refused: ") == sum(row.error is not None for row in table)
     ran = [row for row in table if row.answer is not None]
-    assert len(page.bars) == 3 * len(ran) and page.bars[:3] == [100, 100, 100]
     assert len(page.images) == 2 * len(ran)
     one = Page(ran[-1]._repr_html_())
-    assert "first token" in one.text and len(one.bars) == 3  # the time against the full model's
-
-
-def test_html_of_models_and_sessions(vlm: VLM) -> None:
-    page = Page(vlm._repr_html_())
-    assert "LlavaNextForConditionalGeneration" in page.text and "prefix cache" in page.text
-    with vlm.session(make_image(), recipe="hired:0.2") as session:
-        answer = session.ask("what is here ?", **ASK)
-        page = Page(session._repr_html_())
-        assert len(page.images) == 1
-        assert "what is here ?" in page.text and answer.text in page.text
-    assert "closed" in Page(session._repr_html_()).text
-
-
-def test_short_rows_fill_a_table() -> None:
-    page = Page(html_table([["a", "b", "c"], ["d", "e"]], ["x", "y", "z"]))
-    spans = [attributes.get("colspan") for tag, attributes in page.tags if tag == "td"]
-    assert spans == [None, None, "1", None, "2"]
+    assert ran[-1].recipe in one.text and len(one.images) == 2
+    assert ComparisonTable()._repr_html_() == ""
 
 
 # --- comparisons ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -230,8 +229,7 @@ def test_presets() -> None:
     for name, text in PRESETS.items():
         assert Recipe.parse(name) == Recipe.parse(text)
     assert Recipe.parse("none") == Recipe()
-    meant = r"preset 'fast' must be the whole recipe.*mean 'downsample:.*budget=0.33\+grid'\?"
-    with pytest.raises(RecipeError, match=meant):
+    with pytest.raises(RecipeError, match="preset 'fast' must be the whole recipe"):
         Recipe.parse("fast+grid")
 
 
@@ -340,27 +338,18 @@ def test_parameters_of_the_same_purpose_are_refused() -> None:
         ("random:seed=1.5", r"random: seed='1.5' cannot be read as int"),
         ("random:seed=-1", r"random: seed=-1 is out of range, allowed is >= 0"),
         (f"random:seed={10**30}", r"random: seed=10+ is out of range, whole numbers are at most"),
-        ("hired:20", r"allowed is > 0 and <= 1 \(did you mean 'hired:0.2'\?\)"),
-        ("hired:20%", r"cannot be read as float \(did you mean 'hired:0.2'\?\)"),
-        ("grid+random:keep=20,seed=3", r"\(did you mean 'random:keep=0.2,seed=3'\?\)"),
-        ("hired:200", r"allowed is > 0 and <= 1$"),
-        ("HiRED:20", r"hired: keep=20 .*allowed is > 0 and <= 1 \(did you mean 'hired:0.2'\?\)"),
+        ("hired:20", r"allowed is > 0 and <= 1$"),
+        ("hired:20%", r"cannot be read as float$"),
+        ("HiRED:20", r"hired: keep=20 .*allowed is > 0 and <= 1$"),
         ("hird", r"unknown method 'hird' \(did you mean 'hired'\?\)"),
-        ("hired 0.2", r"unknown method 'hired 0.2' \(did you mean 'hired:0.2'\?\)"),
-        ("hired=0.2", r"unknown method 'hired=0.2' \(did you mean 'hired:0.2'\?\)"),
-        ("hired(0.2)", r"unknown method 'hired\(0.2\)' \(did you mean 'hired:0.2'\?\)"),
-        ("hired keep 0.2", r"\(did you mean 'hired:keep=0.2'\?\)"),
-        ("hired:keep:0.2", r"'keep:0.2' cannot be read as float \(did you mean 'hired:keep=0.2'\?"),
-        ("hired:0,2", r"cannot read '2' in .*\(did you mean 'hired:0.2'\?\)"),
-        ("hired:0.3 alpha=0.4", r"grid_compat.*\(did you mean 'hired:0.3,alpha=0.4'\?\)"),
-        ("hired, grid", r"unknown method 'hired, grid' \(did you mean 'hired\+grid'\?\)"),
-        ("hired:0.4+", r"'hired:0.4\+' has an empty method name \(did you mean 'hired:0.4'\?\)"),
+        ("hired 0.2", r"unknown method 'hired 0.2' \(did you mean 'hired'\?\)"),
+        ("hired:keep:0.2", r"'keep:0.2' cannot be read as float$"),
+        ("hired:0,2", r"cannot read '2' in .*: write hired:key=value,key=value$"),
         ("+", r"recipe '\+' has an empty method name$"),
         ("hired:positions=kep", r"one of keep, compact \(did you mean 'keep'\?\)"),
         ("Fast", r"unknown method 'Fast' \(did you mean 'fast'\?\)"),
         ("blanced", r"unknown method 'blanced' \(did you mean 'balanced'\?\)"),
-        ("fast:0.2", r"preset 'fast' has no parameters \(did you mean 'fast'\?\)"),
-        ("none+hired", r"preset 'none' must be .*\(did you mean 'hired'\?\)"),
+        ("fast:0.2", r"preset 'fast' has no parameters$"),
         ("fast+scope", r"preset 'fast' must be the whole recipe, not joined with methods$"),
         ("pvc:weights=a\nb", r"'a\\nb' cannot be used in a recipe"),
         ("grid:sead=1", r"grid has no parameter 'sead'; parameters: keep, positions, budget"),
@@ -369,14 +358,6 @@ def test_parameters_of_the_same_purpose_are_refused() -> None:
 def test_invalid_recipes_raise(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(text)
-
-
-def test_suggestions_are_valid_recipes() -> None:
-    for text in ("hired:20%", "hired 0.2", "HIRD", "grid, hired", "fastv:k=2,keep=30"):
-        with pytest.raises(RecipeError) as error:
-            Recipe.parse(text)
-        (meant,) = re.findall(r"did you mean '(.*)'\?", str(error.value))
-        assert Recipe.parse(meant)
 
 
 @pytest.mark.parametrize("bad", [3, 0.2, {"hired": 0.2}, HiRED])

@@ -119,7 +119,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"use_cache": False}, "use_cache=False cannot be given"),
         ({"vlmfast_run": 3}, "vlmfast_run cannot be given: names that begin with vlmfast_"),
         ({"input_ids": torch.zeros(1, 3)}, "input_ids cannot be given"),
-        ({"temprature": 0.5}, "unknown argument temprature; did you mean temperature?"),
+        ({"temprature": 0.5}, "unknown argument temprature (did you mean 'temperature'?)"),
         ({"qqq": 1}, "unknown argument qqq"),
     ],
 )
@@ -129,9 +129,11 @@ def test_invalid_generation_arguments_raise(vlm, passes, arguments, message):
 
 
 def test_misspelled_arguments_get_suggestions(vlm):
-    with pytest.raises(VLMFastError, match=r"unknown argument image; did you mean images\?"):
+    with pytest.raises(VLMFastError, match=r"unknown argument image \(did you mean 'images'\?\)"):
         vlm.ask(QUESTION, image=make_image())
-    with pytest.raises(VLMFastError, match=r"unknown argument message; did you mean messages\?"):
+    with pytest.raises(
+        VLMFastError, match=r"unknown argument message \(did you mean 'messages'\?\)"
+    ):
         vlm.chat([{"role": "user", "content": QUESTION}], message=3)
 
 

@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from sources import RESULTS, ROOT, both, measured, numbers, pair, script, table, within
 from timings import (

@@ -24,8 +24,7 @@ from pathlib import Path
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from gradio_client import Client, handle_file
-from gradio_client.exceptions import AppError
+from gradio_client import Client
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
@@ -332,30 +331,31 @@ def test_second_question_and_full_detail(asked: Page) -> None:
 
 def test_recipe_by_text_and_by_controls(page: Page) -> None:
     text = page.locator("#recipe textarea, #recipe input")
-    page.locator("#builder > button").click()
-    write(text, "grid:0.5")
-    method = page.locator("#method-encode input")
-    expect(method).to_have_value("grid")
+    budget = page.locator("#budget input[type=number]")
+    write(text, "snapkv:0.5")
+    expect(page.locator("#budget")).not_to_be_visible()
+    write(text, "grid:budget=0.5+kivi")
+    expect(budget).to_have_value("0.5")
     expect(page.locator("#preset input")).to_have_value("custom")
     write(text, "grdi:0.5")
     expect(page.locator("#recipe-note")).to_contain_text("grdi")
-    expect(method).to_have_value("grid")
-    write(text, "grid:0.5")
+    expect(budget).to_have_value("0.5")
+    write(text, "grid:0.5+kivi")
     expect(page.locator("#recipe-note")).not_to_be_visible()
-    page.locator("#dial-encode input[type=number]").fill("0.25")
-    expect(text).to_have_value("grid:budget=0.25")
-    method.click()
-    page.get_by_role("option", name="visionzip", exact=True).click()
-    expect(text).to_have_value(re.compile("^visionzip:"))
-    page.locator("#method-cache input").click()
-    page.get_by_role("option", name="kivi", exact=True).click()
-    expect(text).to_have_value(re.compile(r"^visionzip:.*\+kivi$"))
+    expect(page.locator("#budget")).to_contain_text("the default of grid")
+    budget.fill("0.25")
+    expect(text).to_have_value("grid:budget=0.25+kivi")
+    keep = page.get_by_label("Preserve the positions of kept tokens")
+    expect(keep).to_be_checked()
+    keep.uncheck()
+    expect(text).to_have_value(re.compile(r"^grid:.*positions=compact.*\+kivi$"))
+    keep.check()
+    expect(text).to_have_value("grid:budget=0.25+kivi")
     page.locator("#preset input").click()
     page.get_by_role("option", name=re.compile("^fast: ")).click()
-    fast = "downsample:budget=0.33+scope:budget=0.33"
-    expect(text).to_have_value(fast)
-    expect(page.locator("#method-cache input")).to_have_value("none")
-    shot(page, "builder")
+    expect(text).to_have_value("downsample:budget=0.33+scope:budget=0.33")
+    expect(budget).to_have_value("0.33")
+    shot(page, "recipe")
     upload(page, IMAGE)
     ask(page)
     answered(page)
@@ -414,56 +414,6 @@ def test_unreadable_files_are_reported_and_the_next_question_works(
         assert next(users, None) is None
 
 
-def test_animation_gives_its_first_image(page: Page, tmp_path: Path) -> None:
-    from PIL import Image
-
-    path, first = tmp_path / "animated.gif", Image.open(IMAGE).convert("RGB")
-    other = Image.new("RGB", first.size)
-    first.save(path, save_all=True, append_images=[other], duration=100)
-    upload(page, path)
-    ask(page)
-    answered(page)
-    assert text_of(page, "full") == SAID
-
-
-def test_unavailable_models_are_reported(page: Page, tmp_path: Path) -> None:
-    page.locator("#model-area > button").click()
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    for name, words in (
-        ("example/no-such-model", "example/no-such-model"),  # the hub cannot be reached
-        (str(tmp_path), "'gpt2' model, which is not supported"),
-        (" ", "the model is empty"),
-    ):
-        page.locator("#model textarea, #model input").fill(name)
-        page.locator("#model-load").click()
-        # The hub's client tries several times, with pauses, before it gives up.
-        expect(page.locator("#model-note [role=alert]")).to_contain_text(words, timeout=4 * WAIT_MS)
-    page.locator("#model textarea, #model input").fill("tiny")
-    page.locator("#model-load").click()
-    expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
-    expect(page.get_by_text("is a demo model")).to_be_visible()
-    upload(page, IMAGE)
-    ask(page)
-    answered(page)
-
-
-def test_upload_while_the_first_example_is_answered(browser: Browser, address: str, page) -> None:
-    """After a model was loaded, the first page answers the example again."""
-    for _ in range(2):
-        page.locator("#model-area > button").click()
-        page.locator("#model-load").click()
-        expect(page.locator("#model-note [role=status]")).to_contain_text("Loaded tiny")
-        page.locator("#model-area > button").click()
-        users = opened(browser, address)
-        other = next(users)
-        upload(other, IMAGE)
-        expect(other.locator("#image-view .mask")).to_have_count(0)
-        ask(other)
-        answered(other)
-        assert text_of(other, "full") == SAID
-        assert next(users, None) is None
-
-
 def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
     users = opened(browser, address)
     other = next(users)
@@ -507,19 +457,7 @@ def test_closing_the_page_during_an_answer(browser: Browser, address: str, page:
 
 def test_other_controls(page: Page) -> None:
     recipe = page.locator("#recipe textarea, #recipe input")
-    page.locator("#builder > button").click()
-    write(recipe, "hired:0.2")
-    expect(page.locator("#method-encode input")).to_have_value("hired")
-    keep = page.get_by_label("Preserve the positions of kept tokens")
-    expect(keep).to_be_checked()
-    keep.uncheck()
-    expect(recipe).to_have_value("hired:positions=compact")
-    keep.check()
-    expect(recipe).to_have_value("hired")
-    for place, method in (("prefill", "pyramiddrop"), ("drafter", "draft-ngram")):
-        page.locator(f"#method-{place} input").click()
-        page.get_by_role("option", name=method, exact=True).click()
-        expect(recipe).to_have_value(re.compile(rf"\+{method}"))
+    write(recipe, "hired:0.2+pyramiddrop+draft-ngram")
     page.locator("#generation > button").click()
     longest = page.locator("#tokens input[type=number]")
     longest.fill("40")
@@ -645,29 +583,15 @@ def test_accessibility(browser: Browser, address: str, scheme: str) -> None:
 _OF_RECIPES = """
 textbox Recipe: methods in pipeline order, joined by +
 combobox Preset
-button Build a recipe ▼
-combobox Crops and frames
-combobox Vision tower
-combobox Visual tokens
-spinbutton number input for Visual tokens: budget
+spinbutton number input for Budget of downsample
 button Reset to default value
-slider range slider for Visual tokens: budget
-combobox Visual tokens, second method
-spinbutton number input for Visual tokens, second method: budget
-button Reset to default value
-slider range slider for Visual tokens, second method: budget
-combobox Language model
-combobox KV cache
-combobox Drafts
+slider range slider for Budget of downsample
 checkbox Preserve the positions of kept tokens
 button Answer length and history ▼
 spinbutton number input for Maximum answer length (tokens)
 button Reset to default value
 slider range slider for Maximum answer length (tokens)
 checkbox Include earlier questions in the context
-button Another model ▼
-textbox Model tiny, a folder or a hub id; applies to all users of this page
-button Load
 tab Image
 tab Video
 tab Measured
@@ -772,83 +696,28 @@ def test_measured_chart_marks_the_recipe(page: Page) -> None:
 # --- without a browser ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[Client]:
+def test_no_endpoint_is_public(address: str) -> None:
     client = Client(address, verbose=False)
-    yield client
-    client.close()
-
-
-def test_only_the_named_endpoints_are_public(client: Client) -> None:
     found = client.view_api(return_format="dict", print_info=False)
-    assert set(found["named_endpoints"]) == {"/ask", "/compare"}
-    assert not found["unnamed_endpoints"]
-    for endpoint in found["named_endpoints"].values():
-        parameters = endpoint["parameters"]
-        assert {p["parameter_name"]: p["parameter_has_default"] for p in parameters} == {
-            "file": False,
-            "question": False,
-            "recipe": True,
-            "max_new_tokens": True,
-            "num_frames": True,
-        }
+    client.close()
+    assert found == {"named_endpoints": {}, "unnamed_endpoints": {}}
 
 
-def test_ask_over_the_api(client: Client) -> None:
-    found = client.predict(handle_file(IMAGE), QUESTION, api_name="/ask")
-    assert found["answer"] == SAID
-    assert found["recipe"] == "balanced"
-    assert found["stats"]["visual_tokens_in"] == 336
-    assert found["stats"]["visual_tokens_kept"] == {"downsample": 175, "scope": 77}
-    video = client.predict(
-        file=handle_file(CLIP),
-        question="Which way does the cyan star move?",
-        recipe="none",
-        max_new_tokens=8,
-        num_frames=2,
-        api_name="/ask",
-    )
-    assert video["stats"]["visual_tokens_in"] == 272
-
-
-def test_compare_over_the_api(client: Client) -> None:
-    found = client.predict(handle_file(IMAGE), QUESTION, "fast", api_name="/compare")
-    assert found["full"]["answer"] == found["recipe"]["answer"] == SAID
-    assert found["agreement"] == 1
-    rows = {what: cells for what, *cells in found["rows"]}
-    assert rows["Visual tokens"] == ["336", "336 → 120 (downsample) → 40 (scope)"]
-    assert found["headline"].startswith("8.4× fewer visual tokens · ")
-
-
-def test_documented_block_runs(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```text\n(from gradio_client.*?)```", text, re.S)
-    block = block.replace("http://127.0.0.1:7860", address)
-    exec(block.replace("examples/picture.png", str(IMAGE)), {})
-    assert "4.4× fewer visual tokens · " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("question", "recipe", "words"),
-    [
-        (" ", "fast", "question is empty"),
-        (QUESTION, "hirred", "hired"),
-        (QUESTION, "elastic:weights=/etc", "weights cannot be set"),
-    ],
-)
-def test_api_reports_errors(client: Client, question: str, recipe: str, words: str) -> None:
-    with pytest.raises(AppError, match=words):
-        client.predict(handle_file(IMAGE), question, recipe, api_name="/ask")
-
-
-def test_api_reads_no_file_of_the_server(address: str) -> None:
+def test_page_reads_no_file_of_the_server(address: str) -> None:
+    """As an upload; Gradio stores those in a folder of the demo."""
+    config = httpx.get(f"{address}/config").json()
+    names = {part["props"].get("elem_id"): part["id"] for part in config["components"]}
+    target = [names["image-media"], "upload"]
+    (event,) = (e["id"] for e in config["dependencies"] if target in e["targets"])
     file = {"path": str(IMAGE), "meta": {"_type": "gradio.FileData"}}
-    for name in ("ask", "compare"):
-        url = f"{address}/gradio_api/call/{name}"
-        asked = httpx.post(url, json={"data": [file, QUESTION, "fast", 4, 1]})
-        found = httpx.get(f"{url}/{asked.json()['event_id']}", timeout=WAIT_MS / 1000).text
-        assert "event: error" in found
-        assert SAID not in found
+    asked = {"data": [file, 1], "fn_index": event, "session_hash": "a"}
+    found = httpx.post(f"{address}/gradio_api/run/predict", json=asked)
+    assert found.status_code == 500 and "data:image" not in found.text
+    with IMAGE.open("rb") as data:  # control
+        uploaded = httpx.post(f"{address}/gradio_api/upload", files={"files": data}).json()
+    asked["data"][0] |= {"path": uploaded[0]}
+    found = httpx.post(f"{address}/gradio_api/run/predict", json=asked)
+    assert found.status_code == 200 and "data:image" in found.text
 
 
 def test_host_header_is_checked(address: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 import vlmfast
 from vlmfast import RecipeError
 from vlmfast.core.recipe import PRESETS
-from vlmfast.demos import builder, drawn, panels, reports, views
+from vlmfast.demos import drawn, panels, reports, views
 from vlmfast.demos.files import Files, temporary
 from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Media, Opening, Turn
 from vlmfast.engine.stats import Stats
@@ -230,7 +230,6 @@ def test_recipe_cannot_name_files_or_models(tiny, image: Media, text: str) -> No
     for attempt in (
         lambda: desk.recipe(text),
         lambda: next(desk.ask("u", image, QUESTION, text, 4, False)),
-        lambda: desk.answer(image, QUESTION, text, 4, (RECIPE,)),
     ):
         with pytest.raises(RecipeError, match="--recipe") as caught:
             attempt()
@@ -252,28 +251,6 @@ def test_shipped_weights_and_those_of_the_operator_are_allowed(tiny, tmp_path: P
     assert desk.recipe("elastic") == tiny.recipe("elastic")
     with pytest.raises(RecipeError, match="weights cannot be set"):
         desk.recipe(f"elastic:0.5,weights={tmp_path}/other")
-
-
-def test_only_methods_that_run_are_offered(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlmfast.api.support import Support
-    from vlmfast.demos import talk
-
-    tried = {"hired": True, "grid": False, "clip-relevance": None}
-    monkeypatch.setattr(
-        talk, "support", lambda vlm, video=False: [Support(*item) for item in tried.items()]
-    )
-    desk = Desk(tiny, "tiny")
-    assert desk.methods() == {"hired"}
-    assert builder.methods_of("encode", desk.methods()) == ["none", "hired"]
-    assert "grid" in builder.methods_of("encode")
-
-
-def test_presets_are_labeled_with_their_methods() -> None:
-    labels = {name: label for label, name in builder.presets()}
-    for name, label in labels.items():
-        recipe = vlmfast.Recipe.parse(name)
-        assert all(stage.name in label for stage in recipe)
-        assert label.startswith(f"{name}: ")
 
 
 # --- measured methods -----------------------------------------------------------------------------

@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
+pytest.importorskip("openai", reason="pip install 'vlmfast[demo]'")
 
+import httpx2
+import openai
 import uvicorn
 from PIL import Image
 
@@ -261,8 +264,9 @@ def test_stream_without_its_end_is_an_error(image: Media) -> None:
     with pytest.raises(VLMFastError, match="closed the connection"):
         reading.answer()
     error = {"message": "too late", "param": None, "code": "timeout"}
-    with pytest.raises(VLMFastError, match="too late"):
-        reading.add({"error": error})
+    request = httpx2.Request("POST", "http://127.0.0.1")
+    with pytest.raises(VLMFastError, match="too late"), remote._told("http://127.0.0.1"):
+        raise openai.APIError("of a stream", request, body=error)
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -291,13 +295,6 @@ def test_wrong_servers(server: tuple[str, Server], tmp_path: Path) -> None:
         with pytest.raises(VLMFastError, match=re.escape(words)) as caught:
             RemoteVLM(where, key)
         assert KEY not in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_model_cannot_be_changed(far: RemoteVLM) -> None:
-    desk = Desk(far, far.name)
-    assert desk.is_remote
-    with pytest.raises(VLMFastError, match="of the server"):
-        desk.load("tiny")
 
 
 def test_command_line(server: tuple[str, Server], monkeypatch: pytest.MonkeyPatch, tiny) -> None:

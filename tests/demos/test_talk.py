@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 import vlmfast
-from vlmfast import MediaError, ModelError, RecipeError, VLMFastError
+from vlmfast import MediaError, RecipeError, VLMFastError
 from vlmfast.core.protocols import MediaStage
 from vlmfast.demos import drawn, panels, views
 from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
@@ -339,27 +339,6 @@ def test_invalid_recipe_keeps_the_conversation(desk: Desk, image: Media) -> None
 def test_full_detail_without_question(desk: Desk) -> None:
     with pytest.raises(VLMFastError, match="ask a question first"):
         list(desk.look_again("u", 8))
-
-
-def test_unavailable_model_keeps_the_current_one(
-    desk: Desk, image: Media, tmp_path: Path, random_llava: Path
-) -> None:
-    talk = ask(desk, image)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    for name, words in (
-        ("example/no-such-model", "example/no-such-model"),
-        (str(tmp_path), "'bert' model, which is not supported"),
-        (" ", "the model is empty"),
-    ):
-        with pytest.raises(VLMFastError, match=words):
-            desk.load(name, device="cpu")
-        assert desk.is_demo_model
-    assert issubclass(ModelError, VLMFastError)
-    assert ask(desk, image) is talk
-    desk.load(str(random_llava), device="cpu")
-    assert talk.closed
-    assert not desk.is_demo_model
-    assert FULL in ask(desk, image, recipe="none", tokens=2).turns[-1].answers
 
 
 def test_leaving_during_an_answer_releases_the_model(desk: Desk, image: Media) -> None:

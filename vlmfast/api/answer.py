@@ -61,16 +61,13 @@ class Answer:
         return f"{type(self).__name__}({shortened(self.text, _BRIEF)!r}, {facts})"
 
     def _repr_html_(self) -> str:
-        return self._html(None)
-
-    def _html(self, full: Stats | None) -> str:
-        """With the times of the full model, if it answered the same request."""
         from .notebook import answer_html
 
-        about = [self.recipe, plural(self.stats.generated_tokens, "token") + " generated"]
+        about = [self.recipe, *map(str, self.stats.costs())]
+        about.append(plural(self.stats.generated_tokens, "token") + " generated")
         if self.finish_reason == "length":
             about.append("ended by its length limit")
-        return answer_html(self.text, self.stats, self.trace, about, full)
+        return answer_html(self, " · ".join(about))
 
 
 @dataclass
@@ -156,11 +153,7 @@ class Comparison:
         return f"Comparison({text!r}, {self.recipe}, {', '.join(facts)})"
 
     def _repr_html_(self) -> str:
-        if self.answer is None:
-            from .notebook import refusal_html
-
-            return refusal_html(self.recipe, self.error or "")
-        return self.answer._html(None if self.full is None else self.full.stats)
+        return ComparisonTable([self])._repr_html_()
 
 
 class ComparisonTable(list[Comparison]):
@@ -186,6 +179,15 @@ class ComparisonTable(list[Comparison]):
     def __repr__(self) -> str:
         if not self:
             return "ComparisonTable([])"
+        rows = [{k: shortened(text, _BRIEF) for k, text in row.items()} for row in self._rows()]
+        return text_table(rows, left=("recipe", "answer"))
+
+    def _repr_html_(self) -> str:
+        from .notebook import comparisons_html
+
+        return comparisons_html(self._rows(), [row.answer for row in self]) if self else ""
+
+    def _rows(self) -> list[dict[str, str]]:
         names = dict.fromkeys(cost.name for row in self for cost in row.costs())
         rows = []
         for row in self:
@@ -193,18 +195,13 @@ class ComparisonTable(list[Comparison]):
             shown = f"refused: {row.error}" if row.answer is None else row.answer.text
             rows.append(
                 {
-                    "recipe": shortened(row.recipe, _BRIEF),
+                    "recipe": row.recipe,
                     **{name: costs.get(name, "-") for name in names},
                     "agreement": "-" if row.agreement is None else f"{row.agreement:.0%}",
-                    "answer": shortened(shown, _BRIEF),
+                    "answer": shown,
                 }
             )
-        return text_table(rows, left=("recipe", "answer"))
-
-    def _repr_html_(self) -> str:
-        from .notebook import comparisons_html
-
-        return comparisons_html(self)
+        return rows
 
 
 # Of `Stats`, in a row of a comparison.

@@ -8,7 +8,6 @@ what the engine does not support.
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import numbers
 import operator
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vlmfast.core.params import nearest
 from vlmfast.errors import VLMFastError, check_memory
 from vlmfast.models.base import Adapter
 
@@ -601,8 +601,7 @@ def _known(
         )
     if name in elsewhere:
         raise VLMFastError(f"{name} cannot be given here: {elsewhere[name]}")
-    near = difflib.get_close_matches(name, sorted({*names, *settings, *_OF_CALL}), 1)
-    meant = f"; did you mean {near[0]}?" if near else ""
+    meant = nearest(name, sorted({*names, *settings, *_OF_CALL}))
     raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")
 
 

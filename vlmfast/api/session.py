@@ -257,13 +257,6 @@ class Session:
         costs = [str(cost) for cost in self.stats.costs()]
         return f"Session({', '.join([self.recipe.text, *costs, *self._facts()])})"
 
-    def _repr_html_(self) -> str:
-        from .notebook import session_html
-
-        images = [] if self._images is None else self._images.images
-        title = f"Session: {self.recipe.text}"
-        return session_html(title, self.stats, images, self._messages, self._facts())
-
     def _facts(self) -> list[str]:
         if self._closed:
             return ["closed"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
-from vlmfast.core.display import brief_count, size
+from vlmfast.core.display import brief_count
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
 from vlmfast.errors import VLMFastError
@@ -140,17 +140,6 @@ class VLM:
     def __repr__(self) -> str:
         kind, parameters, device = self._facts().values()
         return f"VLM({self._name}, {kind}, {parameters} parameters, {device})"
-
-    def _repr_html_(self) -> str:
-        from .notebook import facts_html
-
-        cache = self.prefix_cache.stats()
-        more = {
-            "layers": str(self.adapter.depth),
-            "saliency": ", ".join(self.adapter.sources()),
-            "prefix cache": f"{size(cache.bytes)} of {size(cache.limit)}",
-        }
-        return facts_html(f"VLM {self._name}", self._facts() | more)
 
     @property
     def _name(self) -> str:

@@ -101,38 +101,13 @@ def methods(parser: argparse.ArgumentParser) -> None:
     parser.epilog = examples(
         "vlmfast methods",
         "vlmfast methods hired snapkv           # parameters and papers",
-        "vlmfast methods --where tokens --training-free",
+        "vlmfast methods --where tokens",
         f"vlmfast methods {_HUB}   # which of them run",
     )
     add = parser.add_argument
     add("names", nargs="*", metavar="METHOD", help="show the details of these (default: list all)")
     where = "only those that act there"
     _add_several(parser, "--where", where, metavar=None, choices=tuple(PLACES))
-    trained = parser.add_mutually_exclusive_group()
-    trained.add_argument(
-        "--trained", action="store_true", default=None, help="only those with weights of their own"
-    )
-    trained.add_argument(
-        "--training-free",
-        action="store_false",
-        default=None,
-        dest="trained",
-        help="only those without weights of their own",
-    )
-    query = parser.add_mutually_exclusive_group()
-    query.add_argument(
-        "--query-dependent",
-        action="store_true",
-        default=None,
-        help="only those whose kept tokens depend on the question",
-    )
-    query.add_argument(
-        "--query-independent",
-        action="store_false",
-        default=None,
-        dest="query_dependent",
-        help="only those whose kept tokens do not depend on the question",
-    )
     add_model(parser, default=None, about="test which methods run on this model: ")
     add("--video", action="store_true", help="with --model: test with a video, not an image")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -49,13 +50,7 @@ from .output import (
     stats_row,
 )
 from .parser import Command, Help, add_logging, log_level
-from .streams import (
-    Output,
-    OutputError,
-    discard_output,
-    open_missing,
-    survive_narrow_encodings,
-)
+from .streams import discard_output, open_missing, survive_narrow_encodings
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -79,11 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise `SystemExit`, as in argparse.
     """
     open_missing()
-    with contextlib.redirect_stdout(Output(sys.stdout)):
-        return _main(argv)
-
-
-def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     debug = False
     try:
@@ -110,7 +100,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return ExitCode.INTERRUPTED
     except Exception as error:
         message = _message(error)
-        if isinstance(error, OutputError):
+        if _is_full(error):
             discard_output()
         if debug or message is None:
             raise
@@ -123,13 +113,18 @@ def _main(argv: Sequence[str] | None) -> int:
 def _message(error: Exception) -> str | None:
     """The one-line message of a user error; ``None`` for a bug."""
     text = " ".join(str(error).split())
-    if isinstance(error, VLMFastError):
+    if isinstance(error, VLMFastError | OutOfMemory):
         return text
-    if isinstance(error, OutOfMemory):
-        return text
+    if isinstance(error, OSError) and _is_full(error):
+        return f"the output cannot be written: {error.strerror}"
     if is_out_of_memory(error):
         return f"the memory is too small: {text or type(error).__name__}"
     return None
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether stdout cannot be written; errors of files come from `core.files`, and name them."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
 
 
 def _parser() -> argparse.ArgumentParser:

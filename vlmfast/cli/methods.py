@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, load: Callable[[], VLM]) -> None:
     if args.model is None:
         args.names = [stage_class(name).name for name in args.names]
     found = [_placed(method) for method in methods()]
-    found = [method for method in found if _is_chosen(method, args)]
+    found = [method for method in found if not args.where or method["place"] in args.where]
     if args.model is not None:
         _print_supported(args, load, {method["name"] for method in found})
         return
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, load: Callable[[], VLM]) -> None:
     if args.json:
         print_json(found)
     elif not found:
-        print("no method has these properties")
+        print("no method acts there")
     elif args.names:
         for number, method in enumerate(found):
             print("\n" * bool(number), end="")
@@ -79,14 +79,6 @@ def _placed(method: dict[str, Any]) -> dict[str, Any]:
         "query_dependent": bool(stage.query_dependent),
         "other_model": stage.other_model,
     }
-
-
-def _is_chosen(method: dict[str, Any], args: argparse.Namespace) -> bool:
-    return (
-        (not args.where or method["place"] in args.where)
-        and args.trained in (None, method["trained"])
-        and args.query_dependent in (None, method["query_dependent"])
-    )
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:
@@ -186,4 +178,4 @@ def _print_supported(args: argparse.Namespace, load: Callable[[], VLM], chosen: 
             ]
         )
     else:
-        print("no method has these properties")
+        print("no method acts there")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -57,11 +56,11 @@ class Command(argparse.ArgumentParser):
         found, rest = super(Command, self.filled()).parse_known_args(*args, **kwargs)
         for word in rest:
             if word.startswith("--"):
+                from vlmfast.core.params import nearest  # imports torch
+
                 name = word.partition("=")[0]
                 known = [o for o in self._option_string_actions if o.startswith("--")]
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                self.error(f"unrecognized argument {name}{hint}")
+                self.error(f"unrecognized argument {name}{nearest(name, known)}")
         return found, rest
 
 

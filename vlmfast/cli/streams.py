@@ -5,48 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
-
-from vlmfast.errors import VLMFastError
-
-
-class OutputError(VLMFastError):
-    """What a command prints cannot be written."""
-
-
-class Output:
-    """A stream whose failures are told from those of other files.
-
-    Parameters
-    ----------
-    stream : file
-        Open for writing text.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _told():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _told():
-            self._stream.flush()
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:  # the reader has seen enough
-        raise
-    except OSError as error:
-        raise OutputError(f"the output cannot be written: {error.strerror or error}") from error
 
 
 def discard_output() -> None:

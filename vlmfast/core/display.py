@@ -1,7 +1,7 @@
 """Costs and tables as text, and as HTML for notebooks.
 
-The HTML has no scripts. It takes the colors of the notebook, so that it is readable on dark and on
-light pages, and stays readable where styles are removed. Text from outside passes `escaped`.
+The HTML takes the colors of the notebook, and stays readable where styles are removed. Text from
+outside passes `escaped`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_BAR, _TRACK = "#3b82f6", "rgba(128,128,128,.3)"
 _CELL = "text-align:left;vertical-align:top;padding:.15em .9em .15em 0;border:0;background:none"
 
 
@@ -108,58 +107,12 @@ def escaped(text: str) -> str:
     return html.escape(text).encode("utf-8", "replace").decode()
 
 
-def block(*parts: str) -> str:
-    """The outermost element."""
-    return f'<div style="line-height:1.4">{"".join(parts)}</div>'
-
-
-def paragraph(text: str, *, faint: bool = False, large: bool = False) -> str:
-    """Escaped ``text`` with its line breaks."""
-    style = "opacity:.75;font-size:.9em;" * faint + "font-size:1.15em;" * large
-    return f'<div style="white-space:pre-wrap;margin:.25em 0;{style}">{escaped(text)}</div>'
-
-
-def lines(text: str) -> str:
-    """Escaped ``text`` with its line breaks, for a cell."""
-    return f'<div style="white-space:pre-wrap;min-width:10em">{escaped(text)}</div>'
-
-
-def unwrapped(cell: str) -> str:
-    """HTML whose lines are not wrapped."""
-    return f'<div style="white-space:nowrap">{cell}</div>'
-
-
-def bar(fraction: float) -> str:
-    """A bar of which ``fraction`` is filled, at most all of it."""
-    width = max(0.0, min(fraction, 1.0)) * 100
-    return (
-        f'<div aria-hidden="true" style="background:{_TRACK};width:7em;height:.6em;margin-top:.4em;'
-        f'border-radius:.3em;overflow:hidden"><div style="background:{_BAR};width:{width:.1f}%;'
-        'height:100%"></div></div>'
-    )
-
-
-def html_costs(costs: Iterable[Cost]) -> str:
-    """A bar for each cost, where the full model's is known."""
-    rows = [
-        [escaped(c.name), "" if c.fraction is None else bar(c.fraction), escaped(c.text)]
-        for c in costs
-    ]
-    return html_table(rows) if rows else ""
-
-
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """A table of cells that are HTML, under column names that are text.
-
-    The last cell of a row that is shorter than ``head`` fills the other columns.
-    """
+    """A table of cells that are HTML, under column names that are text."""
     cells = "".join(f'<th style="{_CELL};font-weight:600">{escaped(name)}</th>' for name in head)
     found = [f"<tr>{cells}</tr>"] if cells else []
     for row in rows:
-        spans = [""] * (len(row) - 1) + [f' colspan="{max(len(head) - len(row), 0) + 1}"']
-        cells = "".join(
-            f'<td{span} style="{_CELL}">{cell}</td>' for span, cell in zip(spans, row, strict=True)
-        )
+        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row)
         found.append(f'<tr style="background:none">{cells}</tr>')
     style = "border-collapse:collapse;margin:.4em 0;border:0;font-size:inherit"
     return f'<table style="{style}"><tbody>{"".join(found)}</tbody></table>'

@@ -1,18 +1,19 @@
-"""Progress of long commands: a bar in a terminal, otherwise a line every 30 seconds."""
+"""Progress of long commands: a bar of tqdm."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+_LOG_S = 30.0  # between two states of a bar that is no terminal's
 
 
-class Progress:
+class Progress(tqdm):
     """Reports how many steps of work are done, and estimates the remaining time.
 
-    In a terminal it is a bar of tqdm. Elsewhere, such as in the log of a batch job, it is a line at
-    most every ``every`` seconds, none of them for work that takes less.
+    Where stderr is no terminal, such as in the log of a batch job, it writes at most every 30
+    seconds, and nothing for work that takes less.
 
     Parameters
     ----------
@@ -26,65 +27,32 @@ class Progress:
         Steps of earlier runs; they do not enter the estimate.
     show : bool
         False: report nothing.
-    stream : text file, optional
-        By default stderr.
-    clock : callable
-        Seconds, monotonic.
-    every : float
-        Seconds between two lines.
     """
 
     def __init__(
-        self,
-        name: str,
-        total: int,
-        unit: str,
-        *,
-        done: int = 0,
-        show: bool = True,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        every: float = 30.0,
+        self, name: str, total: int, unit: str, *, done: int = 0, show: bool = True
     ) -> None:
-        self.name, self.total, self.unit = name, total, unit
-        self.done = self._before = done
-        self._clock, self._every = clock, every
-        self._stream = stream or sys.stderr
-        self._started = self._reported = clock()
-        self._bar: Any = None
-        self._lines = show and not self._stream.isatty()
-        if show and not self._lines:
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                desc=name, total=total or None, initial=done, unit=f" {unit}", file=self._stream
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        every = 0.1 if sys.stderr.isatty() else _LOG_S
+        super().__init__(
+            desc=name,
+            total=total or None,
+            initial=done,
+            unit=f" {unit}",
+            file=sys.stderr,
+            disable=not show,
+            mininterval=every,
+            miniters=1,
+            delay=every,
+        )
 
     def plan(self, more: int) -> None:
         """Expect this many more steps, where the work itself decides on their number."""
-        self.total = self.done + more
-        if self._bar is not None:
-            self._bar.total = self.total
-            self._bar.refresh()
+        self.total = self.n + more
 
     def say(self, text: str) -> None:
         """Write a line; it does not break the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        elif self._lines:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
+        if not self.disable:
+            self.write(text, file=self.fp)
 
     def update(self, done: int | None = None, note: str = "") -> None:
         """Count one more step, or set their number.
@@ -96,30 +64,6 @@ class Progress:
         note : str
             Text that follows the counts, such as a loss.
         """
-        self.done = self.done + 1 if done is None else done
-        if self._bar is not None:
-            if note:
-                self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(self.done - self._bar.n)
-        elif self._lines and self._clock() - self._reported >= self._every:
-            self._reported = self._clock()
-            self._stream.write(f"{self.line(note)}\n")
-            self._stream.flush()
-
-    def line(self, note: str = "") -> str:
-        """One line with counts and times, such as ``hired: 120 of 840 questions (14%), ...``."""
-        elapsed, new = self._clock() - self._started, self.done - self._before
-        parts = [f"{self.done} {self.unit}"]
-        if self.total:
-            parts = [f"{self.done} of {self.total} {self.unit} ({self.done / self.total:.0%})"]
-        parts.append(f"{_duration(elapsed)} elapsed")
-        if new > 0 and self.total:
-            left = elapsed / new * max(self.total - self.done, 0)
-            parts.append(f"about {_duration(left)} left")
-        return f"{self.name}: " + ", ".join(filter(None, [*parts, note]))
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        if note:
+            self.set_postfix_str(note, refresh=False)
+        super().update(1 if done is None else done - self.n)

@@ -6,14 +6,12 @@ is ``name[:value]`` or ``name:[value,]key=value[,key=value...]``, joined by ``+`
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
 from vlmfast.errors import RecipeError
 
 from .files import read_text, replace_text
-from .hints import corrections
 from .params import check_keys, quoted
 from .protocols import PROTOCOLS
 from .registry import method_name, stage_class, stage_names, unknown_method
@@ -131,15 +129,11 @@ class Recipe(Stages):
             return cls()
         items = [part.strip() for part in text.split("+")]
         if "" in items:
-            found = _valid("+".join(filter(None, items)))
-            raise RecipeError(f"recipe {quoted(text)} has an empty method name{_meant(found)}")
+            raise RecipeError(f"recipe {quoted(text)} has an empty method name")
         for preset in items if len(items) > 1 else ():
             if preset in PRESETS:
-                parts = [PRESETS.get(i, i) for i in items]
-                found = _valid("+".join(filter(None, parts)))
                 raise RecipeError(
-                    f"preset {preset!r} must be the whole recipe, not joined with "
-                    f"methods{_meant(found)}"
+                    f"preset {preset!r} must be the whole recipe, not joined with methods"
                 )
         recipe = cls(tuple(_stage(item) for item in items))
         names = [item.partition(":")[0].strip() for item in items]
@@ -199,26 +193,13 @@ class Recipe(Stages):
 
 
 def _stage(item: str) -> Stage:
-    """The stage of one entry of a recipe; errors suggest what was probably meant."""
-    name = method_name(item.partition(":")[0].strip())
-    try:
-        if name in PRESETS:
-            raise RecipeError(f"preset {name!r} has no parameters")
-        return _read(item)
-    except RecipeError as error:
-        for text in corrections(item, tuple(PRESETS)):
-            if found := _valid(text):
-                if name in stage_names() or name in PRESETS:
-                    raise RecipeError(f"{error}{_meant(found)}") from None
-                if re.fullmatch(r"[\w-]+", name):  # only the name is wrong
-                    found = found.partition(":")[0]
-                raise unknown_method(name, found) from None
-        raise
-
-
-def _read(item: str) -> Stage:
+    """The stage of one entry of a recipe."""
     name, colon, rest = item.partition(":")
     name = name.strip()
+    if name in PRESETS:
+        raise RecipeError(f"preset {name!r} has no parameters")
+    if method_name(name) not in stage_names():
+        raise unknown_method(name, tuple(PRESETS))
     if colon and not rest.strip():
         raise RecipeError(f"{quoted(item)} ends in ':' without a value")
     cls = stage_class(name)
@@ -234,17 +215,3 @@ def _read(item: str) -> Stage:
         values[where] = value
     typed = " ".join(item.split()).replace(name, cls.name, 1)
     return cls.from_texts(values).typed_as(typed)
-
-
-def _valid(text: str) -> str:
-    """``text`` if it is a recipe or the name of a preset, otherwise an empty text."""
-    try:
-        if text not in PRESETS:
-            Recipe(tuple(_read(item) for item in text.split("+")))
-    except RecipeError:
-        return ""
-    return text
-
-
-def _meant(text: str) -> str:
-    return f" (did you mean {text!r}?)" if text else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import RecipeError
 from .outside import STAGES, Found, found_outside
-from .params import listed, quoted
+from .params import listed, nearest, quoted
 from .stage import Stage
 
 _HOMES = (
@@ -103,13 +103,13 @@ def _folded(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def unknown_method(name: str, meant: str = "") -> RecipeError:
-    """The error for a name that no method has; ``meant`` is suggested, and the nearest names."""
+def unknown_method(name: str, more: tuple[str, ...] = ()) -> RecipeError:
+    """The error for a name that no method has, with the nearest names; ``more`` are known, too."""
     if name in (skipped := _outside().skipped):
         return RecipeError(skipped[name])
-    hint = f" (did you mean {meant!r}?)" if meant else ""
-    near = difflib.get_close_matches(name[:80].lower(), list(stage_names()), n=3, cutoff=0)
+    names = list(stage_names())
+    near = difflib.get_close_matches(name[:80].lower(), names, n=3, cutoff=0)
     return RecipeError(
-        f"unknown method {quoted(name)}{hint}; nearest are {listed(near)}; `vlmfast methods` "
-        "lists all"
+        f"unknown method {quoted(name)}{nearest(name, [*names, *more])}; nearest are "
+        f"{listed(near)}; `vlmfast methods` lists all"
     )

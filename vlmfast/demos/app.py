@@ -23,15 +23,14 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from vlmfast.api.vlm import VLM
 from vlmfast.core.signals import exit_on_sigterm
 from vlmfast.errors import VLMFastError
-from vlmfast.serve.config import ServerConfig, is_loopback
+from vlmfast.serve.config import ServerConfig
 
 from . import panels
-from .comparison import FRAMES, RUNNING, Panel, comparison, message_of, user_of, wire
+from .comparison import Panel, comparison, user_of, wire
 from .drawn import thumbnails, write_examples
-from .endpoints import endpoints
 from .files import Files, temporary
 from .measured import measured
-from .recipe_controls import RecipeControls, offer, recipe_controls
+from .recipe_controls import recipe_controls
 from .remote import RemoteVLM
 from .talk import Desk, Media, Opening
 
@@ -82,7 +81,7 @@ def launch(
     """
     desk = Desk(vlm, name, recipe=recipe)
     with exit_on_sigterm(), temporary() as files:
-        page = build(desk, files, choose_model=is_loopback(host) and not desk.is_remote)
+        page = build(desk, files)
         try:
             page.launch(
                 server_name=host,
@@ -93,7 +92,7 @@ def launch(
                 max_file_size=_UPLOAD,
                 state_session_capacity=_PAGES,
                 app_kwargs={"middleware": _host_check(host, allowed_hosts)},
-                footer_links=["api", "gradio", "settings"],
+                footer_links=["gradio", "settings"],
                 prevent_thread_lock=True,
                 ssr_mode=False,
                 quiet=True,
@@ -119,7 +118,7 @@ def _host_check(host: str, allowed: tuple[str, ...]) -> list[Middleware]:
     return [Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)]
 
 
-def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
+def build(desk: Desk, files: Files) -> gr.Blocks:
     """Build the page for a desk.
 
     The demo model answers the first examples here, so that the page opens with them. Other models
@@ -127,12 +126,13 @@ def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
     """
     examples = write_examples(files.examples)
     small = thumbnails(examples)
-    if desk.is_demo_model and not desk.is_remote:
+    url = desk.vlm.url if isinstance(desk.vlm, RemoteVLM) else ""
+    if desk.is_demo_model and not url:
         for kind, (first, *_) in examples.items():
-            for _ in desk.open(Opening(Media(kind, first[0], _frames(kind)), first[1])):
+            for _ in desk.open(Opening(Media(kind, first[0]), first[1])):
                 pass
     with gr.Blocks(title="vlmfast", fill_width=True, delete_cache=(3600, _DAY)) as page:
-        about = gr.HTML(_about(desk), elem_id="about")
+        gr.HTML(panels.about(desk.name, url))
         tabs: dict[str, tuple[Any, Panel]] = {}
         with gr.Tabs():
             for kind in examples:
@@ -143,11 +143,8 @@ def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
         measured(desk, controls, chart)
         for kind, (tab, panel) in tabs.items():
             wire(desk, files, panel, examples[kind], controls, page, tab)
-        if choose_model:
-            _model_area(desk, about, controls)
         if desk.is_demo_model:
             gr.Markdown(_TINY, elem_classes="footnote")
-        endpoints(desk)
 
         def closed(request: gr.Request) -> None:
             for kind in examples:
@@ -158,41 +155,3 @@ def build(desk: Desk, files: Files, *, choose_model: bool) -> gr.Blocks:
         page.unload(closed)
         page.queue(max_size=_QUEUE)
     return page
-
-
-def _frames(kind: str) -> int:
-    return FRAMES if kind == "video" else 1
-
-
-def _about(desk: Desk) -> str:
-    return panels.about(desk.name, desk.vlm.url if isinstance(desk.vlm, RemoteVLM) else "")
-
-
-def _model_area(desk: Desk, about: Any, controls: RecipeControls) -> None:
-    with gr.Accordion("Another model", open=False, elem_id="model-area"):
-        with gr.Row():
-            name = gr.Textbox(
-                desk.name,
-                label="Model",
-                info="tiny, a folder or a hub id; applies to all users of this page",
-                elem_id="model",
-                scale=3,
-            )
-            load = gr.Button("Load", elem_id="model-load")
-        note = gr.HTML(elem_id="model-note")
-
-    def loaded(name: str) -> list[Any]:
-        try:
-            device = None if isinstance(desk.vlm, RemoteVLM) else desk.vlm.adapter.device
-            desk.load(name, device=device)
-        except Exception as error:
-            return [gr.skip(), panels.message(message_of(error), error=True)]
-        return [_about(desk), panels.message(f"Loaded {desk.name}.")]
-
-    done = load.click(loaded, name, [about, note], concurrency_limit=1, api_visibility="private")
-    done.success(
-        lambda good: offer(desk, good),
-        controls.good,
-        list(controls.methods.values()),
-        **RUNNING,
-    )

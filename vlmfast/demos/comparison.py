@@ -20,7 +20,6 @@ from .talk import FULL, RECIPE, Conversation, Desk, Media, Opening, Stopped
 
 _LOG = logging.getLogger(__name__)
 CONCURRENT = 2  # users served concurrently; others wait in the queue
-FRAMES = 4
 _TITLES = {FULL: "Full model", RECIPE: "Recipe"}
 RUNNING: dict[str, Any] = {
     "show_progress": "hidden",
@@ -85,7 +84,7 @@ def user_of(request: gr.Request, kind: str) -> str:
 def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: list[str]) -> Panel:
     """Add the components of a tab to the page; `wire` connects them."""
     path, asked = examples[0]
-    opening = Opening(Media(kind, path, FRAMES if kind == "video" else 1), asked)
+    opening = Opening(Media(kind, path), asked)
     talk = desk.opened(opening)
     turn = talk.turns[-1] if talk else None
     shown = turn.shown if turn else None
@@ -133,7 +132,7 @@ def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: lis
                 frames = gr.Slider(
                     1,
                     32,
-                    value=FRAMES,
+                    value=opening.media.num_frames,
                     step=1,
                     label="Number of frames, evenly spaced",
                     elem_id=f"{kind}-frames",
@@ -210,7 +209,7 @@ def wire(
             if desk.talk(user) is not None:  # the user asked meanwhile
                 return
             if (path := files.latest(user)) is not None:
-                yield _ready(kind, path, FRAMES)
+                yield _ready(kind, path, opening.media.num_frames)
                 return
             if state is not None:
                 yield state
@@ -224,15 +223,12 @@ def wire(
         history: bool,
         request: gr.Request,
     ) -> Iterator[list]:
-        user = user_of(request, kind)
-        media = Media(kind, path, int(frames) if kind == "video" else 1)
-        talks = desk.ask(user, media, question, recipe, int(tokens), history)
-        yield from _shown(desk, talks)
+        media, user = Media(kind, path, int(frames)), user_of(request, kind)
+        yield from _shown(desk, desk.ask(user, media, question, recipe, int(tokens), history))
 
     def asked_again(tokens: int, request: gr.Request) -> Iterator[list]:
-        user = user_of(request, kind)
-        talks = desk.look_again(user, int(tokens), opening)
-        yield from _shown(desk, talks)
+        again = desk.look_again(user_of(request, kind), int(tokens), opening)
+        yield from _shown(desk, again)
 
     def uploaded(path: str | None, frames: int, request: gr.Request) -> list:
         files.claim(user_of(request, kind), path)
@@ -240,7 +236,7 @@ def wire(
 
     def drawn(request: gr.Request) -> list:
         user = user_of(request, kind)
-        talk = _seen(user)
+        talk = desk.talk(user) or desk.opened(opening)
         if talk is None or not talk.turns:
             return ["", gr.DownloadButton(value=None, interactive=False)]
         turn = talk.turns[-1]
@@ -254,9 +250,6 @@ def wire(
     def stopped(request: gr.Request) -> None:
         if talk := desk.talk(user_of(request, kind)):
             talk.stop()
-
-    def _seen(user: str) -> Conversation | None:
-        return desk.talk(user) or desk.opened(opening)
 
     inputs = [panel.path, panel.frames, panel.question, controls.text]
     inputs += [controls.tokens, controls.history]
@@ -338,11 +331,9 @@ def _state(talk: Conversation | None, status: str, view: str) -> list:
 def _ready(kind: str, path: str | None, frames: int) -> list:
     """The components of `Panel.answers` for an input without a question."""
     try:
-        images = Media(kind, path, frames if kind == "video" else 1).images()
-        view, status = (
-            views.plain_html(images),
-            panels.message("Ready: write a question, then Ask."),
-        )
+        images = Media(kind, path, frames).images()
+        view = views.plain_html(images)
+        status = panels.message("Ready: write a question, then Ask.")
     except Exception as error:
         view, status = "", panels.message(message_of(error), error=True)
     return _state(None, status, view)

@@ -1,14 +1,13 @@
-"""A model on a running server: the methods of `vlmfast.VLM` that conversations use, over HTTP.
+"""A model on a running server: the methods of `vlmfast.VLM` that conversations use.
 
-Answers come from ``POST /v1/chat/completions`` of `vlmfast.serve`. Their statistics and traces are
-rebuilt from ``usage.vlmfast``.
+Answers come from ``POST /v1/chat/completions`` of `vlmfast.serve`, through OpenAI's client. Their
+statistics and traces are rebuilt from ``usage.vlmfast``.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
@@ -26,13 +25,11 @@ from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.media import load_video
 
-try:
-    import httpx2
-except ImportError as error:
-    raise VLMFastError("the demo needs httpx2: pip install 'vlmfast[demo]'") from error
-
 _CONNECT_S, _TIMEOUT_S = 10.0, 120.0
 _UNKNOWN = (96, 96, 96)  # the color of frames that the server has chosen
+# Fields of `Stats` and of ``usage.vlmfast``.
+_SAME = ("visual_tokens_in", "visual_tokens_kept", "equivalent_tokens", "kv_bytes")
+_SAME += ("kv_bytes_full", "ttft_s", "queue_s")
 
 
 class RemoteAnswer(Answer):
@@ -58,6 +55,7 @@ class RemoteVLM:
         Without ``/v1``.
     name : str
         Of the model, in the API.
+    client : openai.OpenAI
 
     Raises
     ------
@@ -69,19 +67,27 @@ class RemoteVLM:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise VLMFastError(f"server {url!r} must be a URL such as http://127.0.0.1:8000")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx2.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
-        self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
         try:
-            self.name = self._first_model()
-            self.recipe("none")
-        except BaseException:
-            self.close()
-            raise
+            from openai import OpenAI, Timeout
+        except ImportError as error:
+            raise VLMFastError("--server needs openai: pip install 'vlmfast[demo]'") from error
+        with _told(self.url):
+            self.client = OpenAI(
+                base_url=f"{self.url}/v1",
+                api_key=api_key or "none",  # the client needs one, and a server without keys none
+                timeout=Timeout(_TIMEOUT_S, connect=_CONNECT_S),
+                max_retries=0,
+            )
+            found = getattr(self.client.models.list(), "data", None) or []
+        names = [model.id for model in found if getattr(model, "owned_by", "") == "vlmfast"]
+        if not names:
+            raise VLMFastError(f"{self.url} is no vlmfast server: start one with `vlmfast serve`")
+        self.name: str = names[0]
+        self.recipe("none")  # raises while the model is loading
 
     def close(self) -> None:
         """Close all connections."""
-        self._client.close()
+        self.client.close()
 
     def recipe(self, text: str) -> Recipe:
         """Parse a recipe as the server does for its model.
@@ -93,8 +99,8 @@ class RemoteVLM:
         """
         messages = [{"role": "user", "content": "?"}]
         asked = {"model": self.name, "messages": messages, "recipe": text}
-        with self._opened("POST", "/tokenize", json=asked) as response:
-            found = json.loads(response.read())
+        with _told(self.url):
+            found: Any = self.client.post(f"{self.url}/tokenize", body=asked, cast_to=object)
         return Recipe.parse(found["vlmfast"]["recipe"])
 
     def submit(self, request: Request) -> closing[Generator[str | Answer, None, None]]:
@@ -102,12 +108,16 @@ class RemoteVLM:
 
         When the block ends early, the connection is closed and the server cancels the request.
         """
-        # The page passes an image, or the path of a video.
-        image = cast("Image.Image | None", request.images)
-        media = _Media(image, cast("str | None", request.video), request.num_frames)
-        messages = media.before([], request.question or "")
-        recipe = Recipe.of(request.recipe)
-        return closing(self.stream(messages, media, recipe, request.tenant, request.generation))
+        session = self.session(
+            # The page passes an image, or the path of a video.
+            cast("Image.Image | None", request.images),
+            cast("str | None", request.video),
+            num_frames=request.num_frames,
+            recipe=Recipe.of(request.recipe),
+            history=False,
+            tenant=request.tenant,
+        )
+        return closing(session.stream(request.question or "", **request.generation))
 
     def session(
         self,
@@ -121,81 +131,6 @@ class RemoteVLM:
     ) -> RemoteSession:
         """Questions about the same media; the server finds them in its prefix cache."""
         return RemoteSession(self, _Media(images, video, num_frames), recipe, history, tenant)
-
-    def stream(
-        self,
-        messages: list[dict[str, Any]],
-        media: _Media,
-        recipe: Recipe,
-        tenant: str,
-        generation: dict[str, Any],
-    ) -> Generator[str | Answer, None, None]:
-        """Yield the pieces of an answer and finally the answer.
-
-        Parameters
-        ----------
-        messages : list of dict
-        media : _Media
-            Those of the messages.
-        recipe : Recipe
-        tenant : str
-            Sent as ``cache_salt``.
-        generation : dict
-            ``max_new_tokens`` and ``max_time``; answers are greedy.
-
-        Raises
-        ------
-        DeadlineExceeded
-            After ``max_time`` seconds.
-        VLMFastError
-            With the server's message.
-        """
-        body = {
-            "model": self.name,
-            "messages": messages,
-            "recipe": str(recipe),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "trace": True,
-            "logprobs": True,
-            "temperature": 0,
-            "max_tokens": generation["max_new_tokens"],
-            "cache_salt": tenant,
-        }
-        if media.num_frames is not None:
-            body["num_frames"] = media.num_frames
-        reading = _Reading(media, generation.get("max_time", _TIMEOUT_S))
-        with self._opened("POST", "/v1/chat/completions", json=body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {") and (text := reading.add(json.loads(line[6:]))):
-                    yield text
-                reading.check_time()
-        yield reading.answer()
-
-    def _first_model(self) -> str:
-        with self._opened("GET", "/v1/models") as response:
-            try:
-                model = json.loads(response.read())["data"][0]
-                name, own = model["id"], model["owned_by"] == "vlmfast"
-            except (ValueError, KeyError, IndexError, TypeError):
-                own = False
-        if not own:
-            raise VLMFastError(f"{self.url} is no vlmfast server: start one with `vlmfast serve`")
-        return name
-
-    @contextmanager
-    def _opened(self, method: str, path: str, **body: Any) -> Iterator[httpx2.Response]:
-        """A response of the server, once it has the status 200."""
-        try:
-            with self._client.stream(method, path, **body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise _error(response)
-                yield response
-        except httpx2.TimeoutException as error:
-            raise DeadlineExceeded(f"the server {self.url} did not answer in time") from error
-        except (httpx2.TransportError, httpx2.InvalidURL) as error:
-            raise VLMFastError(f"cannot reach the server {self.url}: {error}") from error
 
 
 class RemoteSession:
@@ -215,7 +150,13 @@ class RemoteSession:
         self.messages: list[dict[str, Any]] = []
 
     def stream(
-        self, question: str, *, restore: bool = False, **generation: Any
+        self,
+        question: str,
+        *,
+        restore: bool = False,
+        max_new_tokens: int,
+        max_time: float = _TIMEOUT_S,
+        **generation: Any,
     ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and finally the answer.
 
@@ -224,23 +165,70 @@ class RemoteSession:
         question : str
         restore : bool
             Ask the full model.
+        max_new_tokens : int
+        max_time : float
+            Seconds.
         **generation
-            As `RemoteVLM.stream`.
+            Not used: answers are greedy.
+
+        Raises
+        ------
+        DeadlineExceeded
+            After ``max_time`` seconds.
+        VLMFastError
+            With the server's message.
         """
-        messages = self._media.before(self.messages, question)
-        recipe = Recipe() if restore else self._recipe
-        answers = self._vlm.stream(messages, self._media, recipe, self._tenant, generation)
-        with closing(answers):
-            for piece in answers:
-                if isinstance(piece, Answer) and self._history:
-                    self.messages += [
-                        {"role": "user", "content": question},
-                        {"role": "assistant", "content": piece.text},
-                    ]
-                yield piece
+        media, recipe = self._media, Recipe() if restore else self._recipe
+        own: dict[str, Any] = {"recipe": str(recipe), "trace": True, "cache_salt": self._tenant}
+        if media.num_frames is not None:
+            own["num_frames"] = media.num_frames
+        reading = _Reading(media, max_time)
+        with (
+            _told(self._vlm.url),
+            self._vlm.client.chat.completions.create(
+                model=self._vlm.name,
+                messages=cast(Any, media.before(self.messages, question)),
+                max_tokens=max_new_tokens,
+                temperature=0,
+                logprobs=True,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=own,
+            ) as chunks,
+        ):
+            for chunk in chunks:
+                if text := reading.add(chunk):
+                    yield text
+        answer = reading.answer()
+        if self._history:
+            self.messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer.text},
+            ]
+        yield answer
 
     def close(self) -> None:
         """Nothing is kept on this side; the server's cache drops what is not used."""
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Raise the library's errors for those of the client, with the server's own messages."""
+    import httpx2
+    import openai
+
+    try:
+        yield
+    except openai.APITimeoutError as error:
+        raise DeadlineExceeded(f"the server {url} did not answer in time") from error
+    except (openai.APIConnectionError, httpx2.InvalidURL) as error:
+        reason = error.__cause__ or error
+        raise VLMFastError(f"cannot reach the server {url}: {reason}") from error
+    except openai.APIError as error:
+        kind = RecipeError if error.param == "recipe" else VLMFastError
+        own = error.body.get("message") if isinstance(error.body, dict) else None
+        status = getattr(error, "status_code", 200)
+        raise kind(own or f"the server answered with status {status}") from error
 
 
 @dataclass(frozen=True)
@@ -281,55 +269,46 @@ class _Media:
 
 
 class _Reading:
-    """An answer whose events arrive; times by this machine's clock."""
+    """An answer whose chunks arrive; times by this machine's clock."""
 
     def __init__(self, media: _Media, seconds: float) -> None:
         self._media, self._seconds = media, seconds
         self._start, self._first = time.perf_counter(), 0.0
         self._texts: list[str] = []
         self._tokens: list[int] = []
-        self._reason, self._usage = "stop", None
+        self._reason, self._usage = "stop", cast(Any, None)
 
-    def add(self, event: dict[str, Any]) -> str:
-        """Take an event; returns its new text."""
-        if "error" in event:
-            raise _raised(event["error"])
-        self._usage = event.get("usage") or self._usage
-        text = ""
-        for choice in event["choices"]:
-            text += choice["delta"].get("content") or ""
-            self._reason = choice["finish_reason"] or self._reason
-            for token in (choice["logprobs"] or {}).get("content") or ():
+    def add(self, chunk: Any) -> str:
+        """Take a chunk; returns its new text."""
+        self._usage, text = chunk.usage or self._usage, ""
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            self._reason = choice.finish_reason or self._reason
+            for token in (choice.logprobs and choice.logprobs.content) or ():
                 self._first = self._first or time.perf_counter()
-                self._tokens.append(int.from_bytes(b"\1" + token["token"].encode(), "big"))
+                self._tokens.append(int.from_bytes(b"\1" + token.token.encode(), "big"))
         self._texts.append(text)
-        return text
-
-    def check_time(self) -> None:
         if time.perf_counter() - self._start > self._seconds:
             raise DeadlineExceeded(f"the answer was not complete after {self._seconds:g} s")
+        return text
 
     def answer(self) -> RemoteAnswer:
-        """The answer, after the last event."""
+        """The answer, after the last chunk."""
         if self._usage is None:
             raise VLMFastError("the server closed the connection before the answer was complete")
-        own = self._usage["vlmfast"]
+        usage = self._usage.to_dict()
+        own = usage["vlmfast"]
         trace = _trace(own["trace"])
         if trace.layout is not None:
             trace.images = self._media.images(int(trace.layout.item.max()) + 1)
-        text = "".join(self._texts)
-        stats = self._stats(self._usage)
+        text, stats = "".join(self._texts), self._stats(usage)
         return RemoteAnswer(text, self._tokens, stats, trace, own["recipe"], self._reason)
 
     def _stats(self, usage: dict[str, Any]) -> Stats:
         own, end = usage["vlmfast"], time.perf_counter()
         cached, count = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
         stats = Stats(
-            visual_tokens_in=own["visual_tokens_in"],
-            visual_tokens_kept=own["visual_tokens_kept"],
-            equivalent_tokens=own["equivalent_tokens"],
-            kv_bytes=own["kv_bytes"],
-            kv_bytes_full=own["kv_bytes_full"],
+            **{name: own[name] for name in _SAME},
             cached_tokens=cached,
             prompt_tokens=own["prompt_tokens_fed"],
             prompt_reused=cached,
@@ -337,8 +316,6 @@ class _Reading:
             generated_tokens=count,
             drafted=own["drafted_tokens"],
             accepted=own["accepted_tokens"],
-            ttft_s=own["ttft_s"],
-            queue_s=own["queue_s"],
             time_total_s=end - self._start,
         )
         if count > 1 and self._first:
@@ -390,15 +367,3 @@ def _with_merged(layout: TokenLayout, merged: list[dict[str, Any]]) -> TokenLayo
     }
     box = changed["box"]
     return layout.replace(**{**changed, "box": box.where(box >= 0, torch.nan)})
-
-
-def _error(response: httpx2.Response) -> VLMFastError:
-    try:
-        return _raised(response.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return VLMFastError(f"the server answered with status {response.status_code}")
-
-
-def _raised(error: dict[str, Any]) -> VLMFastError:
-    kind = RecipeError if error["param"] == "recipe" else VLMFastError
-    return kind(error["message"])

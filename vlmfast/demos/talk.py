@@ -18,11 +18,9 @@ from PIL import Image
 
 from vlmfast.api.answer import Request
 from vlmfast.api.session import Session
-from vlmfast.api.support import support
 from vlmfast.api.vlm import VLM, Answer, agreement
 from vlmfast.core.protocols import MediaStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import MediaError, RecipeError, VLMFastError
 from vlmfast.media import kind_of, load_image, load_video
 
@@ -119,15 +117,13 @@ class Conversation:
         self._loaded = media.load()
         self._sessions: dict[str, Session | RemoteSession] = {}
 
-    def ask(
-        self, question: str, *, sides: tuple[str, ...] = (FULL, RECIPE), **generation: Any
-    ) -> Generator[Turn, None, None]:
+    def ask(self, question: str, **generation: Any) -> Generator[Turn, None, None]:
         """Yield the turn after each new piece of text; a complete turn is added to ``turns``.
 
         The full model and the recipe run one after the other, so that neither slows the other.
         """
         turn = self.current = Turn(question)
-        for side in sides:
+        for side in (FULL, RECIPE):
             recipe = Recipe() if side == FULL else self.recipe
             # A session cannot reuse frames that depend on the question.
             per_question = any(stage.query_dependent for stage in recipe.acting(MediaStage))
@@ -246,11 +242,6 @@ class Conversation:
             raise
 
 
-def _check_question(question: str) -> None:
-    if not question.strip():
-        raise VLMFastError("the question is empty: write one, or choose an example")
-
-
 def _images_of(loaded: dict[str, Any]) -> list[Image.Image]:
     return list(loaded["video"]) if "video" in loaded else [loaded["images"]]
 
@@ -333,18 +324,12 @@ class Desk:
         self._given = recipe
         self._talks: OrderedDict[str, Conversation] = OrderedDict()
         self._opened: dict[Opening, Conversation] = {}
-        self._methods: frozenset[str] | None = None
         self._lock = threading.Lock()
         self._opening = threading.Lock()
 
     @property
     def is_demo_model(self) -> bool:
         return self.name == "tiny"
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the model is that of a server."""
-        return isinstance(self.vlm, RemoteVLM)
 
     def recipe(self, text: str) -> Recipe:
         """Parse a recipe of a user.
@@ -362,30 +347,6 @@ class Desk:
             if stage not in self.first:
                 _check_names_no_file(stage, {known.name for known in self.first})
         return recipe
-
-    @property
-    def tested(self) -> frozenset[str] | None:
-        """What `methods` has found, before its first call ``None``."""
-        return self._methods
-
-    def methods(self) -> frozenset[str]:
-        """Names of the methods that run on the model.
-
-        The first call tests each of them, which takes a while on a large model. For a server these
-        are all that need no other model; it checks the rest.
-        """
-        if self._methods is None:
-            if isinstance(self.vlm, RemoteVLM):
-                own = (name for name in stage_names() if not stage_class(name).other_model)
-                self._methods = frozenset(own)
-            else:
-                vlm = self.vlm
-                tried = (*support(vlm), *support(vlm, video=True))
-                found = frozenset(method.method for method in tried if method.runs)
-                if vlm is not self.vlm:  # another model was loaded meanwhile
-                    return found
-                self._methods = found
-        return self._methods
 
     def opened(self, opening: Opening) -> Conversation | None:
         """The conversation that the page opens with, once it is complete."""
@@ -407,8 +368,7 @@ class Desk:
                 most = min(_OPENING_TOKENS, self.limits.tokens)
                 for _ in talk.ask(opening.question, **self._generation(most)):
                     yield talk
-                if talk.vlm is self.vlm:
-                    self._opened[opening] = talk
+                self._opened[opening] = talk
         yield talk
 
     def _conversation(self, opening: Opening) -> Conversation:
@@ -426,7 +386,8 @@ class Desk:
         VLMFastError
             For user errors; the user can ask again.
         """
-        _check_question(question)
+        if not question.strip():
+            raise VLMFastError("the question is empty: write one, or choose an example")
         chosen = self.recipe(recipe)
         talk = self.talk(user)
         same = (media, chosen, history)
@@ -437,22 +398,6 @@ class Desk:
             for _ in turns:
                 yield talk
         yield talk
-
-    def answer(
-        self, media: Media, question: str, recipe: str, tokens: int, sides: tuple[str, ...]
-    ) -> Turn:
-        """Answer one question outside of the users' conversations.
-
-        Raises
-        ------
-        VLMFastError
-            For user errors.
-        """
-        _check_question(question)
-        talk = Conversation(self.vlm, media, self.recipe(recipe), False)
-        for _ in talk.ask(question.strip(), sides=sides, **self._generation(tokens)):
-            pass
-        return talk.turns[-1]
 
     def look_again(
         self, user: str, tokens: int, opening: Opening | None = None
@@ -490,26 +435,6 @@ class Desk:
             talk = self._talks.pop(user, None)
         if talk is not None:
             talk.close()
-
-    def load(self, name: str, **loading: Any) -> None:
-        """Load another model for all users; if loading fails, the current model stays.
-
-        Raises
-        ------
-        ModelError
-        VLMFastError
-            If the model is that of a server.
-        """
-        if self.is_remote:
-            raise VLMFastError("the model is that of the server and cannot be changed here")
-        if not name.strip():
-            raise VLMFastError("the model is empty: enter tiny, a folder or a hub id")
-        vlm = VLM.from_pretrained(name.strip(), **loading)
-        first = vlm.recipe(self._given)
-        for user in list(self._talks):
-            self.forget(user)
-        self.vlm, self.name, self.first = vlm, name.strip(), first
-        self._opened, self._methods = {}, None
 
     def _generation(self, tokens: int) -> dict[str, Any]:
         most = self.limits.tokens

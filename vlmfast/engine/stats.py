@@ -199,14 +199,6 @@ class Stats:
         costs = [*map(str, self.costs()), display.plural(self.generated_tokens, "token")]
         return f"Stats({', '.join(costs)} generated)"
 
-    def _repr_html_(self) -> str:
-        generated = display.plural(self.generated_tokens, "token") + " generated"
-        if self.tokens_per_s:
-            generated += f", {self.tokens_per_s:.3g} tokens/s"
-        return display.block(
-            display.html_costs(self.costs()), display.paragraph(generated, faint=True)
-        )
-
 
 @contextmanager
 def timed(name: str, device: torch.device, all_: Sequence[Stats]) -> Iterator[None]:
@@ -354,14 +346,6 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({', '.join(f'{count} {name}' for name, count in self._counts())})"
-
-    def _repr_html_(self) -> str:
-        total = max(self._counts()[0][1], 1)
-        costs = [
-            display.Cost(name, str(count), str(count), count / total)
-            for name, count in self._counts()
-        ]
-        return display.block(display.html_costs(costs))
 
 
 def frames_of(items: Sequence[ItemGeometry]) -> list[tuple]:
