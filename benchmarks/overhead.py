@@ -110,10 +110,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--tower", default="clip-vit-l-14-336", choices=tuple(ask.TOWERS))
     add("--layers", type=int, default=24, help=f"of {ask.SHAPED}")
+    add("--size", type=ask.size, help="WIDTHxHEIGHT of the image, by default as ask.py")
     add("--prefix-cache", action="store_true", help="hash and store images and prompts")
     add("--out", type=Path, help="write the result there")
     args = parser.parse_args(argv)
-    args.device, args.size, args.frames = "cpu", None, 0
+    args.device, args.frames = "cpu", 0
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args
