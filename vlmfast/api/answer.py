@@ -67,7 +67,7 @@ class Answer:
         about.append(plural(self.stats.generated_tokens, "token") + " generated")
         if self.finish_reason == "length":
             about.append("ended by its length limit")
-        return answer_html(self, " · ".join(about))
+        return answer_html(self.text, self.trace, " · ".join(about))
 
 
 @dataclass
@@ -185,7 +185,8 @@ class ComparisonTable(list[Comparison]):
     def _repr_html_(self) -> str:
         from .notebook import comparisons_html
 
-        return comparisons_html(self._rows(), [row.answer for row in self]) if self else ""
+        traces = [None if row.answer is None else row.answer.trace for row in self]
+        return comparisons_html(self._rows(), traces) if self else ""
 
     def _rows(self) -> list[dict[str, str]]:
         names = dict.fromkeys(cost.name for row in self for cost in row.costs())

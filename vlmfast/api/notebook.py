@@ -12,22 +12,20 @@ from vlmfast.core.display import escaped, html_table
 if TYPE_CHECKING:
     from vlmfast.engine.stats import Trace
 
-    from .answer import Answer
-
 # Pixels of an overlay: of one image, of one among others, in a table.
 _SIDE, _SMALL, _SMALLEST = 288, 128, 96
 _MOST = 4  # images or frames of an answer that are shown
 
 
-def answer_html(answer: Answer, about: str) -> str:
+def answer_html(text: str, trace: Trace, about: str) -> str:
     """An answer with its overlays, above a line ``about`` it."""
-    side = _SIDE if len(answer.trace.images) == 1 else _SMALL
-    return _lines(answer.text) + _kept_tokens(answer.trace, side, _MOST) + _lines(about)
+    side = _SIDE if len(trace.images) == 1 else _SMALL
+    return _lines(text) + _kept_tokens(trace, side, _MOST) + _lines(about)
 
 
-def comparisons_html(rows: Sequence[dict[str, str]], answers: Sequence[Answer | None]) -> str:
+def comparisons_html(rows: Sequence[dict[str, str]], traces: Sequence[Trace | None]) -> str:
     """A table of texts, and of the overlays of answers."""
-    kept = ["" if a is None else _kept_tokens(a.trace, _SMALLEST, 1) for a in answers]
+    kept = ["" if of is None else _kept_tokens(of, _SMALLEST, 1) for of in traces]
     cells = [[*map(_lines, row.values()), last] for row, last in zip(rows, kept, strict=True)]
     return html_table(cells, [*rows[0], "kept tokens"])
 
