@@ -160,6 +160,13 @@ def printed(name: str, digits: int) -> frozenset[str]:
     return frozenset(f"{number * unit:.{digits}f}" for number in found for unit in _UNITS)
 
 
+def named(cell: Cell) -> str:
+    """The recipe that gave a figure: that of its row, but for some columns."""
+    if cell.column.startswith("full model"):
+        return "none"
+    return f"compact {cell.recipe}" if "compact" in cell.column else cell.recipe
+
+
 def unexplained(cells: Iterable[Cell]) -> list[Cell]:
     """Figures that no run of their recipe has."""
     return [
@@ -167,7 +174,7 @@ def unexplained(cells: Iterable[Cell]) -> list[Cell]:
         for c in cells
         if c.figure
         not in printed(
-            f"compact {c.recipe}" if "compact" in c.column else c.recipe,
+            named(c),
             len(c.figure.partition(".")[2]),
         )
     ]

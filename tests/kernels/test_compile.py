@@ -167,8 +167,8 @@ def test_launch_arguments_bind_and_compile() -> None:
     done = run(str(HERE / "bound.py"), VLMFAST_KERNELS="triton")
     assert done.returncode == 0, done.stderr
     kernels = {"_row_lse", "_join", "_col_stats", "_top_k", "_mass_count", "_gather_rows"}
-    kernels |= {"_extent", "_finish", "_value_parameters", "_pack", "_attend", "_attend_one"}
-    kernels |= {"_attention_mass", "_norm", "_rotate", "_swiglu", "_attend_list"}
+    kernels |= {"_extent", "_finish", "_value_parameters", "_pack", "attend_rows", "attend_row"}
+    kernels |= {"sum_mass", "join_splits", "_norm", "_rotate", "_swiglu", "_attend_list"}
     kernels |= {"_linears", "_gated"}
     assert kernels <= set(done.stdout.split())
 
