@@ -625,16 +625,6 @@ def check_python(block: Block, given: set[str], vlm: Any) -> set[str]:
     return bound
 
 
-def prints(page: str, text: str) -> dict[int, str]:
-    """What blocks of Python print, by their lines, where the next sentence begins with "prints"."""
-    found, before = {}, None
-    for block in blocks(page, text):
-        if before is not None and block.language is None and block.text.startswith("prints `"):
-            found[before.line] = inline(block)[0]
-        before = block if block.language in ("python", "py") else None
-    return found
-
-
 class _Shown(ast.NodeTransformer):
     """Compares an expression with the value in the comment after it, if it has one."""
 

@@ -125,7 +125,7 @@ def blocks(name: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
@@ -141,9 +141,6 @@ def test_python_of_the_faq_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert (tmp_path / "kept.png").stat().st_size > 1000
     assert str(names["answer"].trace.to_dict()["tokens"][0]) in text
     assert True in values  # the unwrapped model's tokens
-    assert "up" in values  # the positions of the kept tokens
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "k=9" in printed and printed in " ".join(text.split())
 
 
 def test_numbers_of_the_examples_are_current(vlm) -> None:
@@ -220,18 +217,6 @@ def test_images_of_the_home_page_are_current(tools) -> None:
         far = np.abs(shown - np.asarray(drawn, dtype=int)).max(-1) > 40
         assert shown.shape == (448, 904, 3)
         assert far.sum() < 200
-
-
-def test_numbers_of_small_details_equal_the_report() -> None:
-    report = json.loads((DOCS / "results" / "report.json").read_text(encoding="utf-8"))
-    runs = report["tasks"]["shapes"]["recipes"]
-    text = (DOCS / "choose.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M)
-    assert [row[0] for row in table] == ["none", "divprune", "hired", "random"]
-    for name, *cells in table:
-        run = runs[name if name == "none" else f"{name}:budget=0.11"]
-        types = [run["types"][f"image/{of}"]["accuracy"] for of in ("ocr", "count")]
-        assert cells == [f"{100 * value:.1f}" for value in (*types, run["accuracy_image"])]
 
 
 def test_error_messages_read_as_shown() -> None:

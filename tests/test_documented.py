@@ -42,7 +42,6 @@ from documented import (
     outputs,
     pages,
     parsed,
-    prints,
     program,
     python_blocks,
     run_python,
@@ -103,7 +102,7 @@ NOT_RUN_PYTHON = {
     "tests/test_outside.py installs before it runs the block",
 }
 QUESTION, IMAGE = "What is in the bottom left?", "examples/picture.png"
-# The names in `add-a-method`'s fragments.
+# The names in the fragments of `extending`.
 OF_METHODS = {
     **{name: getattr(compressors, name) for name in compressors.__all__},
     "dataclass": dataclass,
@@ -340,45 +339,37 @@ def skipped(block: Block) -> bool:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("page", PYTHON)
-def test_python_runs(page: str, tiny: vlmfast.VLM, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ELSEWHERE])
+def test_python_runs(page: str, tiny: vlmfast.VLM) -> None:
     """Page by page in one namespace, in order."""
     namespace = given(tiny)
-    if page == "docs/add-a-method.md":
+    if page == "docs/extending.md":
         namespace |= OF_METHODS
     if page == "README.md":  # begins with a whole program
         del namespace["vlm"], namespace["vlmfast"]
     if page == "docs/serving.md":  # a block follows one of its commands
         run(next(c.words[1:] for c in RUN if c.text.startswith("vlmfast encode")))
     namespace["__name__"] = "documented_page"
-    known, ran, shown = set(namespace), 0, prints(page, PAGES[page])
+    known, ran = set(namespace), 0
     for block in PYTHON[page]:
         known |= check_python(block, known, tiny)
         if not skipped(block):
-            capsys.readouterr()
             run_python(block, namespace)
             ran += 1
-            out = " ".join(capsys.readouterr().out.split())
-            assert out == shown.get(block.line, out)
     assert ran or all(map(skipped, PYTHON[page]))
 
 
 def test_fragments_equal_the_methods_files() -> None:
-    found = PYTHON["docs/add-a-method.md"]
-    assert {name for block in found for name in re.findall(r"FastV|VisionZip", block.text)} == {
-        "FastV",
-        "VisionZip",
-    }
+    found = PYTHON["docs/extending.md"]
     assert not [line for block in found for line in differs_from_file(block)]
-    for old, new in (("param(0.5", "param(0.6"), ("self.k - 1", "self.k"), ("& ~", "| ~")):
+    for old, new in (("param(0.5", "param(0.6"), ("self.k - 1", "self.k"), ("| ~", "& ~")):
         changed = [Block(b.page, b.line, b.language, b.text.replace(old, new)) for b in found]
-        if any(b != c for b, c in zip(found, changed, strict=True)):
-            assert any(differs_from_file(block) for block in changed), old
+        assert any(differs_from_file(block) for block in changed), old
 
 
 def test_method_of_the_page_compresses(tiny: vlmfast.VLM) -> None:
     """`Loud`, as written, is a complete cache method."""
-    (block,) = (b for b in PYTHON["docs/add-a-method.md"] if "class Loud" in b.text)
+    (block,) = (b for b in PYTHON["docs/extending.md"] if "class Loud" in b.text)
     namespace = {**OF_METHODS, "__name__": "documented_page"}
     run_python(block, namespace)
     asked = {"question": QUESTION, "images": IMAGE, "max_new_tokens": 4}
@@ -531,11 +522,6 @@ def test_wrong_python_is_found(code: str, words: str, tiny: vlmfast.VLM) -> None
 
     with pytest.raises(Wrong, match=rf"page\.md:4: .*{re.escape(words)}"):
         checked()
-
-
-def test_printed_output_is_found() -> None:
-    text = "```python\nprint(4)\n```\n\nprints `5`.\n\n```py\nprint(6)\n```\n\nIt prints `7`."
-    assert prints("page.md", text) == {2: "5"}
 
 
 def test_new_commands_are_run_unless_excepted() -> None:

@@ -41,7 +41,7 @@ BUILD = tiny_families.builders()
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
 PROTOCOLS = ("none", "encode", "prefill", "cache", "draft")
 MEASURED: dict[tuple[str, str], float] = {}
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 
 
 def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
@@ -779,7 +779,7 @@ def test_unsupported_models_are_refused():
         LlamaConfig(**{**tiny_families.TEXT, "vocab_size": 64, "num_hidden_layers": 1})
     )
     supported = r"'llama' is not supported; supported are .*qwen2_5_vl, .*; nearest are llava; "
-    with pytest.raises(ModelError, match=f"{supported}docs/add-a-family.md shows how to add a"):
+    with pytest.raises(ModelError, match=f"{supported}docs/extending.md shows how to add a"):
         VLM(text, processor)
     model, processor = BUILD["qwen2_5_vl"]()
     with pytest.raises(ModelError, match="on the meta device; load its weights first"):
@@ -790,11 +790,11 @@ def test_unsupported_checkpoints_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vipllava"}')
     reason = (
         r"is a 'vipllava' model, which is not supported; supported are .*; nearest are llava; "
-        r"docs/add-a-family.md shows how to add a family"
+        r"docs/extending.md shows how to add a family"
     )
     with pytest.raises(ModelError, match=reason):
         VLM.from_pretrained(tmp_path)
-    assert (DOCS.parent / "add-a-family.md").is_file()
+    assert (DOCS.parents[1] / "extending.md").is_file()
 
 
 def test_unknown_kinds_of_layers_are_refused():

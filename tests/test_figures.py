@@ -30,14 +30,10 @@ NAMES = {*stage_names(), *PRESETS}
 # Tables whose figures are no stored numbers of the recipe in their row, by page and first head.
 DERIVED = {
     ("docs/gpu.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
-    ("docs/kv-cache.md", "recipe"): "measured by hand, on no page of results",
+    ("docs/kv-cache.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
+    ("docs/models.md", "method"): "commands",
     ("docs/pocket.md", "preset"): "columns of other recipes",
-    ("docs/presses.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
-    ("docs/presses.md", "prefill"): "sums",
     ("docs/serving.md", "answers per second over `transformers serve`"): "ratios to another row",
-    ("docs/speculation.md", "drafter"): "other units",
-    ("docs/speculation.md", "recipe"): "other units",
-    ("docs/trained.md", "method"): "sizes and commands",
 }
 UNSTORED = ("tokens per second", "McNemar's p")  # columns of reports that their JSON leaves out
 _RECIPE = re.compile(r"`([^`]+)`(?: \(\w+\))?(?:,? \(?mean of \d+ draws\)?)?")

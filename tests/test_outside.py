@@ -30,7 +30,13 @@ from vlmfast.testing import check_family, check_stage
 
 HERE = Path(__file__).parent / "outside"
 DOCS = Path(__file__).parents[1] / "docs"
-WORKING = {"large": "add-a-method.md", "vipllava": "add-a-family.md", "repeat": "add-a-drafter.md"}
+PAGE = DOCS / "extending.md"
+# Packages, the sections that show them, and the modules whose names these import.
+WORKING = {
+    "large": ("Add a method", "compressors"),
+    "vipllava": ("Add a family", "models"),
+    "repeat": ("Add a drafter", "drafters"),
+}
 PUBLIC = {"vlmfast.compressors", "vlmfast.drafters", "vlmfast.models", "vlmfast.testing"}
 
 
@@ -179,10 +185,9 @@ def test_guides_show_the_packages(package: str) -> None:
     """Line by line, with public imports alone."""
     (file,) = (HERE / package).glob("*.py")
     assert imported(file) <= PUBLIC
-    page = DOCS / WORKING[package]
-    if not page.is_file():
+    if not PAGE.is_file():
         pytest.skip("the pages are not part of this distribution")
-    text = page.read_text(encoding="utf-8")
+    text = section(package)
     assert file.read_text(encoding="utf-8") in text
     assert (HERE / package / "pyproject.toml").read_text(encoding="utf-8") in text
 
@@ -238,22 +243,27 @@ def names(code: str, package: str = "") -> set[tuple[str, str]]:
     return {(module, name) for module, name in found if module.split(".")[0] == "vlmfast"}
 
 
-def programs(page: str) -> list[str]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def section(package: str) -> str:
+    """The guide to a package."""
+    _, found, text = PAGE.read_text(encoding="utf-8").partition(f"\n## {WORKING[package][0]}\n")
+    assert found
+    return text.partition("\n## ")[0] + "\n"
 
 
-@pytest.mark.skipif(not DOCS.is_dir(), reason="the pages are not part of this distribution")
-@pytest.mark.parametrize("page", WORKING.values())
-def test_guides_import_public_names(page: str) -> None:
-    imports = set().union(*map(names, programs(page)))
+def programs(package: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", section(package), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="the pages are not part of this distribution")
+@pytest.mark.parametrize("package", WORKING)
+def test_guides_import_public_names(package: str) -> None:
+    imports = set().union(*map(names, programs(package)))
     assert imports and imports <= origins() | IN_MODULES
     # Neither do their texts lead to private modules, nor to others of vlmfast as files.
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = section(package)
     assert not re.findall(r"\bvlmfast[/.][\w/.]*\b_\w+|\w+/_\w+\.py|compressors/\w+\.py", text)
     # Base classes and arguments that the tables name.
-    package = {"add-a-method.md": "compressors", "add-a-family.md": "models"}.get(page, "drafters")
-    public = importlib.import_module(f"vlmfast.{package}").__all__
+    public = importlib.import_module(f"vlmfast.{WORKING[package][1]}").__all__
     cells = " ".join(line for line in text.splitlines() if line.startswith("|"))
     named = set(re.findall(r"`([A-Z][a-z]+\w*)(?:`|\()", cells))
     assert named and named <= set(public)
@@ -306,25 +316,25 @@ def test_public_names_are_documented() -> None:
 # --- the guides, in an environment of their own --------------------------------------------------
 
 
-def written(page: str, folder: Path) -> str:
-    """Write a package as a page shows it: its first program and its ``pyproject.toml``.
+def written(package: str, folder: Path) -> str:
+    """Write a package as its guide shows it: its first program and its ``pyproject.toml``.
 
-    Returns the argument of the page's ``pip install``, the folder that is written.
+    Returns the argument of the guide's ``pip install``, the folder that is written.
     """
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = section(package)
     project = re.search(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
     (shown,) = re.findall(r"^```bash\npip install (\./[\w-]+)\n```", text, re.MULTILINE)
     (name,) = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     (folder / shown).mkdir()
     (folder / shown / "pyproject.toml").write_text(project, encoding="utf-8")
-    program = next(program for program in programs(page) if program.startswith('"""'))
+    program = next(program for program in programs(package) if program.startswith('"""'))
     (folder / shown / name).write_text(program, encoding="utf-8")
     return shown
 
 
-def check_of(page: str) -> str:
-    """The program that checks the package of a page."""
-    (found,) = (program for program in programs(page) if "vlmfast.testing import" in program)
+def check_of(package: str) -> str:
+    """The program that checks a package."""
+    (found,) = (program for program in programs(package) if "vlmfast.testing import" in program)
     return found
 
 
@@ -335,9 +345,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vlmfast and what it needs are found where they are installed: nothing is downloaded.
     """
     folder = tmp_path_factory.mktemp("environment")
-    if not DOCS.is_dir():
+    if not PAGE.is_file():
         pytest.skip("the pages are not part of this distribution")
-    sources = [written(page, folder) for page in WORKING.values()]
+    sources = [written(package, folder) for package in WORKING]
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=300)
     python = folder / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     own = subprocess.run(
@@ -355,10 +365,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("package", WORKING)
 def test_guides_work_word_by_word(environment: Path, package: str, tmp_path: Path) -> None:
-    """What a page shows is all that its package needs: to be installed, found and checked."""
+    """What a guide shows is all that its package needs: to be installed, found and checked."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [environment, "-c", check_of(WORKING[package])],
+        [environment, "-c", check_of(package)],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -522,7 +522,7 @@ def test_shipped_cards_are_up_to_date(tool: ModuleType, name: str, tmp_path: Pat
     for file in FILES:
         assert (folder / file).read_bytes() == wanted[file], f"run python tools/cards.py: {file}"
     card = wanted["README.md"].decode()
-    page = "drafters-training.md" if name == "draft-eagle" else "trained.md"
+    page = "speculation.md" if name == "draft-eagle" else "models.md"
     documented = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("\\\n  ", "")
     assert tool.COMMANDS[name] in documented
     (command,) = (c for c in commands("card", card) if c.text.startswith("vlmfast train"))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cold
 
 BUILD = tiny_families.builders()
 FAMILIES = sorted(BUILD)
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "results" / "families.md"
 START, END = "<!-- support -->\n", "<!-- end of support -->"
 
 

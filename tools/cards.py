@@ -1,16 +1,14 @@
 """Write the model cards of the shipped weights: ``python tools/cards.py``.
 
-The accuracies are those of ``docs/results/report.json``, the accepted lengths those of the table in
-``docs/drafters-training.md``. Each card is ``README.md`` in its folder of ``vlmfast/weights``; that
+The accuracies are those of ``docs/results/report.json``, the accepted lengths of drafters those
+that their training recorded. Each card is ``README.md`` in its folder of ``vlmfast/weights``; that
 of ``tiny`` is a copy of ``vlmfast/models/tiny/CARD.md``. A test checks that the cards match.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vlmfast.core.weights import StageWeights
 from vlmfast.eval.cards import accuracy_tables
@@ -18,7 +16,6 @@ from vlmfast.eval.cards import accuracy_tables
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "vlmfast" / "weights"
 REPORT = ROOT / "docs" / "results" / "report.json"
-DRAFTERS = ROOT / "docs" / "drafters-training.md"
 COMMANDS = {
     "atp": "vlmfast train atp --steps 120 --batch 8 --lr 0.002 --target 0.22 --distill 0.5",
     "pvc": "vlmfast train pvc --minutes 30 --batch 8 --dtype float32 --seed 2",
@@ -42,30 +39,6 @@ _MEASURED = (
     "are means over question types. Measured on 2026-11-22 on 2 CPU cores with torch 2.15 and "
     "transformers 5.23 by `vlmfast eval shapes --limit 40`."
 )
-# Heading of the table in the documentation, and its note.
-_ACCEPTED = {
-    "draft-eagle": (
-        "## How long to train",
-        "Greedy chains of six tokens on 96 held-out prompts, with full images and with the branch "
-        "selected by the gate, which is trained from step 576.",
-    ),
-    "draft-vispec": (
-        "### ViSpec",
-        "Greedy chains of six tokens on 96 held-out prompts.",
-    ),
-}
-
-
-def accepted_lengths(page: str, name: str) -> dict[str, Any]:
-    """The table of accepted lengths in the documentation."""
-    heading, note = _ACCEPTED[name]
-    section = page.partition(f"\n{heading}\n")[2]
-    table = re.search(r"(^\|.*\n)+", section, re.MULTILINE)
-    assert table is not None, heading
-    lines = [line.strip("| ").split("|") for line in table[0].splitlines()]
-    columns, _, *rows = [[cell.strip() for cell in line] for line in lines]
-    title = "Accepted tokens per round"
-    return {"title": title, "columns": columns, "rows": rows, "note": note}
 
 
 def shipped(name: str) -> StageWeights:
@@ -74,14 +47,12 @@ def shipped(name: str) -> StageWeights:
     note = {"note": NOTES[name]} if name in NOTES else {}
     rest = {k: v for k, v in weights.training.items() if k not in ("model", "command", "note")}
     training = {"model": "tiny", "command": COMMANDS[name], **note, **rest}
-    if name in _ACCEPTED:
-        measured = [accepted_lengths(DRAFTERS.read_text(encoding="utf-8"), name)]
-    else:
-        measured = accuracy_tables(REPORT, name, _MEASURED)
+    drafter = name.startswith("draft-")
+    measured = weights.measured if drafter else tuple(accuracy_tables(REPORT, name, _MEASURED))
     weights = replace(
-        weights, training=training, measured=tuple(measured), license="apache-2.0", card=None
+        weights, training=training, measured=measured, license="apache-2.0", card=None
     )
-    recipe = name if name in _ACCEPTED else f"{name}:0.22"
+    recipe = name if drafter else f"{name}:0.22"
     return replace(weights, card=weights.model_card(recipe))
 
 

@@ -467,7 +467,8 @@ def _acts(word: str) -> str:
 
 
 def _trained(word: str) -> str:
-    home = "drafters-training.md" if word.startswith("draft-") else "trained.md"
+    drafter = word.startswith("draft-")
+    home = "speculation.md#train-a-drafter" if drafter else "models.md#trained-methods"
     if (ROOT / "vlmfast" / "weights" / f"tiny-{word}").is_dir():
         return f"yes; weights for `tiny` are shipped, [train others](../{home})"
     return f"yes; [train the weights](../{home})"

@@ -106,7 +106,7 @@ def alternatives(name: str) -> str:
     known = families()
     near = difflib.get_close_matches(name, known)
     also = f"; nearest are {', '.join(near)}" if near else ""
-    return f"supported are {', '.join(known)}{also}; docs/add-a-family.md shows how to add a family"
+    return f"supported are {', '.join(known)}{also}; docs/extending.md shows how to add a family"
 
 
 def adapter_for(model: PreTrainedModel, processor: ProcessorMixin) -> Adapter:
