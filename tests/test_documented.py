@@ -339,7 +339,7 @@ def skipped(block: Block) -> bool:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("page", [page for page in PYTHON if page not in ELSEWHERE])
+@pytest.mark.parametrize("page", PYTHON)
 def test_python_runs(page: str, tiny: vlmfast.VLM) -> None:
     """Page by page in one namespace, in order."""
     namespace = given(tiny)

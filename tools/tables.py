@@ -23,7 +23,6 @@ from timings import (
     overhead,
     passkeys,
     presses,
-    presses_cost,
     qwen_tower,
     reduce_cost,
     served_beside,
@@ -124,8 +123,8 @@ def presets() -> str:
 
 
 def runs_where() -> str:
-    """How many methods of each kind run on a model family, counted from docs/models.md."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    """How many methods of each kind run on a model family, counted from the full table."""
+    text = (RESULTS / "families.md").read_text(encoding="utf-8")
     lines = text.partition("<!-- support -->\n")[2].partition("\n<!-- end")[0].splitlines()
     head, _, *support = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     families = [cell.strip("`") for cell in head[1:]]
@@ -253,16 +252,6 @@ def _kind(recipe: str) -> int:
     kinds = ("none", "crops", "hired", "random")
     stages = [stage.partition(":")[0] for stage in recipe.split("+")]
     return 2 * kinds.index(stages[0]) + len(stages) - 1
-
-
-# Of README: the full model, a reducer, merging inside the tower, and fewer crops.
-_TOWERS = (
-    "none",
-    "hired:budget=0.22",
-    "tome:budget=0.5+divprune:budget=0.44",
-    "tome:budget=0.33+divprune:budget=0.33",
-    "crops:0.5+hired:budget=0.4",
-)
 
 
 def equal_time(*recipes: str) -> str:
@@ -430,8 +419,6 @@ def _against(folder: str, other: str) -> Iterator[tuple[str, str]]:
 README: dict[str, Callable[[], str]] = {
     "presets": presets,
     "speed": speed,
-    "towers": partial(equal_time, *_TOWERS),
-    "families": runs_where,
 }
 PAGES: dict[str, Callable[[], str]] = {
     "saliency-measured": saliency,
@@ -458,7 +445,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "kernels-h100": partial(gpu_kernels, "nvidia-h100-80gb-hbm3"),
     "presses": presses,
     "passkeys": passkeys,
-    "presses-cost": presses_cost,
+    "families": runs_where,
     "drafters": drafters,
     "positions": positions,
     "fresh": fresh,

@@ -214,26 +214,6 @@ def _press(side: str, method: str) -> str:
     return f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
 
 
-def presses_cost() -> str:
-    """Time of a prefill over that of the same library without compression, and peak memory."""
-    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for line in _presses()["cost"]:
-        found.setdefault((line["side"], line["method"]), {})[line["prefix"]] = line
-    prefixes = list(next(iter(found.values())))
-    rows = [["prefill", *(f"{n:,} tokens" for n in prefixes)]]
-    full = (("vlmfast", "none"), ("kvpress", "none"))
-    for side, method in (*full, *_PRESSES):
-        label = f"{side}, full" if method == "none" else _press(side, method)
-        cells = []
-        for n in prefixes:
-            line = found[side, method][n]
-            cells.append(
-                f"{line['over full']:.2f}×, {line['wall']:.1f} s, {line['peak'] / 1e6:.0f} MB"
-            )
-        rows.append([label, *cells])
-    return table(rows)
-
-
 def drafters() -> str:
     """Accepted tokens and speed of drafters on the same texts."""
     rows = [["drafter", "accepted tokens per forward pass", "speed", "same tokens as without"]]
