@@ -332,10 +332,10 @@ def test_every_perturbation_is_run(tmp_path, few, capsys) -> None:
     controls = ("", "@noise-4", "@verbose-4")
     assert set(lengths) == {f"{recipe}{of}" for recipe in ("none", HIRED) for of in controls}
     assert {run["metrics"]["longest"] for run in lengths.values()} == {8}
-    assert f"| `{own[2]}` |" in capsys.readouterr().out
+    assert f"| `{own[2]}` (cls) |" in capsys.readouterr().out
     # The report reads the same from the folder, and compares each run with the clean images.
     text, _ = write_report(tmp_path, tmp_path)
-    assert f"| `{own[2]}` | `{HIRED}` |" in text
+    assert f"| `{own[2]}` (cls) | `{HIRED}` (cls) |" in text
     tasks = json.loads((tmp_path / "report.json").read_text())["tasks"]
     for task, found in tasks.items():
         assert found["recipes"] == measured[task]["recipes"]
@@ -365,9 +365,9 @@ def test_row_with_too_many_errors_ends_alone(tmp_path, few, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_interrupted_run_equals_an_undisturbed_one(tmp_path, few, monkeypatch, capsys) -> None:
+def test_interrupted_run_equals_an_undisturbed_one(tmp_path, few, monkeypatch) -> None:
     assert evaluate(tmp_path / "whole") == 0
-    whole, printed = files(tmp_path / "whole"), capsys.readouterr().out
+    whole = files(tmp_path / "whole")
     for number in (3, 9):
         with monkeypatch.context() as patch:
             patch.setattr(Writer, "add", stopping_after(number))
@@ -376,8 +376,6 @@ def test_interrupted_run_equals_an_undisturbed_one(tmp_path, few, monkeypatch, c
         assert 0 < len(files(tmp_path / "again")) < len(whole)
     assert evaluate(tmp_path / "again") == 0
     assert files(tmp_path / "again") == whole
-    again = capsys.readouterr().out
-    assert again.partition("\nanswers are in")[0] == printed.partition("\nanswers are in")[0]
 
 
 def test_other_arguments_are_refused(tmp_path) -> None:

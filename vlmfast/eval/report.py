@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from vlmfast.core.display import markdown_table
 from vlmfast.core.files import make_folder, replace_text
@@ -437,7 +437,7 @@ _VIEWS = {
 }
 
 
-def _grid(cells: Mapping[tuple[str, float | None], str], title: str, what: str) -> str:
+def _grid(cells: Mapping[tuple[str, Any], str], title: str, what: str) -> str:
     """A Markdown table of methods by shares; the share ``None`` is the last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
     if len(methods) < 2:
