@@ -202,33 +202,6 @@ def test_first_screen_shows_a_finished_comparison(
     assert next(users, None) is None
 
 
-@pytest.mark.parametrize("kind", ["image", "video"])
-def test_headline_equals_the_table(page: Page, kind: str) -> None:
-    page.get_by_role("tab", name=kind.capitalize()).click()
-    answered(page, kind)
-    rows = counters(page, kind)
-    parts = page.locator(f"#{kind}-status .headline").inner_text().split(" · ")
-    full, shown = map(float, rows["Visual tokens, mean over layers"])
-    assert parts[0] == f"{full / shown:.1f}× fewer visual tokens"
-    times = rows["Time to the first token"]
-    full, shown = (float(text.removesuffix(" ms").replace(",", "")) for text in times)
-    ratio = f"{max(full, shown) / min(full, shown):.1f}"
-    faster = f"{ratio}× {'faster' if shown < full else 'slower'} first token"
-    assert parts[1] == ("first token as fast" if ratio == "1.0" else faster)
-    assert parts[2] == re.search(r"\((.+)\)", rows["KV cache"][1])[1] + " of the KV cache"
-    same = rows["Agreement with the full model"][1] == "100 %"
-    assert parts[3:] == ["same answer"] and same
-    captions = page.locator(f"#{kind}-view figcaption").all_inner_texts()
-    summary = page.locator(f"#{kind}-view .kept-summary").inner_text()
-    kept, total = re.match(r"(\d+) of (\d+) visual tokens kept", summary).groups()
-    assert rows["Visual tokens"][0] == total
-    assert rows["Visual tokens"][1].endswith(f"(downsample) → {kept} (scope)")
-    ends = re.search(r"row ends: (\d+) of (\d+)", summary).groups()
-    counted = [re.search(r"(\d+) of (\d+) tokens", text).groups() for text in captions]
-    for side, number in enumerate((kept, total)):
-        assert sum(int(pair[side]) for pair in [*counted, ends]) == int(number)
-
-
 def test_ask_updates_counters_and_kept_tokens(asked: Page) -> None:
     for side in ("full", "recipe"):
         assert text_of(asked, side) == SAID

@@ -29,6 +29,8 @@ class Progress(tqdm):
         False: report nothing.
     """
 
+    monitor_interval = 0  # no thread of tqdm's
+
     def __init__(
         self, name: str, total: int, unit: str, *, done: int = 0, show: bool = True
     ) -> None:

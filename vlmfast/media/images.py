@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vlmfast.errors import MediaError, check_memory
@@ -33,8 +30,6 @@ __all__ = [
 ]
 
 _ARRAY_SHAPES = "HxW, HxWx1, HxWx3 or HxWx4"
-_PILLOW_LOCK = threading.Lock()
-_STRICT: list[bool] = []  # for each thread in `_strict_pillow`, the setting before the first
 
 
 def image_name(image: Image.Image) -> str:
@@ -77,8 +72,7 @@ def open_image(name: str, file: BinaryIO) -> Image.Image:
     # other programs (EPS), and applies its own size limit before ours.
     try:
         file.seek(0)
-        with _strict_pillow():
-            return Image.OPEN[fmt][0](file, "")
+        return Image.OPEN[fmt][0](file, "")
     except Exception as error:
         check_memory(error)
         raise MediaError(f"{name}: cannot be read as {fmt}: {_reason(error)}") from error
@@ -107,10 +101,9 @@ def unread(name: str, image: Image.Image) -> Image.Image:
 def load_pixels(name: str, image: Image.Image) -> Image.Image | None:
     """Decode all pixels of an image, and return a mask of the opaque ones if Pillow cannot."""
     try:
-        with _strict_pillow():
-            opaque = _opaque(image)
-            image.load()
-            return opaque
+        opaque = _opaque(image)
+        image.load()
+        return opaque
     except Exception as error:
         check_memory(error)
         raise MediaError(f"{name}: is truncated or damaged: {_reason(error)}") from error
@@ -160,30 +153,6 @@ def _png(image: Image.Image) -> tuple[bytes, str] | None:
     data = image.fp.read()
     image.fp.seek(at)
     return data, str(image.tile[0][3])
-
-
-@contextlib.contextmanager
-def _strict_pillow() -> Iterator[None]:
-    """Make Pillow reject truncated images, whatever its process-wide setting.
-
-    Libraries switch ``LOAD_TRUNCATED_IMAGES`` on for the whole process. Missing parts then become
-    grey, and a model would see another image.
-    """
-    from PIL import ImageFile
-
-    with _PILLOW_LOCK:
-        if not _STRICT:
-            _STRICT.append(ImageFile.LOAD_TRUNCATED_IMAGES)
-            ImageFile.LOAD_TRUNCATED_IMAGES = False
-        else:
-            _STRICT.append(_STRICT[0])
-    try:
-        yield
-    finally:
-        with _PILLOW_LOCK:
-            before = _STRICT.pop()
-            if not _STRICT:
-                ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def _reason(error: Exception) -> str:
