@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,14 @@ class Processor(Counted, InternS1MultiModalProcessor):
 
     def items(self, modality: str, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{TILES: row} for row in data.get(TILES, ())]
+
+    def _text(self, prompt: Sequence[int]) -> list[int]:
+        """With the marks around each image, which vLLM writes later."""
+        processor, image = self.info.get_hf_processor(), self.token("image")
+        marks = processor.start_image_token, processor.end_image_token
+        start, end = processor.tokenizer.convert_tokens_to_ids(list(marks))
+        marked = ((start, image, end) if token == image else (token,) for token in prompt)
+        return super()._text([token for tokens in marked for token in tokens])
 
     def fields(self, items: Any, data: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         if COUNT not in data:
