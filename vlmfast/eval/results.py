@@ -191,11 +191,14 @@ class Writer:
                 self.meta = _read_meta(self.path)
             elif self.done:
                 raise VLMFastError(f"{self.path} has samples but no {META}; use another folder")
-            self._opened = opened.pop_all()
+            opened.pop_all()  # closed on exit
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._opened.close()
+        try:
+            self._timings.close()
+        finally:
+            self._samples.close()
 
     def add(self, sample: dict[str, Any], timing: dict[str, Any] | None) -> None:
         """Append one sample; see `Journal` for when it is safe."""
