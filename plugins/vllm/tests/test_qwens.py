@@ -194,20 +194,15 @@ def test_videos(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-def test_two_ranks_choose_the_same_tokens(
-    models: Models, gathered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_choose_the_same_tokens(models: Models, gathered: bool) -> None:
     """Each has half of the heads; the control leaves the other half out."""
-    from vlmfast_vllm import qwen
-
-    if not gathered:
-        monkeypatch.setattr(qwen, "_of_all_ranks", lambda heads: heads)
     folder, vlm = models["qwen2_5_vl"]
     cases = [(QUESTIONS[0], [image]) for image in scenes()]
     recipes = ["none", "divprune:0.3", "mmtok:budget=0.3"] if gathered else []
     recipes += ["hired:budget=0.3", "visionzip:budget=0.3", "scope:budget=0.3,positions=compact"]
     split = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with engine(folder, "none", **split) as llm:
+    extension = {} if gathered else {"worker_extension_cls": "ungathered.Worker"}
+    with engine(folder, "none", **split, **extension) as llm:
         found = iter(llm.answers([pictured(vlm, c, recipe) for recipe in recipes for c in cases]))
     for recipe in recipes:
         assert ([next(found) for _ in cases] == asked(vlm, cases, recipe)) is gathered, recipe
