@@ -99,6 +99,7 @@ NOT_RUN_PYTHON = {
     r'"cuda"': "needs a GPU",
     r'"[\w.-]+-hf/[\w.-]+"': "online: a hub id",
     r"mm_processor_kwargs": "asks a server of vLLM; plugins/vllm/tests/test_server.py does",
+    r'"Qwen/': "asks a server with vLLM; plugins/vllm/tests/test_serve.py does",
     r"push_to_hub": "online: tests/test_sharing.py uploads to a local hub",
     r'check_stage\("(large|draft-repeat)|VipLlava': "needs the package of the page, which "
     "tests/test_outside.py installs before it runs the block",
