@@ -102,7 +102,11 @@ def _arguments(args: Namespace, model: str, recipe: str) -> Any:
     given.hf_overrides = {**overrides, KEY: recipe}
     for name, value in {**translated(args), "model": model}.items():
         setattr(given, name, value)
-    return AsyncEngineArgs.from_cli_args(given)
+    engine = AsyncEngineArgs.from_cli_args(given)
+    formats = engine.structured_outputs_config
+    if formats.backend == "auto":  # as vlmfast's: small models repeat whitespace without an end
+        formats.backend, formats.disable_any_whitespace = "guidance", True
+    return engine
 
 
 def _parsed(parser: Any, options: Sequence[str]) -> Namespace:
