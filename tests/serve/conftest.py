@@ -1,14 +1,20 @@
-"""Servers of the shipped model, in threads of the test process."""
+"""Servers of the shipped model, in threads of the test process.
+
+``VLMFAST_SERVE_ENGINE=vllm`` runs the tests of clients with vLLM, which must be installed with the
+plug-in, but for those in `DIFFERENT`.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import io
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +26,33 @@ import httpx2
 import uvicorn
 
 from tiny_models import make_image
-from vlmfast import VLM
+from vlmfast import VLM, Recipe
+from vlmfast.eval.axes import with_field
 from vlmfast.serve.app import Server
 from vlmfast.serve.config import ServerConfig
 from vlmfast.serve.server import options_of
 
 GUARD = 60.0  # seconds; only a test that fails waits as long
+ENGINE = os.environ.get("VLMFAST_SERVE_ENGINE", "vlmfast")
+RECIPES = {"tiny": "balanced", "full": "none", "fast": "hired:0.1"}
+# Tests of clients that differ on vLLM, and the entry of `vlmfast_vllm.options.DIFFERENT` why.
+DIFFERENT: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what does not ask the shared server, where that is vLLM's, and what differs."""
+    if ENGINE == "vlmfast":
+        return
+    from vlmfast_vllm.options import DIFFERENT as known
+
+    for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        fixtures = getattr(item, "fixturenames", ())
+        if "served" not in fixtures or "serve" in fixtures:
+            item.add_marker(pytest.mark.skip("asks no server, or starts one of its own"))
+        elif (why := DIFFERENT.get(getattr(item, "originalname", ""))) is not None:
+            item.add_marker(pytest.mark.skip(known[why]))
 
 
 @dataclass
@@ -104,13 +131,17 @@ def _own_process() -> Iterator[None]:
         yield
 
 
+def serving(vlm: VLM, config: ServerConfig) -> contextlib.AbstractContextManager[Served]:
+    return listening(Server(config, lambda: vlm), vlm)
+
+
 @contextlib.contextmanager
-def serving(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
-    server = Server(config, lambda: vlm)
-    running = uvicorn.Server(options_of(server, config.max_connections))
+def listening(server: Server, vlm: VLM, guard: float = GUARD) -> Iterator[Served]:
+    """A server that is ready within ``guard`` seconds."""
+    running = uvicorn.Server(options_of(server, server.config.max_connections))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
-    end = time.monotonic() + GUARD
+    end = time.monotonic() + guard
     while not (running.started and server.ready):
         assert server.failure is None, server.failure
         assert time.monotonic() < end and thread.is_alive(), "the server did not start"
@@ -124,6 +155,26 @@ def serving(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
         assert not thread.is_alive(), "the server did not stop"
 
 
+@contextlib.contextmanager
+def serving_by_vllm(vlm: VLM) -> Iterator[Served]:
+    """As `served`; LLaVAs have no other positions in vLLM."""
+    from vlmfast_vllm.serving import prepared
+
+    from vlmfast.cli.commands import _parser
+
+    recipes = {
+        name: str(with_field(Recipe.parse(text), "positions", "compact")) or "none"
+        for name, text in RECIPES.items()
+    }
+    config = ServerConfig(recipe=recipes.pop("tiny"), aliases=recipes)
+    words = ["serve", "tiny", "--engine", "vllm", "--dtype", "float32"]
+    words += ["--", "--enforce-eager", "--max-model-len", "2048"]
+    with contextlib.ExitStack() as stack:
+        frontend, runner = stack.enter_context(prepared(_parser().parse_args(words), config))
+        server = Server(config, lambda: frontend, runner)
+        yield stack.enter_context(listening(server, vlm, 500))
+
+
 @pytest.fixture(scope="session")
 def shipped() -> VLM:
     # In half precision, near ties may be resolved in another way in company.
@@ -133,7 +184,12 @@ def shipped() -> VLM:
 @pytest.fixture(scope="session")
 def served(shipped: VLM) -> Iterator[Served]:
     """A server without keys, shared by tests that leave it as it is."""
-    config = ServerConfig(recipe="balanced", aliases={"full": "none", "fast": "hired:0.1"})
+    if ENGINE == "vllm":
+        with serving_by_vllm(shipped) as found:
+            yield found
+        return
+    recipe, *_ = RECIPES.values()
+    config = ServerConfig(recipe=recipe, aliases={k: v for k, v in RECIPES.items() if k != "tiny"})
     with serving(shipped, config) as found:
         yield found
 

@@ -160,7 +160,8 @@ def train(parser: argparse.ArgumentParser) -> None:
         method.fill = partial(training.add_arguments, name=name)
 
 
-def serve(parser: argparse.ArgumentParser) -> None:
+def serve(parser: Command) -> None:
+    parser.passed_on = "engine_options"
     parser.add_argument(
         "served", nargs="?", metavar="MODEL", help="tiny (shipped, default), a folder or a hub id"
     )

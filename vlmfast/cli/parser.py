@@ -40,6 +40,7 @@ class Command(argparse.ArgumentParser):
     """A parser that adds its arguments on use, since their modules may be slow to import."""
 
     fill: Callable[[argparse.ArgumentParser], None] | None = None
+    passed_on: str | None = None  # destination of the words after ``--``; by default positionals
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": Help, **kwargs})
@@ -52,8 +53,15 @@ class Command(argparse.ArgumentParser):
             add_logging(self, hidden=True)
         return self
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        found, rest = super(Command, self.filled()).parse_known_args(*args, **kwargs)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.filled()
+        passed: list[str] = []
+        if self.passed_on is not None and "--" in (args or ()):
+            at = args.index("--")
+            args, passed = args[:at], args[at + 1 :]
+        found, rest = super().parse_known_args(args, namespace)
+        if self.passed_on is not None:
+            setattr(found, self.passed_on, passed)
         for word in rest:
             if word.startswith("--"):
                 from vlmfast.core.params import nearest  # imports torch

@@ -24,14 +24,13 @@ try:
 except ImportError as error:
     raise VLMFastError("the server needs FastAPI: pip install 'vlmfast[serve]'") from error
 
-from vlmfast.api.vlm import VLM
-
 from . import chat, documents, responses, tokens
 from .gate import Gate
 from .metrics import CONTENT_TYPE, Metrics
+from .opening import Opener, Pending, Result
 from .query import Query
 from .responses import ResponsesRequest
-from .runner import Result, Runner, Running
+from .runner import Runner
 from .schema import ChatRequest, read_as
 from .stream import ClientGone, EventStream, error_event, unless_gone
 from .tokens import TokenizeRequest
@@ -49,24 +48,31 @@ class Server:
     config : ServerConfig
     load : callable
         Loads the model; called in a thread.
+    runner : callable
+        Makes of the model and the options what answers requests.
 
     Attributes
     ----------
-    runner : Runner, optional
+    runner : Opener, optional
         As soon as the model is loaded.
     ready : bool
         Whether a first answer was computed.
     draining : bool
         Whether new work is refused, since the server is about to stop.
     failure : Exception, optional
-        Why the model could not be loaded.
+        Why the model could not be loaded, or the engine ended.
     bodies : Executor
         Parses the bodies of requests, outside of the event loop.
     """
 
-    def __init__(self, config: ServerConfig, load: Callable[[], VLM]) -> None:
-        self.config, self._load = config, load
-        self.runner: Runner | None = None
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: Callable[[], Any],
+        runner: Callable[[Any, ServerConfig], Opener] = Runner,
+    ) -> None:
+        self.config, self._load, self._make = config, load, runner
+        self.runner: Opener | None = None
         self.metrics: Metrics | None = None
         self.logprobs: chat.Logprobs | None = None
         self.created = int(time.time())
@@ -92,9 +98,8 @@ class Server:
         would take the cores of the engine's.
         """
         try:
-            vlm = self._load()
-            runner = Runner(vlm, self.config)
-            self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(vlm.processor.tokenizer)
+            runner = self._make(self._load(), self.config)
+            self.metrics, self.logprobs = runner.metrics(), chat.Logprobs(runner.tokenizer)
             runner.warm_up()
             runner.start_shadow(self.metrics.compared)
         except Exception as error:
@@ -102,7 +107,11 @@ class Server:
             self.failure = error
             return
         self.runner, self.ready = runner, True
-        runner.run()
+        try:
+            runner.run()
+        except Exception as error:
+            LOG.error("the engine ended: %s", error)
+            self.failure = error
 
     def close(self) -> None:
         """Let `run` return, and wait for the end of its last step."""
@@ -112,7 +121,7 @@ class Server:
         self.bodies.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def running(self) -> Runner:
+    def running(self) -> Opener:
         """The runner.
 
         Raises
@@ -126,7 +135,7 @@ class Server:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    async def open(self, request: Request, query: Query) -> Running:
+    async def open(self, request: Request, query: Query) -> Pending:
         """Submit a query; returns when its media are read."""
         state = request.state
         state.log.update(model=query.model, recipe=str(query.recipe), stream=query.stream)
@@ -156,7 +165,7 @@ class Server:
             self.count(request, result, running)
         return result
 
-    async def opened(self, request: Request, query: Query) -> Running:
+    async def opened(self, request: Request, query: Query) -> Pending:
         """A query that is streamed, as soon as the engine has it."""
         try:
             async with asyncio.timeout(request.state.end - time.monotonic()):
@@ -167,7 +176,7 @@ class Server:
     def stream(
         self,
         request: Request,
-        running: Running,
+        running: Pending,
         events: Callable[[Callable[[Result], None]], AsyncIterator[str]],
         failed: Callable[[Exception], str] = error_event,
     ) -> EventStream:
@@ -199,7 +208,7 @@ class Server:
         left = request.state.end - time.monotonic() + self.config.grace_s
         return EventStream(watched(), left)
 
-    def count(self, request: Request, result: Result, running: Running | None) -> None:
+    def count(self, request: Request, result: Result, running: Pending | None) -> None:
         """Count an answer, and describe it in the log."""
         assert self.metrics is not None
         if running is not None:
@@ -275,7 +284,7 @@ def create_app(server: Server) -> Gate:
 
 def _add_routes(app: FastAPI, server: Server) -> None:
     async def read(
-        request: Request, model: type[_Body], to_query: Callable[[_Body, Runner], Query]
+        request: Request, model: type[_Body], to_query: Callable[[_Body, Opener], Query]
     ) -> tuple[_Body, Query]:
         content = await request.body()
 
@@ -353,8 +362,9 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         _, query = await read(
             request, TokenizeRequest, lambda a, runner: tokens.query_of(a, runner.recipes)
         )
-        result = await server.answer(request, query, counted=False)
-        return JSONResponse(tokens.tokenized(result, server.running.vlm))
+        runner, result = server.running, await server.answer(request, query, counted=False)
+        assert isinstance(runner, Runner)  # others refuse queries with a trace
+        return JSONResponse(tokens.tokenized(result, runner.vlm))
 
     @app.post("/v1/responses", tags=["answers"], **documents.posted(ResponsesRequest))
     async def respond(request: Request) -> Response:

@@ -11,8 +11,8 @@ from vlmfast.engine.sampling import TokenLogprobs
 
 from .config import ServerConfig
 from .errors import RequestError
+from .opening import Pending, Result
 from .query import Media, Query, Recipes, Turn
-from .runner import Result, Running
 from .schema import (
     AssistantMessage,
     ChatRequest,
@@ -128,29 +128,14 @@ def _part(part: Any, where: str) -> str | Media:
 
 def usage_of(result: Result, trace: bool) -> dict[str, Any]:
     """What an answer cost, with vlmfast's own figures under ``vlmfast``."""
-    answer, stats = result.answer, result.answer.stats
-    own = {
-        "recipe": answer.canonical_recipe,
-        "visual_tokens_in": stats.visual_tokens_in,
-        "visual_tokens_kept": stats.visual_tokens_kept,
-        "equivalent_tokens": stats.equivalent_tokens,
-        "prompt_tokens_fed": stats.prompt_tokens,
-        "kv_bytes": stats.kv_bytes,
-        "kv_bytes_full": stats.kv_bytes_full,
-        "ttft_s": round(result.ttft_s, 6),
-        "queue_s": round(stats.queue_s, 6),
-        "drafted_tokens": stats.drafted,
-        "accepted_tokens": stats.accepted,
-    }
-    if trace:
-        own["trace"] = answer.trace.to_dict()
+    answer = result.answer
     completion = len(answer.token_ids)
     return {
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": result.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
-        "vlmfast": own,
+        "prompt_tokens_details": {"cached_tokens": answer.stats.cached_tokens},
+        "vlmfast": result.cost(trace),
     }
 
 
@@ -211,7 +196,7 @@ def _head(kind: str, model: str) -> dict[str, Any]:
 
 
 async def chunks(
-    running: Running,
+    running: Pending,
     include_usage: bool,
     logprobs: Logprobs,
     finished: Callable[[Result], None],
@@ -220,7 +205,7 @@ async def chunks(
 
     Parameters
     ----------
-    running : Running
+    running : Pending
     include_usage : bool
         Whether a last chunk has the usage.
     logprobs : Logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "vlmfast serve tiny --recipe balanced --port 8000",
         "vlmfast serve MODEL --device cuda --alias fast=fast --api-key-file keys.txt",
         "vlmfast serve MODEL --host 0.0.0.0 --api-key KEY --max-rows 16",
+        "vlmfast serve MODEL --engine vllm --recipe hired:0.2 -- --max-model-len 8192",
     )
     own, limits, media = ServerConfig(), ServerConfig(), MediaLimits()
     add = parser.add_argument
@@ -38,6 +40,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[],
         metavar="NAME=RECIPE",
         help="one more model name, with a recipe of its own; may be given several times",
+    )
+    add(
+        "--engine",
+        choices=("vlmfast", "vllm"),
+        default="vlmfast",
+        help="what answers; vllm needs the package vlmfast-vllm; its own options follow after --",
     )
     add("--name", help="name of the model in the API (default: MODEL)")
     add("--host", default=own.host, help="address to listen on")
@@ -138,15 +146,26 @@ def config_of(args: Namespace) -> ServerConfig:
 
 
 def run(args: Namespace, load: Callable[[], VLM]) -> None:
-    """Serve the model that ``load`` loads."""
+    """Serve the model that ``load`` loads, or with another engine the one that is named."""
     from .server import serve  # raises for missing packages before a checkpoint is loaded
 
     config = config_of(args)
+    if args.engine_options and args.engine == "vlmfast":
+        raise VLMFastError(
+            f"{args.engine_options[0]!r} stands after --, which is for --engine vllm"
+        )
     for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
         if getattr(args, name) is not None:
             at_least(name, getattr(args, name), 1)
     if args.prefix_cache_bytes is not None:
         at_least("prefix_cache_bytes", args.prefix_cache_bytes, 0)
+
+    def ready(address: str) -> None:
+        print(f"{config.model} is served at {address}/v1 (stop with Ctrl+C)", flush=True)
+
+    if args.engine == "vllm":
+        _plug_in().run(args, config, ready)
+        return
     for name, value in _KEPT_PRODUCTS.items():  # read at the first product
         os.environ.setdefault(name, value)
 
@@ -161,10 +180,19 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
             vlm.session_bytes = args.prefix_cache_bytes
         return vlm
 
-    def ready(address: str) -> None:
-        print(f"{config.model} is served at {address}/v1 (stop with Ctrl+C)", flush=True)
-
     serve(config, loaded, ready)
+
+
+def _plug_in() -> Any:
+    """The module of the plug-in for vLLM that serves with it."""
+    try:
+        return import_module("vlmfast_vllm.serving")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "vlmfast_vllm":
+            raise
+        raise VLMFastError(
+            "--engine vllm needs the plug-in for vLLM: pip install vlmfast-vllm vllm"
+        ) from error
 
 
 # Of `MediaLimits` and `ServerConfig`, by option.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from vlmfast.api.stored_recipe import AUTO
-from vlmfast.api.vlm import VLM
 from vlmfast.core.protocols import DrafterStage, MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError
@@ -96,12 +95,19 @@ class Names(Protocol):
     recipe: str | None
 
 
+class Parses(Protocol):
+    """What parses recipes for a model, as `VLM.recipe`."""
+
+    def recipe(self, recipe: str) -> Recipe: ...
+
+
 class Recipes:
     """The recipes that requests run under.
 
     Parameters
     ----------
     vlm : VLM
+        Or what else parses recipes for a model.
     config : ServerConfig
 
     Raises
@@ -110,7 +116,7 @@ class Recipes:
         When a recipe of the configuration cannot be used.
     """
 
-    def __init__(self, vlm: VLM, config: ServerConfig) -> None:
+    def __init__(self, vlm: Parses, config: ServerConfig) -> None:
         self._vlm, self._max_frames = vlm, config.media.max_frames
         self.by_model = {name: vlm.recipe(text) for name, text in config.recipes.items()}
         self._known = {stage.name for recipe in self.by_model.values() for stage in recipe}

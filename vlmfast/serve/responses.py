@@ -12,8 +12,8 @@ from pydantic import Discriminator, Field, Tag
 from .chat import check_length, usage_of
 from .config import ServerConfig
 from .errors import RequestError, as_request_error
+from .opening import Pending, Result
 from .query import Media, Query, Recipes, Turn
-from .runner import Result, Running
 from .schema import (
     MAX_PARTS,
     JsonObject,
@@ -309,10 +309,10 @@ class Events:
     Parameters
     ----------
     request : ResponsesRequest
-    running : Running
+    running : Pending
     """
 
-    def __init__(self, request: ResponsesRequest, running: Running) -> None:
+    def __init__(self, request: ResponsesRequest, running: Pending) -> None:
         self._request, self._running = request, running
         self._names, self._count = Names(), 0
 

@@ -1,25 +1,19 @@
-"""Between the event loop and the engine: opens requests, and waits for their tokens.
+"""Answers requests with vlmfast's engine: submits them, and waits for their tokens.
 
-Media are decoded and prompts prepared in a few worker threads, answers are computed in the engine's
-thread, and the event loop is woken by it. A request whose client has left is cancelled in whichever
-of these it is.
+Answers are computed in the engine's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -27,88 +21,16 @@ from vlmfast.api.answer import Answer, Request
 from vlmfast.api.generation import end_ids
 from vlmfast.api.vlm import VLM
 from vlmfast.engine.handle import Handle
-from vlmfast.engine.sampling import TokenLogprobs
-from vlmfast.errors import DeadlineExceeded, MediaError, RequestCancelled
+from vlmfast.errors import DeadlineExceeded
 
 from .config import ServerConfig
-from .errors import RequestError
 from .grammars import Grammars
-from .media import MediaReader
 from .metrics import Metrics
+from .opening import Opener, Piece, Result, Wakes, alone, tenant_of
 from .penalties import OpenAIPenalties
-from .query import Media, Query, Recipes, generation_of, messages_of
+from .query import Query, Recipes, generation_of
 from .shadow import Agreement, Sample, Shadow
 from .text import TextStream
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Part of an answer that is being generated.
-
-    Parameters
-    ----------
-    text : str
-        New text, possibly empty.
-    logprobs : list of TokenLogprobs
-        Of the new tokens.
-    """
-
-    text: str
-    logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True)
-class Result:
-    """An answer as the API returns it.
-
-    Parameters
-    ----------
-    answer : Answer
-    text : str
-        Up to the first stop string.
-    prompt : Tensor, int64, (S,)
-        Ids of the prompt, placeholders included.
-    ttft_s : float
-        From the arrival of the request to its first token.
-    """
-
-    answer: Answer
-    text: str
-    prompt: Tensor
-    ttft_s: float
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-
-class Wakes:
-    """Sets events of an event loop from other threads.
-
-    All events of a step take one wake of the loop. Each wake is a system call, at which the engine
-    would have to wait for the loop.
-
-    Parameters
-    ----------
-    loop : AbstractEventLoop
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._due: deque[asyncio.Event] = deque()
-        self._asked = False
-
-    def set(self, event: asyncio.Event) -> None:
-        """Set an event soon; any thread may call this."""
-        self._due.append(event)
-        if not self._asked:
-            self._asked = True
-            self._loop.call_soon_threadsafe(self._set_all)
-
-    def _set_all(self) -> None:
-        self._asked = False  # first: what is added from now on asks again
-        while self._due:
-            self._due.popleft().set()
 
 
 @dataclass
@@ -192,7 +114,7 @@ class Running:
         return Result(answer, text, prompt, sequence.first - self.arrived)
 
 
-class Runner:
+class Runner(Opener[Running]):
     """Answers requests with one model.
 
     Parameters
@@ -202,23 +124,16 @@ class Runner:
     """
 
     def __init__(self, vlm: VLM, config: ServerConfig) -> None:
-        self.vlm, self.config = vlm, config
-        self.recipes = Recipes(vlm, config)
-        self._reader = MediaReader(config.media)
-        tokenizer = vlm.processor.tokenizer
+        super().__init__(Recipes(vlm, config), config)
+        self.vlm, self.tokenizer = vlm, vlm.processor.tokenizer
         own = vlm.model.generation_config
-        self._grammars = Grammars(tokenizer, vlm.adapter.vocabulary, end_ids(own))
+        self._grammars = Grammars(self.tokenizer, vlm.adapter.vocabulary, end_ids(own))
         self._samples = bool(own.do_sample)
-        self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", _alone)
         # One thread: each has memory of its own that it keeps.
-        self._finisher = ThreadPoolExecutor(1, "vlmfast-answers", _alone)
-        self._wakes: Wakes | None = None
+        self._finisher = ThreadPoolExecutor(1, "vlmfast-answers", alone)
         self._closed = False
-        self._preparing = 0
-        self.shadow: Shadow | None = None
 
     def metrics(self) -> Metrics:
-        """Metrics of this model, not counted yet."""
         recipes = {str(recipe) for recipe in self.recipes.by_model.values()}
         stages = {part.name for r in self.recipes.by_model.values() for part in r}
         return Metrics(
@@ -231,52 +146,16 @@ class Runner:
         )
 
     def warm_up(self) -> None:
-        """Answer one question under each recipe of the configuration."""
         for recipe in dict.fromkeys(self.recipes.by_model.values()):
             self.vlm.warmup(recipe)
 
-    async def open(self, query: Query, key: str, arrived: float, end: float) -> Running:
-        """Read the media of a request, and submit it.
-
-        Parameters
-        ----------
-        query : Query
-        key : str
-            The API key of the client.
-        arrived : float
-            By `time.perf_counter`.
-        end : float
-            When the request is given up, by `time.monotonic`.
-
-        Raises
-        ------
-        RequestError, VLMFastError
-            For a request that cannot be answered.
-        """
-        self._check_queue()
-        gone = threading.Event()
-        self._preparing += 1
-        work = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._opened, query, key, arrived, end, gone
-        )
-        work.add_done_callback(self._prepared)
-        try:
-            running = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            gone.set()
-            work.add_done_callback(_abandon)
-            raise
-        if self._wakes is None:
-            self._wakes = Wakes(asyncio.get_running_loop())
-        running.start(self._wakes)
-        return running
+    def waiting(self) -> int:
+        return self.vlm.engine.load().waiting
 
     def run(self) -> None:
-        """Run the engine in this thread until `close`."""
         self.vlm.engine.serve(lambda: self._closed)
 
     def start_shadow(self, found: Callable[[Agreement | None], None]) -> None:
-        """Answer the configured share of requests again; ``found`` is as in `Shadow`."""
         if self.config.shadow:
             self.shadow = Shadow(self.vlm, self.config.shadow, lambda: self.idle, found)
 
@@ -299,8 +178,7 @@ class Runner:
         return idle
 
     def close(self) -> None:
-        """Let no more requests in, and forget those whose media have not been read."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        super().close()
         self._finisher.shutdown(wait=False)
         if self.shadow is not None:
             self.shadow.close()
@@ -308,37 +186,15 @@ class Runner:
         self._closed = True
         self.vlm.engine.notify()
 
-    def _check_queue(self) -> None:
-        waiting = self._preparing + self.vlm.engine.load().waiting
-        if waiting >= self.config.max_queue:
-            raise RequestError(
-                f"{waiting} requests are waiting already; try later",
-                429,
-                code="queue_full",
-                retry_after=1,
-            )
-
-    def _prepared(self, work: asyncio.Future[Running]) -> None:
-        self._preparing -= 1
-
-    def _opened(
-        self, query: Query, key: str, arrived: float, end: float, gone: threading.Event
+    def submit(
+        self,
+        query: Query,
+        messages: list[dict[str, Any]],
+        key: str,
+        arrived: float,
+        end: float,
+        gone: threading.Event,
     ) -> Running:
-        """In a worker thread: decode the media, prepare the prompt, and submit it."""
-        reader = self._reader.request(end)
-
-        def image(media: Media) -> Any:
-            _check_present(gone)
-            return reader.image(media.url, param=media.param)
-
-        def video(media: Media) -> Any:
-            _check_present(gone)
-            return reader.video(
-                media.url, param=media.param, num_frames=query.num_frames, fps=query.fps
-            )
-
-        messages = messages_of(query.turns, image, video, query.num_frames, query.fps)
-        _check_present(gone)
         generation = generation_of(query, self._samples)
         own = self.vlm.model.generation_config.max_new_tokens or 0
         if "max_new_tokens" not in generation and own > self.config.max_new_tokens:
@@ -347,7 +203,7 @@ class Runner:
             messages=messages,
             recipe=query.recipe,
             generation=generation,
-            tenant=_tenant(key, query.cache_salt),
+            tenant=tenant_of(key, query.cache_salt),
         )
         sample = None
         if self.shadow is not None and self.shadow.takes(str(query.recipe)):
@@ -359,12 +215,9 @@ class Runner:
         left = end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("the request reached its deadline while its media were read")
-        try:
-            handle = self.vlm.submit(
-                request, deadline=left, default_new_tokens=self.config.max_new_tokens
-            )
-        except MediaError as error:
-            raise reader.as_request_error(error) from error
+        handle = self.vlm.submit(
+            request, deadline=left, default_new_tokens=self.config.max_new_tokens
+        )
         if gone.is_set():  # before the engine has done much of it
             handle.cancel()
         # Without its messages, whose media may be large.
@@ -399,30 +252,3 @@ class Runner:
             grammar = self._grammars.processor(query.response_format, end=end)
             found += [] if grammar is None else [grammar]
         return found
-
-
-def _alone() -> None:
-    """Compute in this thread alone.
-
-    Threads of OpenMP that belong to it would take the cores of the engine's, and, since there are
-    more of them than cores, make libgomp put threads to sleep between any two operations.
-    """
-    torch.get_num_threads()  # otherwise PyTorch's first operation sets it
-    threadpool_limits(1, "openmp")
-
-
-def _check_present(gone: threading.Event) -> None:
-    if gone.is_set():
-        raise RequestCancelled("the client has left")
-
-
-def _tenant(key: str, salt: str) -> str:
-    """Requests share the prefix cache where key and salt are the same; it does not hold the key."""
-    digest = hashlib.sha256(key.encode()).hexdigest() if key else ""
-    return f"{digest}/{salt}"
-
-
-def _abandon(work: asyncio.Future[Running]) -> None:
-    """Cancel a request whose client left while its media were read."""
-    if not work.cancelled() and work.exception() is None:
-        work.result().cancel()

@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -15,18 +16,21 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import uvicorn
 
-from vlmfast.api.vlm import VLM
 from vlmfast.errors import VLMFastError
 
 from .app import Server, create_app
 from .config import ServerConfig
 from .connections import BACKLOG, Connections, Protocol, log_shortage, reserve_files
+from .opening import Opener
+from .runner import Runner
 
 LOG = logging.getLogger("vlmfast.serve")
 TRIM_S = 5.0  # between two returns of free memory
+_WATCH_S = 0.5  # between two looks at the engine
 
 
 class _Uvicorn(uvicorn.Server):
@@ -39,8 +43,9 @@ class _Uvicorn(uvicorn.Server):
 
 def serve(
     config: ServerConfig,
-    load: Callable[[], VLM],
+    load: Callable[[], Any],
     ready: Callable[[str], None] | None = None,
+    runner: Callable[[Any, ServerConfig], Opener] = Runner,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT.
 
@@ -56,6 +61,8 @@ def serve(
         Loads the model; called in a thread.
     ready : callable, optional
         Called with the URL when the model is loaded and warm.
+    runner : callable
+        As in `Server`.
 
     Raises
     ------
@@ -66,11 +73,13 @@ def serve(
     listening = _bound(config.host, config.port)
     port = listening.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
-    server = Server(config, load)
+    server = Server(config, load, runner)
     with listening:
         asyncio.run(_run(server, listening, lambda: ready and ready(f"http://{host}:{port}")))
     if not server.stopped:
         # As while the model is loaded. Python aborts when it ends under a thread that computes.
+        for child in multiprocessing.active_children():
+            child.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -138,19 +147,20 @@ async def _run(server: Server, listening: socket.socket, ready: Callable[[], obj
 
 
 async def _watch(server: Server, running: uvicorn.Server, ready: Callable[[], object]) -> None:
-    """Tell when the model is loaded; end when it cannot be."""
+    """Tell when the model is loaded; end when it cannot be, or when the engine has ended."""
     while not server.ready and server.failure is None:
         await asyncio.sleep(0.05)
-    if server.failure is not None:
-        running.should_exit = True
-    else:
+    if server.failure is None:
         # Collections pass over the model and the modules from now on: they are short and frequent.
         gc.collect()
         gc.freeze()
         try:
             ready()
         except Exception as error:  # it cannot be told
-            server.failure, running.should_exit = error, True
+            server.failure = error
+    while server.failure is None:
+        await asyncio.sleep(_WATCH_S)
+    running.should_exit = True
 
 
 async def _trim(server: Server) -> None:

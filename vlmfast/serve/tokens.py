@@ -10,8 +10,8 @@ from pydantic import Field
 from vlmfast.api.vlm import VLM
 
 from .chat import turns_of
+from .opening import Result
 from .query import Query, Recipes
-from .runner import Result
 from .schema import Message, Own, several
 
 
@@ -32,6 +32,7 @@ def query_of(request: TokenizeRequest, recipes: Recipes) -> Query:
         temperature=0.0,
         num_frames=request.num_frames,
         fps=request.fps,
+        trace=True,  # tells which tokens are left
         cache_salt=request.cache_salt,
     )
 
