@@ -92,7 +92,7 @@ def recipe_controls(desk: Desk) -> RecipeControls:
 
 def _changed(desk: Desk, edit: Callable[[Any, str], str], value: Any, good: str) -> list[Any]:
     """Values of all outputs, text first; on an error they show the last valid recipe."""
-    note = {"visible": False}
+    note: dict[str, Any] = {"visible": False}
     try:
         text = edit(value, good)
         recipe = str(desk.recipe(text))  # expands presets for this model
