@@ -32,7 +32,6 @@ _SAME = (
     *("visual_tokens_in", "visual_tokens_kept", "equivalent_tokens", "kv_bytes"),
     *("kv_bytes_full", "ttft_s", "queue_s"),
 )
-)
 
 
 class RemoteAnswer(Answer):
