@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "vlmfast serve tiny --recipe balanced --port 8000",
         "vlmfast serve MODEL --device cuda --alias fast=fast --api-key-file keys.txt",
         "vlmfast serve MODEL --host 0.0.0.0 --api-key KEY --max-rows 16",
-        "vlmfast serve MODEL --engine vllm --recipe hired:0.2 -- --max-model-len 8192",
+        "vlmfast serve MODEL --engine vllm --recipe balanced -- --max-model-len 8192",
     )
     own, limits, media = ServerConfig(), ServerConfig(), MediaLimits()
     add = parser.add_argument

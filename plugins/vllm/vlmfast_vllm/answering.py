@@ -26,12 +26,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vlmfast.api.answer import Answer
+from vlmfast.api.generation import end_ids
 from vlmfast.engine.sampling import TokenLogprobs
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import DeadlineExceeded, ModelError, RequestCancelled, VLMFastError
 from vlmfast.serve.config import ServerConfig
 from vlmfast.serve.errors import RequestError
-from vlmfast.serve.grammar_schemas import checked
+from vlmfast.serve.grammars import Grammars
 from vlmfast.serve.metrics import Metrics
 from vlmfast.serve.opening import Opener, Piece, Result, Wakes, tenant_of
 from vlmfast.serve.query import Query, Recipes
@@ -238,6 +239,8 @@ class VllmRunner(Opener[Running]):
     def __init__(self, frontend: Frontend, config: ServerConfig, engine: AsyncEngineArgs) -> None:
         super().__init__(Recipes(frontend, config), config)
         self._frontend, self.tokenizer = frontend, frontend.processor.tokenizer
+        vocabulary = frontend.config.get_text_config().vocab_size
+        self._grammars = Grammars(self.tokenizer, vocabulary, end_ids(frontend.generation))
         self._unanswered: set[Running] = set()
         self._loop, self._closed = asyncio.new_event_loop(), threading.Event()
         self._engine: AsyncLLM = self._loop.run_until_complete(_started(engine))
@@ -266,6 +269,8 @@ class VllmRunner(Opener[Running]):
                 "/tokenize",
                 param="trace",
             )
+        if query.response_format is not None:  # refused where vLLM would fail
+            self._grammars.processor(query.response_format, end=end)
         params = self._params(query)
         plan = self._frontend.plan(str(query.recipe) or "none")
         prompt = self._frontend.prompt(messages, plan, tenant_of(key, query.cache_salt))
@@ -305,13 +310,16 @@ class VllmRunner(Opener[Running]):
         try:
             self._loop.run_until_complete(self._watched())
         finally:
+            self._loop.run_until_complete(_cancelled())
             self._engine.shutdown()
+            self._loop.close()
 
     def release(self) -> bool:
         return not (self._preparing or self._unanswered)
 
     def close(self) -> None:
         super().close()
+        self._grammars.close()
         self._closed.set()
 
     # --- in the engine's thread ------------------------------------------------------------------
@@ -381,6 +389,14 @@ class VllmMetrics(Metrics):
         return super().text() + generate_latest(REGISTRY)
 
 
+async def _cancelled() -> None:
+    """Cancel all tasks of this loop, and wait for their ends."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _started(engine: AsyncEngineArgs) -> AsyncLLM:
     return AsyncLLM.from_engine_args(engine)
 
@@ -396,9 +412,7 @@ def _structured(response_format: dict[str, Any]) -> StructuredOutputsParams | No
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json={"type": "object"})
-    schema = response_format["json_schema"]["schema"]
-    param = "response_format.json_schema.schema"
-    return StructuredOutputsParams(json=checked(schema, param))
+    return StructuredOutputsParams(json=response_format["json_schema"]["schema"])
 
 
 def _told(error: Exception) -> Exception:

@@ -77,14 +77,16 @@ RESERVED = {
 }
 # What clients of the same server see of vLLM, by a short name.
 DIFFERENT = {
-    "stages": "stages that act outside the visual tokens of the prompt, such as `snapkv`, "
-    "`draft-ngram` and `keyframes`, are refused",
+    "recipes": "stages that act outside the visual tokens of the prompt, such as `snapkv` and "
+    "`keyframes`, and methods without an exact count, such as `hired:0.2` on crops, are refused",
     "positions": "on LLaVAs recipes run with `positions=compact`, and are named so",
     "trace": "`trace` and `POST /tokenize` are refused: vLLM does not tell which tokens are kept",
     "usage": "`usage.vlmfast` has no `kv_bytes`, `kv_bytes_full`, `drafted_tokens` and "
     "`accepted_tokens`; `cached_tokens` counts tokens of the shortened prompt",
     "sampling": "a `seed` gives other tokens",
-    "schemas": "JSON schemas are compiled by vLLM",
+    "schemas": "JSON schemas are also compiled by vLLM, which ends answers to some recursive ones",
+    "ties": "methods that compare tokens, such as `scope`, may keep another of two that score "
+    "nearly the same",
     "length": "a prompt and its answer may be as long as `--max-model-len`; a longer answer is cut",
     "metrics": "`/metrics` has vLLM's own gauges, named `vllm:`, in place of those of the engine",
 }
