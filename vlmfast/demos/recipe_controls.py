@@ -92,16 +92,16 @@ def recipe_controls(desk: Desk) -> RecipeControls:
 
 def _changed(desk: Desk, edit: Callable[[Any, str], str], value: Any, good: str) -> list[Any]:
     """Values of all outputs, text first; on an error they show the last valid recipe."""
-    note: dict[str, Any] = {"visible": False}
+    note = gr.update(visible=False)
     try:
         text = edit(value, good)
         recipe = str(desk.recipe(text))  # expands presets for this model
         shown = builder.read(recipe)
     except VLMFastError as error:
         text, recipe, shown = good, good, builder.read(good)
-        note = {"value": panels.message(str(error), error=True), "visible": True}
+        note = gr.update(value=panels.message(str(error), error=True), visible=True)
     slider = gr.update(**_slider(shown))
-    return [text, recipe, gr.update(**note), shown.preset, slider, shown.keep]
+    return [text, recipe, note, shown.preset, slider, shown.keep]
 
 
 def _slider(shown: builder.Controls) -> dict[str, Any]:

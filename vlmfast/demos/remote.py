@@ -29,8 +29,8 @@ _CONNECT_S, _TIMEOUT_S = 10.0, 120.0
 _UNKNOWN = (96, 96, 96)  # the color of frames that the server has chosen
 # Fields of `Stats` and of ``usage.vlmfast``.
 _SAME = (
-    *("visual_tokens_in", "visual_tokens_kept", "equivalent_tokens", "kv_bytes"),
-    *("kv_bytes_full", "ttft_s", "queue_s"),
+    *("visual_tokens_in", "visual_tokens_kept", "equivalent_tokens"),
+    *("kv_bytes", "kv_bytes_full", "ttft_s", "queue_s"),
 )
 
 
