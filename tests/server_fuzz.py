@@ -33,7 +33,7 @@ import media_fixtures as fx
 import vlmfast
 from damaged_media import damaged
 from tiny_models import make_image
-from vlmfast.api.vlm import methods
+from vlmfast.core.methods import methods
 
 CHAT, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/responses", "/tokenize"
 KINDS = (

@@ -188,7 +188,6 @@ def test_recipes_of_requests(options: ModuleType, tmp_path: Path) -> None:
     for text, reason in (
         ("divprun:0.1", "did you mean"),
         ("kivi:4", "kivi acts in the cache step"),
-        ("hired:0.2,positions=compact", "keep their positions"),
         ("recipes.yaml", "cannot name a recipe file"),
     ):
         asked.recipe = text

@@ -27,15 +27,6 @@ def tile_box(geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(base, 0.0, corner), torch.where(base, 1.0, size)
 
 
-def canvas(size: tuple[int, int], images: Any) -> tuple[int, int]:
-    """Rows and columns of the crops of an image (height, width) that an image processor crops."""
-    from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
-
-    tile = images.size["height"], images.size["width"]
-    across, down = get_optimal_tiled_canvas(size, tile, images.min_patches, images.max_patches)
-    return down, across
-
-
 class Tiled(Adapter):
     """Families with text around the views of an image, the base view last or first."""
 
@@ -144,11 +135,20 @@ class FamilyAdapter(Tiled):
         counts = [tokens // side**2 for _, tokens in found]
         frames = frames or [(-1, 0, 1)] * len(sizes)
         for size, (video, *frame), count in zip(sizes, frames, counts, strict=True):
-            tiles = canvas(size, self.processor.image_processor) if count > 1 else (0, 0)
+            tiles = self.canvas(size) if count > 1 else (0, 0)
             views = (view, view + count)
             items.append(ItemGeometry(size, tiles, views, (side, side), video, tuple(frame[:2])))
             view += count
         return tuple(items)
+
+    def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the crops of an image that has crops."""
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+        images = self.processor.image_processor
+        tile = images.size["height"], images.size["width"]
+        across, down = get_optimal_tiled_canvas(size, tile, images.min_patches, images.max_patches)
+        return down, across
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         return self.model.base_model.get_image_features(

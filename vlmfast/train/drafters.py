@@ -24,7 +24,7 @@ from vlmfast.core.help import DTYPES, examples
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.training import TrainingContext
 from vlmfast.drafters._training import DrafterTraining, Lesson, Teacher, accepted
-from vlmfast.errors import MediaError
+from vlmfast.errors import MediaError, VLMFastError
 
 from . import stages as loop
 from .stages import TrainingError
@@ -128,10 +128,8 @@ def drawn(number: int) -> Messages:
     from vlmfast.scenes.questions import ask
     from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
 
-    from .tiny.data import DataError
-
     if number >= EVAL_SEED_START:
-        raise DataError(f"training seed {number} is in the range reserved for evaluation")
+        raise VLMFastError(f"training seed {number} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-draft-{number}")
     is_video = rng.random() < 1 / 3
     scene = make_video_scene(rng) if is_video else make_image_scene(rng)

@@ -15,7 +15,7 @@ from vllm.model_executor.models.interns1 import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from vlmfast.models.internvl import canvas
+from vlmfast.models import adapter_class
 
 from .llava import Reduced
 from .processing import Counted, Informed, own_key
@@ -53,11 +53,12 @@ class Processor(Counted, InternS1MultiModalProcessor):
     def fields(self, items: Any, data: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         if COUNT not in data:
             return {}
-        images, rows = self.info.get_hf_processor(**given).image_processor, []
+        config, processor = self.info.get_hf_config(), self.info.get_hf_processor(**given)
+        adapter, rows = adapter_class(config.model_type).without_weights(config, processor), []
         for i, views in enumerate(data[COUNT].tolist()):
             size = items["image"].get_image_size(i)
             own = size.height, size.width
-            rows.append([*own, *(canvas(own, images) if views > 1 else (0, 0))])
+            rows.append([*own, *(adapter.canvas(own) if views > 1 else (0, 0))])
         return {TILES: torch.tensor(rows)}
 
 
