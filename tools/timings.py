@@ -55,12 +55,6 @@ def overhead() -> str:
     return table(rows)
 
 
-def qwen_tower() -> str:
-    """Qwen2.5-VL's tower, in the parts of the time to the first token."""
-    ((model, rows),) = measured("ask-qwen-tower-cpu-bfloat16")["models"].items()
-    return script("benchmarks", "ask").parts_table(model, rows)
-
-
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
     ((model, rows),) = measured(name)["models"].items()

@@ -37,9 +37,9 @@ BOUNDED = {
 }
 # Functions with products of that kind, or of a head and its columns.
 WITHIN_ONE_HEAD = {
-    "decode_mixed": {"_attend", "_attend_one"},
+    "decode_mixed": {"attend_row", "attend_rows"},
     "decode_slots": {"_attend_list"},
-    "tree_verify": {"_attend", "_attend_one"},
+    "tree_verify": {"attend_row", "attend_rows"},
     "quantize_kv": {"_extent", "_pack", "_value_parameters"},
     "pool": {"_mix", "_read", "_share"},
 }

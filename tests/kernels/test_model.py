@@ -53,7 +53,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Number of launches per kernel file."""
     counts: dict[str, int] = {}
     for module in MODULES:
-        for name in [name for name in vars(module) if name.startswith("_launch")]:
+        for name in [name for name in vars(module) if name.startswith(("_launch", "launch_"))]:
             launch = getattr(module, name)
 
             @functools.wraps(launch)
