@@ -138,27 +138,6 @@ def test_pixels_of_a_request_that_waits_are_in_host_memory() -> None:
     assert second.result(60).token_ids == wanted and first.result(60).token_ids
 
 
-def test_images_of_requests_that_wait_are_encoded_with_those_of_the_first(monkeypatch) -> None:
-    model, processor = tiny_models.build_llava()
-    vlm, counts = VLM(placed(model, 0), processor), list[int]()
-    images = [tiny_models.make_image(seed=seed) for seed in range(3)]
-    generation = {"max_new_tokens": 4, "eos_token_id": None}
-    wanted = [vlm.ask(QUESTION, image, **generation).token_ids for image in images]
-    vlm.prefix_cache.clear()
-    encode = vlm.adapter.encode
-
-    def counted(tensors: Any, context: Any) -> Any:
-        counts.append(len(context.items))
-        return encode(tensors, context)
-
-    monkeypatch.setattr(vlm.adapter, "encode", counted)
-    vlm.engine.tower_batch_bytes = 1 << 30
-    requests = [Request(QUESTION, image, generation=generation) for image in images]
-    answers = vlm.ask_many(requests, batch_size=3)
-    assert [answer.token_ids for answer in answers] == wanted
-    assert counts == [3]
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("family", "recipes"), [("llava", RECIPES[1:5:2]), ("qwen2_5_vl", RECIPES[2:3])]

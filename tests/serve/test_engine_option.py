@@ -83,7 +83,6 @@ def test_every_option_is_in_one_list(options: ModuleType) -> None:
         ("--device", "cpu"),
         ("--prefix-cache-bytes", "1"),
         ("--prefill-chunk-size", "64"),
-        ("--tower-batch-bytes", "64"),
         ("--shadow", "0.01"),
     ],
 )

@@ -8,7 +8,6 @@ chunk of a prompt, or decodes one token of every row. See docs/engine.md.
 from __future__ import annotations
 
 import contextvars
-import logging
 import math
 import os
 import threading
@@ -57,7 +56,6 @@ from .scheduler import Scheduler
 from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
 from .stats import clock
-from .tower_batch import chosen, encode_ahead
 
 _PAUSE = 1.0  # least time between two interleaved decode steps, in mean decode steps
 _FIRST = 6.0  # how many times longer it is before the first one in a prompt
@@ -66,8 +64,6 @@ _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,9 +103,6 @@ class Engine:
         default a sequence is admitted if its cache fits into the free memory of the device.
     prefill_chunk_size : int, optional
         Rows of a prompt that are prefilled at once; all by default. A request may set its own.
-    tower_batch_bytes : int, optional
-        Bytes of features up to which the images of waiting prompts are encoded in the same pass of
-        the vision tower, see `tower_batch`; prompt by prompt by default.
 
     Attributes
     ----------
@@ -122,10 +115,9 @@ class Engine:
         max_rows: int = 256,
         max_cache_bytes: int | None = None,
         prefill_chunk_size: int | None = None,
-        tower_batch_bytes: int | None = None,
     ) -> None:
         self.adapter, self.max_rows, self.max_cache_bytes = adapter, max_rows, max_cache_bytes
-        self.prefill_chunk_size, self.tower_batch_bytes = prefill_chunk_size, tower_batch_bytes
+        self.prefill_chunk_size = prefill_chunk_size
         self.prefiller = Prefiller(adapter)
         self._reset()
 
@@ -520,20 +512,7 @@ class Engine:
 
     def _whole(self, sequence: Sequence) -> Prefill:
         """Prefill a prompt."""
-        if self.tower_batch_bytes is not None:
-            self._encode_ahead(sequence, self.tower_batch_bytes)
         return (yield from self.prefiller.shared(sequence, self._chunk_size(sequence)))
-
-    def _encode_ahead(self, sequence: Sequence, limit: int) -> None:
-        """Encode the images of waiting prompts together with those of a prompt."""
-        waiting = sorted(self._scheduler.waiting, key=lambda other: (other.priority, other.arrived))
-        try:
-            if together := chosen(self.adapter, sequence, waiting, limit):
-                encode_ahead(self.adapter, together)
-        except Exception as error:  # of whichever prompt; each has its own error when it is read
-            if sequence.must_end:
-                raise
-            logger.warning("images of several requests are encoded one by one: %s", error)
 
     def _chunk_size(self, sequence: Sequence) -> int | None:
         return sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
@@ -611,7 +590,6 @@ class Engine:
             prefill.close()
         self._scheduler.remove(sequence)
         self._batches.leave(sequence)
-        sequence.inputs.ahead = None
         device = self.adapter.device
         if sequence.first is not None:
             sequence.stats.finish(
@@ -666,7 +644,7 @@ class Engine:
         return capacity_class(sequence.prompt_length + sequence.max_new_tokens + grown)
 
     def _check_limits(self) -> None:
-        for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
+        for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
             if (value := getattr(self, name)) is None and name != "max_rows":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

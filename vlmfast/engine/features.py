@@ -94,27 +94,6 @@ class Kept:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Ahead:
-    """Images of a prompt that were encoded together with those of other prompts.
-
-    Parameters
-    ----------
-    wanted : Wanted
-        What the tower was asked for.
-    items : tuple of Item
-    notes : dict
-        As in `Images`.
-    time_s : float
-        Their part of the time of the pass.
-    """
-
-    wanted: Wanted
-    items: tuple[Item, ...]
-    notes: dict[str, dict[str, Any]]
-    time_s: float
-
-
 def hashed(
     adapter: Adapter, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
 ) -> list[Hashed]:
@@ -178,7 +157,6 @@ def encoded(
     tenant: str,
     stats: Stats,
     trained: dict[str, nn.Module],
-    ahead: Ahead | None = None,
     tower: bytes | None = None,
 ) -> Images:
     """The images of a prompt after the vision tower; those in the prefix cache are not encoded.
@@ -189,26 +167,16 @@ def encoded(
         The result of `hashed`, if it was computed before.
     tenant : str
         As in `Key`.
-    ahead : Ahead, optional
-        The images, if they were encoded before.
     tower : bytes, optional
         The result of `tower_fingerprint`, if nothing has run since.
     """
     cache = prefix_cache_of(adapter)
     state = _state(adapter, wanted, trained, tower) if cache.enabled else None
-    images = None if ahead is None or ahead.wanted != wanted else _taken(ahead, items, stats)
     if state is None:
-        return images or encode(adapter, tensors, items, wanted, stats, trained)
+        return encode(adapter, tensors, items, wanted, stats, trained)
     known = hashed(adapter, tensors, items) if known is None else known
     groups = [known] if wanted.joint else [[one] for one in known]
     keys = [Key(KIND, tenant, (state, _content(group, items, wanted))) for group in groups]
-    if images is not None:
-        assert ahead is not None
-        for key, group in zip(keys, groups, strict=True):
-            kept = Kept(tuple(ahead.items[i] for i in _indices(group)), {}, ahead.notes)
-            kept = mapped(kept, Tensor.clone)
-            cache.put(key, kept, _bytes(kept))
-        return images
     values: dict[Key, Kept] = {}
     use = Lock()
     with use:
@@ -249,33 +217,6 @@ def encoded(
         joined = _joined(items, [found[i] for i in range(len(items))], wanted)
         whole = values[keys[0]]  # of joint stages; all images are one entry
         return Images(joined, whole.groups, whole.notes)
-
-
-def stored(
-    adapter: Adapter,
-    items: tuple[ItemGeometry, ...],
-    known: list[Hashed],
-    wanted: Wanted,
-    tenant: str,
-) -> bool:
-    """Whether the prefix cache has all images of a prompt, each an entry of its own."""
-    cache = prefix_cache_of(adapter)
-    state = _state(adapter, wanted, {}) if cache.enabled else None
-    return state is not None and all(
-        cache.has(Key(KIND, tenant, (state, _content([one], items, wanted)))) for one in known
-    )
-
-
-def _taken(ahead: Ahead, items: tuple[ItemGeometry, ...], stats: Stats) -> Images:
-    """Images that were encoded before, and the cost of their part of the pass."""
-    wanted, count = ahead.wanted, max(item.views[1] for item in items)
-    encoded = _joined(items, list(ahead.items), wanted)
-    skipped = encoded.stats.skipped
-    stats.vision_passes += 1 + max((r.jitter for r, _ in wanted.saliency.values()), default=0)
-    stats.views += count
-    stats.views_encoded += count - (0 if skipped is None else int(skipped.sum()))
-    stats.time_vision_s += ahead.time_s
-    return Images(encoded, {}, ahead.notes)
 
 
 def _indices(group: list[Hashed]) -> list[int]:

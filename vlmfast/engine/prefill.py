@@ -29,7 +29,7 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache
 from .calls import called
 from .compress import Compression
-from .features import Ahead, Hashed, encoded, with_digests
+from .features import Hashed, encoded, with_digests
 from .hidden_states import Watch, nothing_seen
 from .stats import Stats, Trace
 from .vision import Wanted, merge_requests, place, served
@@ -135,8 +135,6 @@ class Inputs:
         The images by their content, see `features.hashed`; computed where it is needed by default.
     tenant : str
         Whose entries of the prefix cache may be used, see `prefix_cache.Key`.
-    ahead : Ahead, optional
-        The images, if they were encoded before; set by `tower_batch.encode_ahead`.
     tower : bytes, optional
         The fingerprint of the tower, where nothing can run between it and the next `look`.
     """
@@ -151,7 +149,6 @@ class Inputs:
     items: tuple[ItemGeometry, ...] | None = None
     hashed: list[Hashed] | None = None
     tenant: str = ""
-    ahead: Ahead | None = None
     tower: bytes | None = None
 
     @functools.cached_property
@@ -283,10 +280,9 @@ def look(
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     with stats.timed("time_vision_s", device):
         wanted = Wanted.by(recipe, adapter, items)
-        ahead, inputs.ahead = inputs.ahead, None  # its memory is free afterwards
         tower, inputs.tower = inputs.tower, None
         given = inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
-        images = encoded(adapter, *given, ahead, tower)
+        images = encoded(adapter, *given, tower)
         where = visual, position.index_select(1, visual)
         tokens = place(adapter, images, wanted, *where, stats, trace)
     vision = images.encoded.stats

@@ -199,11 +199,6 @@ class PrefixCache:
                 entry.used(use)
             return entry
 
-    def has(self, key: Key) -> bool:
-        """Whether a key has an entry; this is no use of it, and not counted."""
-        with self._lock:
-            return self.enabled and key in self._entries
-
     def search(
         self,
         kind: str,

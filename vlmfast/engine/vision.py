@@ -144,8 +144,6 @@ def encode(
     wanted: Wanted,
     stats: Stats,
     trained: dict[str, nn.Module],
-    *,
-    capture: bool = True,
 ) -> Images:
     """Run the vision tower on all images, with the recipe's stages between its blocks.
 
@@ -153,8 +151,6 @@ def encode(
     ----------
     items : tuple of ItemGeometry
         The images.
-    capture : bool
-        Whether a CUDA graph may be used; it pays where the same number of views comes again.
     """
     # The pixels of a prompt that has waited are in host memory.
     tensors = {
@@ -175,7 +171,7 @@ def encode(
     views = count if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
     # A replay calls no hooks. The projector of a packed tower is inside the tower.
-    capture &= not inside and not (adapter.packed and "norm" in sources)
+    capture = not inside and not (adapter.packed and "norm" in sources)
     with (
         active(context),
         _unused_skipped(adapter, context),

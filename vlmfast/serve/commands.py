@@ -100,7 +100,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--max-cache-bytes", type=int, metavar="N", help="bytes of all KV caches together")
     add("--prefix-cache-bytes", type=int, metavar="N", help="bytes of the prefix cache; 0: none")
     add("--prefill-chunk-size", type=int, metavar="N", help="rows of a prompt prefilled at once")
-    add("--tower-batch-bytes", type=int, metavar="N", help="bytes of features of one tower pass")
 
 
 def config_of(args: Namespace) -> ServerConfig:
@@ -154,7 +153,7 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
         raise VLMFastError(
             f"{args.engine_options[0]!r} stands after --, which is for --engine vllm"
         )
-    for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size", "tower_batch_bytes"):
+    for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
         if getattr(args, name) is not None:
             at_least(name, getattr(args, name), 1)
     if args.prefix_cache_bytes is not None:
@@ -175,7 +174,6 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
             vlm.engine.max_rows = args.max_rows
         vlm.engine.max_cache_bytes = args.max_cache_bytes
         vlm.engine.prefill_chunk_size = args.prefill_chunk_size
-        vlm.engine.tower_batch_bytes = args.tower_batch_bytes
         if args.prefix_cache_bytes is not None:
             vlm.session_bytes = args.prefix_cache_bytes
         return vlm

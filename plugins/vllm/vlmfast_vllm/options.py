@@ -58,7 +58,6 @@ REFUSED = {
     "--prefix-cache-bytes": "vLLM's prefix cache takes what running requests leave of the KV "
     "cache; only 0, which turns it off, is allowed",
     "--prefill-chunk-size": "vLLM bounds the tokens of a step: -- --max-num-batched-tokens N",
-    "--tower-batch-bytes": "vLLM batches images by its tokens: -- --max-num-batched-tokens N",
     "--shadow": "requests are not answered again",
 }
 _ALLOWED = {"--prefix-cache-bytes": (None, 0), "--shadow": (0.0,)}  # by default None alone
