@@ -32,7 +32,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus kvpress mutants lint format types bench results gpu gpu-first docs wheel clean
+.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus kvpress mutants lint format types bench results gpu docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -113,7 +113,6 @@ types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
-	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
@@ -123,12 +122,9 @@ results: $(PAGE)   ## Measure every figure of README and docs again; many hours,
 	$(BIN)/python tools/results.py $(RESULTS_FLAGS)
 
 # Without an installation, and offline. Each line stops the rest if it fails.
-gpu gpu-first: export PYTHONPATH := $(CURDIR)
-gpu gpu-first: export HF_HUB_OFFLINE := 1
-gpu gpu-first: export PYTHONUNBUFFERED := 1
-gpu-first:       ## Measure what matters most in twelve minutes on the GPU of this machine
-	$(PYTHON) benchmarks/gpu_first.py $(GPU_FLAGS)
-
+gpu: export PYTHONPATH := $(CURDIR)
+gpu: export HF_HUB_OFFLINE := 1
+gpu: export PYTHONUNBUFFERED := 1
 gpu:             ## Check and measure on the GPU of this machine, see docs/gpu.md
 	$(PYTHON) benchmarks/gpu_hour.py probe $(GPU_FLAGS)
 	$(PYTHON) benchmarks/gpu_hour.py smoke $(GPU_FLAGS)

@@ -33,7 +33,6 @@ DERIVED = {
     ("docs/pocket.md", "preset"): "columns of other recipes",
     ("docs/presses.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
     ("docs/presses.md", "prefill"): "sums",
-    ("docs/scaling.md", "recipe"): "plans",
     ("docs/serving.md", "answers per second over `transformers serve`"): "ratios to another row",
     ("docs/speculation.md", "drafter"): "other units",
     ("docs/speculation.md", "recipe"): "other units",
