@@ -126,11 +126,10 @@ gpu: export PYTHONPATH := $(CURDIR)
 gpu: export HF_HUB_OFFLINE := 1
 gpu: export PYTHONUNBUFFERED := 1
 gpu:             ## Check and measure on the GPU of this machine, see docs/gpu.md
-	$(PYTHON) benchmarks/gpu_hour.py probe $(GPU_FLAGS)
+	$(PYTHON) -m vlmfast check --quick
 	$(PYTHON) benchmarks/gpu_hour.py smoke $(GPU_FLAGS)
-	$(PYTHON) benchmarks/gpu_hour.py bfloat16 $(GPU_FLAGS)
 	$(PYTHON) -m pytest -q --maxfail=20 -n $(WORKERS) -p no:cacheprovider $(GPU_TESTS) $(PYTEST_FLAGS)
-	$(PYTHON) benchmarks/gpu_hour.py kernels $(GPU_FLAGS)
+	$(PYTHON) benchmarks/kernels.py --missing --minutes 7.5 --row-seconds 40
 	$(PYTHON) benchmarks/gpu_hour.py step $(GPU_FLAGS)
 	$(PYTHON) benchmarks/gpu_hour.py serve $(GPU_FLAGS)
 
