@@ -14,7 +14,7 @@ import pytest
 from bench_script import script
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ["smoke", "step", "serve"]
+PARTS = ["smoke", "bfloat16", "step", "serve"]
 limits = script("gpu_limits")
 
 
@@ -43,6 +43,7 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     told = {part: [row["what"] for row in rows if row["part"] == part] for part in PARTS}
     expected = {
         "smoke": ("are the CPU's", "48 tokens that are", "join and leave", "session", "alloc"),
+        "bfloat16": ("tiny: answers in bfloat16 that are the CPU's",),
         "step": (
             "llava-next-7b | none | batch 2: step",
             "qwen2.5-vl-7b | zipcache | batch 1: another capture",
@@ -60,6 +61,46 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     assert {row["verdict"] for row in rows} == {"", "PASS"}
     assert not any(what.endswith((", s", ", ms")) for what in judged)
     assert sum("capture" not in what for what in judged) == 3
+
+
+@pytest.mark.slow
+def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
+    """A step that is ended is tried again, one that ended well is not."""
+    out = tmp_path / "first.json"
+    words = ("benchmarks/gpu_first.py", "--dry", "--only", "first token", "--only", "guard bands")
+    python(*words, "--out", out)
+    first = json.loads(out.read_text(encoding="utf-8"))
+    assert [step["code"] for step in first["steps"].values()] == [0, 0]
+    first["steps"]["guard bands"]["code"] = 124
+    out.write_text(json.dumps(first), encoding="utf-8")
+    python(*words, "--out", out)
+    second = json.loads(out.read_text(encoding="utf-8"))["steps"]
+    assert second["first token"] == first["steps"]["first token"]
+    assert second["guard bands"]["code"] == 0
+    found = json.loads((tmp_path / "gpu_first" / "ttft.json").read_text(encoding="utf-8"))
+    parts = found["parts"]
+    assert set(parts) == set(script("ttft").WORK) and not any("failed" in p for p in parts.values())
+    for name in ("answers: llava-next-7b", "answers: qwen2.5-vl-7b"):
+        rows = parts[name]
+        assert min(rows["none"]["launches"], rows["hf sdpa"]["launches"]) > 100
+        assert rows["hired:0.2"]["visual_tokens"] < rows["none"]["visual_tokens"]
+        assert all(row["time"]["median"] > 0 and row["busy"] is None for row in rows.values()
+                   if isinstance(row, dict))  # fmt: skip
+
+
+def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
+    first = script("gpu_first")
+    assert sum(step.seconds for step in first.STEPS) <= 12 * 60 + 80
+    ended = first.run(first.Step("a", 1, "", "-c while(True):pass"), 1, True, tmp_path)
+    assert ended["code"] == 124 and ended["command"] == "python -c while(True):pass"
+    wrong = first.run(first.Step("b", 60, "", "-c raise(SystemExit(5))"), 60, True, tmp_path)
+    assert wrong["code"] == 5
+
+
+def test_time_that_is_covered() -> None:
+    ttft = script("ttft")
+    assert ttft.union([]) == 0
+    assert ttft.union([(0, 2), (1, 3), (5, 6), (5.25, 5.5)]) == 4
 
 
 # --- thresholds of kernels -----------------------------------------------------------------------

@@ -8,15 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tiny_pocket import (
     SIZE,
-    build,
     evaluate,
     make_objects,
     objects,
-    parts,
     save_parts,
     scenes,
 )
@@ -54,7 +51,7 @@ def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answering:
     monkeypatch.setattr(
         evaluate, "VLM", SimpleNamespace(from_pretrained=lambda *_, **__: answering)
     )
-    (folder / "pocket.json").write_text(json.dumps({"version": build.VERSION, "stage": "b"}))
+    (folder / "pocket.json").write_text(json.dumps({"stage": "b"}))
     return answering
 
 
@@ -66,7 +63,7 @@ def test_result_is_written_before_answers_are_compared(
     command += ["--compare", "6"]
 
     def interrupted(*_: Any) -> int:
-        raise parts.PocketError("interrupted")
+        raise SystemExit("interrupted")
 
     with monkeypatch.context() as patched:
         patched.setattr(evaluate, "compare", interrupted)
@@ -87,11 +84,10 @@ def test_result_is_written_before_answers_are_compared(
         (["--no-gate"], 0),
         (["--recipe", "hired:0.5"], 0),
         (["--split", "style"], 0),
-        (["--photographs", "photographs"], 0),
         (["--kind", "video"], 0),
         (["--kind", "video", "--kind", "word"], 1),
     ],
-    ids=["default", "no-gate", "recipe", "split", "photographs", "video", "word"],
+    ids=["default", "no-gate", "recipe", "split", "video", "word"],
 )
 def test_gate_is_for_the_default_recipe_and_drawings(
     arguments: list[str],
@@ -103,8 +99,6 @@ def test_gate_is_for_the_default_recipe_and_drawings(
 ) -> None:
     drawings = objects.read().drawings("train")
     monkeypatch.setattr(objects.Objects, "drawings", lambda *_: drawings)
-    (folder / "photographs").mkdir()
-    Image.new("RGB", (9, 9)).save(folder / "photographs" / "a.png")
     monkeypatch.chdir(folder)
     assert evaluate.main([".", "parts", "--scenes", "1", *arguments]) == code
     assert ("missed: what" in capsys.readouterr().out) == bool(code)
