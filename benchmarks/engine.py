@@ -12,13 +12,9 @@ both. Reports medians with quartiles, and whether they meet their bounds.
 ``batching``  tokens per second of `VLM.ask_many` over those of `VLM.ask`
 ``padded``    tokens per second of `VLM.ask_many` over those of Hugging Face's ``generate`` on
               batches of the same size, padded on the left
-``gap``       largest gap between two tokens of a stream while a prompt with 8 images is
-              prefilled, over the stream's median gap without that prompt
-``classes``   a decode step of seven short rows and a long one, over the mean of the decode steps
-              of eight short rows and of the long row alone
 ============  ==================================================================================
 
-The first four answer 32 requests for captions. Each ends after the number of tokens of its caption,
+All answer 32 requests for captions. Each ends after the number of tokens of its caption,
 14 to 40. A batch of Hugging Face runs until its longest caption ends, and only the tokens of the
 captions count. All variants therefore generate the same number of tokens, and a ratio of tokens per
 second is one of times. The tokens must be equal in the run's dtype, or where batches change the
@@ -37,12 +33,8 @@ last bits of sums in a wider one. Otherwise no ratio is reported and the exit co
 ``overhead`` is the sum of the last two over the whole call. Each of the two also has a row. The
 bound is for the part after submission, since the part before it is the same for every engine.
 
-A gap of ``gap`` counts if it overlaps the time from the submission of the long prompt to its first
-token. Its images are opened and processed before that, by another thread. Prompts are
-prefilled whole except in the rows that name a chunk size.
-
-Two further properties are tested elsewhere: `tests/test_graphs.py` counts captured decode steps,
-and ``python tools/against.py PATH`` compares a single `VLM.ask` with another checkout.
+Two further properties are measured elsewhere: `tests/test_graphs.py` counts captured decode steps,
+and `serve.py` the gap in a stream while another prompt is read.
 """
 
 from __future__ import annotations
@@ -57,13 +49,11 @@ from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import mean, median
 from typing import Any
 from unittest import mock
 
 import harness
 import torch
-from ask import Times
 from harness import Row
 
 from vlmfast import VLM, Request
@@ -88,13 +78,7 @@ REST = "rest"
 JOINS, OVERHEAD = 0.03, 0.04
 BATCHING = {4: 1.9, 16: 2.5, 32: 2.5}  # by rows
 PADDED = {4: 1.3, 16: 1.3, 32: 1.15}
-RECIPES = ("none", "pyramiddrop", "mustdrop", "zipvl", "snapkv:0.5", "hired:0.3+lookm:0.7")
-CHUNKS = (512, 256)
-GAP, CHUNKED_GAP, CLASSES = 15, 6, 1.3
 LONGEST = 40  # tokens of a caption
-STREAM = 1024  # most tokens of a stream
-BEFORE, AFTER = 24, 8  # tokens of a stream before and after the long prompt
-WARM = 2  # first decode steps that are left out
 
 
 @dataclass
@@ -107,12 +91,6 @@ class Job:
         Each has one image and ends after the number of tokens of its caption.
     rows : list of int
         Batch sizes.
-    images : int
-        Of a long prompt.
-    short : int
-        Rows that are decoded together with a long one.
-    new_tokens : int
-        Of the rows of ``classes``.
     """
 
     vlm: VLM
@@ -120,15 +98,6 @@ class Job:
     rows: list[int]
     repeat: int
     warmup: int = 1
-    images: int = 8
-    short: int = 7
-    new_tokens: int = 24
-
-    def long(self, max_new_tokens: int, **more: Any) -> Request:
-        """A request with many images."""
-        images = [image_example(EVAL_SEED_START + number).image for number in range(self.images)]
-        generation = {"max_new_tokens": max_new_tokens, "do_sample": False}
-        return Request(CAPTION_QUESTION, images, generation=generation, **more)
 
     def turns(self, variants: dict[Any, Callable[[], Any]]) -> dict[Any, list[Any]]:
         return harness.interleaved(variants, self.repeat, warmup=self.warmup)
@@ -318,91 +287,11 @@ def seconds(device: torch.device, function: Callable[[], Any]) -> float:
     return clock(device) - begin
 
 
-# --- gap -----------------------------------------------------------------------------------------
-
-
-def streamed(vlm: VLM, short: Request, long: Request) -> float:
-    """`harness.gap_ratio` of the stream of a short prompt, while a long one is prefilled."""
-    own, other = Times(time.monotonic), Times(time.monotonic)
-    generation = short.generation | {"max_new_tokens": STREAM, "streamer": own}
-    with vlm.submit(replace(short, generation=generation)) as stream:
-        length = partial(len, own.times)
-        next(iter(stream))  # from now on it is decoded between the blocks of other prompts
-        vlm.engine.wait(lambda: stream.done or length() >= BEFORE)
-        opened = time.monotonic()
-        generation = long.generation | {"streamer": other}
-        handle = vlm.submit(replace(long, generation=generation))
-        handle.result()
-        last = length() + AFTER
-        vlm.engine.wait(lambda: stream.done or length() >= last)
-        if stream.done:
-            stream.result()  # which raises its error
-            raise SystemExit(f"gap: the stream of {length()} tokens ended before the long prefill")
-    return harness.gap_ratio(own.times, handle.sequence.submitted, other.times[0], opened)
-
-
-def gap(job: Job, recipe: str, size: int | None) -> float:
-    """The ratio of one stream, while a prompt is prefilled under ``recipe`` in chunks or whole."""
-    with mock.patch.object(job.vlm.engine, "prefill_chunk_size", size):
-        return streamed(job.vlm, job.captions[0], job.long(1, recipe=recipe))
-
-
-def gaps(job: Job) -> list[Row]:
-    """`gap`."""
-    wanted = [*((recipe, None) for recipe in RECIPES), *(("none", size) for size in CHUNKS)]
-    found = job.turns({key: partial(gap, job, *key) for key in wanted})
-    table = []
-    for (recipe, size), ratios in found.items():
-        what = f"largest gap over median gap, {job.images} images, `{recipe}`"
-        what += "" if size is None else f", chunks of {size}"
-        table.append(Row("gap", what, ratios, GAP if size is None else CHUNKED_GAP))
-    return table
-
-
-# --- classes -------------------------------------------------------------------------------------
-
-
-def step(vlm: VLM, together: Many[Request]) -> float:
-    """Median seconds of a decode step of all requests together."""
-    times: list[float] = []
-    decode, device = Engine._decode, vlm.adapter.device
-
-    def timed(engine: Engine) -> None:
-        complete = len(engine._scheduler.active) == len(together)
-        spent = seconds(device, partial(decode, engine))
-        if complete:
-            times.append(spent)
-
-    with mock.patch.object(Engine, "_decode", timed):
-        vlm.ask_many(together, batch_size=len(together))
-    return median(times[WARM:])
-
-
-def classes(job: Job) -> list[Row]:
-    """`classes`."""
-    generation = {"max_new_tokens": job.new_tokens, "do_sample": False}
-    short = replace(job.captions[0], generation=generation)
-    long = job.long(job.new_tokens)
-    variants = {
-        "together": [short] * job.short + [long],
-        "short": [short] * (job.short + 1),
-        "long": [long],
-    }
-    found = job.turns({name: partial(step, job.vlm, rows) for name, rows in variants.items()})
-    samples = zip(found["together"], found["short"], found["long"], strict=True)
-    ratios = [together / mean(apart) for together, *apart in samples]
-    few, many = (job.vlm.inputs(r.question, r.images)["input_ids"].shape[1] for r in (short, long))
-    what = f"step of {job.short} rows of {few:,} tokens and one of {many:,} over the mean apart"
-    return [Row("classes", what, ratios, CLASSES)]
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 MEASURED: dict[tuple[str, ...], Callable[[Job], list[Row]]] = {
     ("joins", "overhead"): overheads,
     ("batching", "padded"): throughputs,
-    ("gap",): gaps,
-    ("classes",): classes,
 }
 NAMES = [name for names in MEASURED for name in names]
 
@@ -432,7 +321,7 @@ def prepared(args: argparse.Namespace) -> Job:
     # From now on every variant generates the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
     job = Job(vlm, captions, args.rows, args.repeat)
-    return replace(job, warmup=0, images=2, short=3, new_tokens=6) if args.quick else job
+    return replace(job, warmup=0) if args.quick else job
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

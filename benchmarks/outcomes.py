@@ -2,8 +2,7 @@
 
 ==========  ====================================================================================
 ``record``  answers one question about each of 4,000 generated scenes with the full model and under
-            24 recipes, in blocks that an interrupted run continues with
-``pack``    writes the blocks that exist as one matrix: `benchmarks/results/outcomes-tiny.npz`
+            24 recipes; the same command continues an interrupted run
 ``prove``   runs the race of `vlmfast tune` on 20 draws of 400 scenes of the matrix, and measures
             the recipes that it chooses on all other scenes: `benchmarks/results/tune-tiny.json`
 ==========  ====================================================================================
@@ -46,7 +45,7 @@ OUTCOME_SEED_START = EVAL_SEED_STOP
 OUTCOME_SEED_STOP = OUTCOME_SEED_START + 2**20
 """Scenes of the matrix alone: neither training nor the evaluation draws these seeds."""
 MATRIX = Path(__file__).parent / "results" / "outcomes-tiny.npz"
-BLOCKS = Path("runs") / "outcomes"
+RECORDED = Path("runs") / "outcomes-tiny.npz"
 TYPES = tuple([("image", name) for name in IMAGE_TYPES] + [("video", name) for name in VIDEO_TYPES])
 SCENES, BLOCK = 4000, 40
 # Seeds of one question: the first scene among them that has a question of its type is taken.
@@ -141,33 +140,10 @@ def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str
     return found
 
 
-def record(folder: Path, scenes: int) -> None:
-    """Record the blocks that do not exist, in order."""
+def record(path: Path, scenes: int) -> None:
+    """Record the scenes that a matrix does not have yet, and write it after every block."""
     torch.set_num_threads(1)
-    make_folder(folder)
-    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
-    for start in range(0, scenes, BLOCK):
-        path = folder / f"{start:05}.npz"
-        if not path.exists():
-            block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
-            with replacing(path) as file:
-                np.savez_compressed(file, recipes=np.array((FULL, *RECIPES)), **block)
-            print(f"{start + BLOCK} of {scenes} scenes", flush=True)
-
-
-def pack(folder: Path, path: Path) -> None:
-    """Join the blocks from the first to the first that is missing."""
-    blocks = []
-    for start in range(0, SCENES, BLOCK):
-        if not (folder / f"{start:05}.npz").exists():
-            break
-        with np.load(folder / f"{start:05}.npz") as block:
-            if tuple(block["recipes"]) != (FULL, *RECIPES):
-                raise SystemExit(f"{folder} was recorded with other recipes")
-            blocks.append({key: block[key] for key in block.files if key != "recipes"})
-    if not blocks:
-        raise SystemExit(f"{folder} has no blocks; run `python benchmarks/outcomes.py record`")
-    joined = {key: np.concatenate([block[key] for block in blocks], -1) for key in blocks[0]}
+    make_folder(path.parent)
     about = {
         "model": "tiny",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -176,9 +152,19 @@ def pack(folder: Path, path: Path) -> None:
         "types": [f"{modality}-{name}" for modality, name in TYPES],
         "environment": environment(),
     }
-    with replacing(path) as file:
-        np.savez_compressed(file, about=np.array(json.dumps(about)), **joined)
-    print(f"{path}: {joined['outcome'].shape[1]} scenes, {path.stat().st_size} bytes")
+    found: dict[str, np.ndarray] = {}
+    if path.exists():
+        with np.load(path) as file:
+            found = {key: file[key] for key in file.files if key != "about"}
+            if json.loads(str(file["about"]))["recipes"] != about["recipes"]:
+                raise SystemExit(f"{path} was recorded with other recipes")
+    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
+    for start in range(len(found["seed"]) if found else 0, scenes, BLOCK):
+        block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
+        found = {k: np.concatenate([found[k], block[k]], -1) if found else block[k] for k in block}
+        with replacing(path) as file:
+            np.savez_compressed(file, about=np.array(json.dumps(about)), **found)
+        print(f"{len(found['seed'])} of {scenes} scenes", flush=True)
 
 
 @dataclass(frozen=True)
@@ -257,20 +243,17 @@ def prove(matrix: Matrix, seeds: Sequence[int]) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     parser = harness.parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("record", "pack", "prove"))
-    add("--blocks", type=Path, default=BLOCKS, metavar="DIR")
+    add("what", choices=("record", "prove"))
     add("--scenes", type=int, default=SCENES, metavar="N")
-    add("--matrix", type=Path, default=MATRIX, metavar="FILE")
+    add("--matrix", type=Path, metavar="FILE", help=f"{RECORDED}, of prove {MATRIX.name}")
     add("--json", type=Path, metavar="FILE", help="where prove writes its result")
     add("--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws")
     args = parser.parse_args(argv)
     if args.what == "record":
-        record(args.blocks, args.scenes)
-    elif args.what == "pack":
-        pack(args.blocks, args.matrix)
+        record(args.matrix or RECORDED, args.scenes)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
-        found = prove(Matrix.load(args.matrix), seeds)
+        found = prove(Matrix.load(args.matrix or MATRIX), seeds)
         print(json.dumps(found, indent=1))
         if args.json is not None:
             harness.written(args.json, found)

@@ -39,6 +39,7 @@ import shapes
 import torch
 from end_to_end import HF, QUESTION, Job
 
+import kernels
 from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
@@ -138,8 +139,6 @@ class Bench:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    import kernels
-
     one = torch.ones(1, device=bench.device)
     one.add_(1).item()
     return ({} if bench.dry else kernels.machine()) | {
@@ -191,8 +190,6 @@ def layer(bench: Bench) -> dict[str, Any]:
         run = partial(decoder.layers[0], x, position_embeddings=tables)
         variants: dict[str, Callable[[], Any]] = {"as it is": run}
         if not bench.dry:
-            import kernels
-
             variants["captured"] = kernels.captured(run)
         backend = "aot_eager" if bench.dry else "inductor"
         variants["compiled"] = torch.compile(run, dynamic=False, backend=backend)

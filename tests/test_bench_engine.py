@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +13,11 @@ import torch
 from bench_script import script
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.sequence import Sequence
 
 pytestmark = pytest.mark.cold
 
 engine = script("engine")
 LENGTHS = (3, 9, 5, 6)
-PAUSE = 0.3  # seconds
 
 
 def loaded(*_: Any) -> VLM:
@@ -52,7 +47,7 @@ def job() -> Any:
         )
         for seed, length in enumerate(LENGTHS)
     ]
-    return engine.Job(vlm, captions, [2, 4], 2, warmup=0, images=2, short=3, new_tokens=6)
+    return engine.Job(vlm, captions, [2, 4], 2, warmup=0)
 
 
 class Clock:
@@ -84,7 +79,6 @@ def test_command_reports_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "load", loaded)
-    monkeypatch.setattr(engine, "RECIPES", ("none", "snapkv:0.5"))  # for short prompts
     out, threads = tmp_path / "out.json", torch.get_num_threads()
     argv = ["--quick", "--device", "cpu", "--threads", str(threads), "--out", str(out)]
     assert engine.main(argv) == 0
@@ -98,9 +92,6 @@ def test_command_reports_all_rows(
         assert row["least"] is (row["name"] in ("batching", "padded"))
         assert row["q1"] == row["median"] == row["q3"] == row["ratios"][0] > 0
         assert row["verdict"] in (("ok", "missed") if row["bound"] else ("",))
-    gaps = [row["what"] for row in rows if row["name"] == "gap"]
-    ends = ("`none`", "`snapkv:0.5`", "chunks of 512", "chunks of 256")
-    assert all(what.endswith(end) for what, end in zip(gaps, ends, strict=True))
     printed = capsys.readouterr().out.splitlines()
     assert len([line for line in printed if line.startswith("| `")]) == len(rows)
 
@@ -189,66 +180,3 @@ def test_captions_end_where_the_model_ends_them(tiny: VLM) -> None:
         answer = tiny.ask(request.question, request.images, max_new_tokens=64, do_sample=False)
         assert length == min(len(answer.token_ids), engine.LONGEST) > 10
     assert first.images != second.images
-
-
-# --- gap -----------------------------------------------------------------------------------------
-
-
-def test_pause_in_prefill_is_a_gap(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, paused, seen = Engine._read, [], []
-
-    def pausing(self: Engine, sequence: Sequence) -> bool:
-        if sequence.max_new_tokens == 1 and not paused:
-            paused.append(sequence)
-            time.sleep(PAUSE)
-        return read(self, sequence)
-
-    monkeypatch.setattr(Engine, "_read", pausing)
-    monkeypatch.setattr(engine.harness, "gap_ratio", lambda *given: seen.extend(given) or 9.0)
-    assert engine.streamed(job.vlm, job.captions[0], job.long(1)) == 9.0
-    times, submitted, first, opened = seen
-    within = [b - a for a, b in pairwise(times) if b > submitted and a < first]
-    assert paused and max(within) >= PAUSE
-    assert times[0] < opened < submitted < first < times[-1] and times == sorted(times)
-    assert engine.BEFORE + engine.AFTER <= len(times) < engine.STREAM
-    assert not job.vlm.engine._unfinished
-
-
-def test_short_stream_is_an_error(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "STREAM", engine.BEFORE)
-    with pytest.raises(SystemExit, match="ended before the long prefill"):
-        engine.streamed(job.vlm, job.captions[0], job.long(1))
-    assert not job.vlm.engine._unfinished
-
-
-def test_chunk_size_is_restored(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[int | None] = []
-    monkeypatch.setattr(
-        engine, "streamed", lambda vlm, *_: used.append(vlm.engine.prefill_chunk_size) or 2.0
-    )
-    before = job.vlm.engine.prefill_chunk_size
-    assert engine.gap(job, "none", 512) == 2.0
-    assert used == [512] and job.vlm.engine.prefill_chunk_size == before
-
-
-# --- classes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("slow", "ratio"), [(0.0, 1.0), (14.0, 8.0)])
-def test_ratio_of_classes(
-    job: Any, monkeypatch: pytest.MonkeyPatch, slow: float, ratio: float
-) -> None:
-    """A step takes a second, and more where prompts of different lengths are decoded together."""
-    now, decode = Clock(), Engine._decode
-
-    def slowed(self: Engine) -> None:
-        lengths = {sequence.prompt_length for sequence in self._scheduler.active}
-        now.now += 2.0 + (slow if len(lengths) > 1 else 0.0)
-        decode(self)
-
-    monkeypatch.setattr(engine, "clock", lambda device: now())
-    monkeypatch.setattr(Engine, "_decode", slowed)
-    (row,) = engine.classes(job)
-    assert row.ratios == [ratio] * job.repeat
-    assert row.verdict == ("missed" if slow else "ok") and "3 rows of " in row.what

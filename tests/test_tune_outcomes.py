@@ -87,12 +87,11 @@ def test_recording_continues_after_an_interruption(
     monkeypatch.setattr(outcomes, "record_block", block)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     with pytest.raises(KeyboardInterrupt):
-        outcomes.record(tmp_path, 100)
+        outcomes.record(tmp_path / "all.npz", 100)
     first = list(done)
     done[:] = [range(0)]
-    outcomes.record(tmp_path, 100)
+    outcomes.record(tmp_path / "all.npz", 100)
     assert first + done[1:] == [range(40), range(40, 80), range(80, 100)]
-    outcomes.pack(tmp_path, tmp_path / "all.npz")
     with np.load(tmp_path / "all.npz") as packed:
         assert packed["seed"].tolist() == list(range(100))
         assert packed["outcome"][0].tolist() == list(range(100))
