@@ -2,9 +2,7 @@
 
 ==========  ====================================================================================
 ``record``  answers one question about each of 4,000 generated scenes with the full model and under
-            24 recipes, in blocks that an interrupted run continues with
-``pack``    writes the blocks that exist as one matrix: `benchmarks/results/outcomes-tiny.npz`
-``unpack``  writes the blocks that a matrix has, for ``record`` to continue with the others
+            24 recipes; the same command continues an interrupted run
 ``prove``   runs the race of `vlmfast tune` on 20 draws of 400 scenes of the matrix, and measures
             the recipes that it chooses on all other scenes: `benchmarks/results/tune-tiny.json`
 ==========  ====================================================================================
@@ -14,18 +12,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
+import torch
 
-from vlmfast.core.files import make_folder, replace_text, replacing
+import vlmfast
+from vlmfast import Request
+from vlmfast.core.env import environment
+from vlmfast.core.files import make_folder, replacing
 from vlmfast.eval.scores import normalise
 from vlmfast.scenes.examples import (
     EVAL_SEED_STOP,
@@ -42,7 +45,7 @@ OUTCOME_SEED_START = EVAL_SEED_STOP
 OUTCOME_SEED_STOP = OUTCOME_SEED_START + 2**20
 """Scenes of the matrix alone: neither training nor the evaluation draws these seeds."""
 MATRIX = Path(__file__).parent / "results" / "outcomes-tiny.npz"
-BLOCKS = Path("runs") / "outcomes"
+RECORDED = Path("runs") / "outcomes-tiny.npz"
 TYPES = tuple([("image", name) for name in IMAGE_TYPES] + [("video", name) for name in VIDEO_TYPES])
 SCENES, BLOCK = 4000, 40
 # Seeds of one question: the first scene among them that has a question of its type is taken.
@@ -106,10 +109,6 @@ def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str
         ``outcome`` uint8, ``equivalent_tokens`` float32 and ``kv_bytes`` int32, all of shape
         (recipes + 1, questions) with the full model first, and ``seed`` int64, (questions,).
     """
-    import torch
-
-    from vlmfast import Request
-
     shape = (len(recipes) + 1, len(numbers))
     found = {
         "outcome": np.zeros(shape, np.uint8),
@@ -141,39 +140,10 @@ def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str
     return found
 
 
-def record(folder: Path, scenes: int) -> None:
-    """Record the blocks that do not exist, in order."""
-    import torch
-
-    import vlmfast
-
+def record(path: Path, scenes: int) -> None:
+    """Record the scenes that a matrix does not have yet, and write it after every block."""
     torch.set_num_threads(1)
-    make_folder(folder)
-    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
-    for start in range(0, scenes, BLOCK):
-        path = folder / f"{start:05}.npz"
-        if not path.exists():
-            block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
-            with replacing(path) as file:
-                np.savez_compressed(file, recipes=np.array((FULL, *RECIPES)), **block)
-            print(f"{start + BLOCK} of {scenes} scenes", flush=True)
-
-
-def pack(folder: Path, path: Path) -> None:
-    """Join the blocks from the first to the first that is missing."""
-    from vlmfast.core.env import environment
-
-    blocks = []
-    for start in range(0, SCENES, BLOCK):
-        if not (folder / f"{start:05}.npz").exists():
-            break
-        with np.load(folder / f"{start:05}.npz") as block:
-            if tuple(block["recipes"]) != (FULL, *RECIPES):
-                raise SystemExit(f"{folder} was recorded with other recipes")
-            blocks.append({key: block[key] for key in block.files if key != "recipes"})
-    if not blocks:
-        raise SystemExit(f"{folder} has no blocks; run `python benchmarks/outcomes.py record`")
-    joined = {key: np.concatenate([block[key] for block in blocks], -1) for key in blocks[0]}
+    make_folder(path.parent)
     about = {
         "model": "tiny",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -182,23 +152,19 @@ def pack(folder: Path, path: Path) -> None:
         "types": [f"{modality}-{name}" for modality, name in TYPES],
         "environment": environment(),
     }
-    with replacing(path) as file:
-        np.savez_compressed(file, about=np.array(json.dumps(about)), **joined)
-    print(f"{path}: {joined['outcome'].shape[1]} scenes, {path.stat().st_size} bytes")
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """Write the full blocks of a matrix; the inverse of `pack`."""
-    make_folder(folder)
-    with np.load(path) as file:
-        recipes = json.loads(str(file["about"]))["recipes"]
-        joined = {key: file[key] for key in file.files if key != "about"}
-    scenes = joined["outcome"].shape[1]
-    for start in range(0, scenes - BLOCK + 1, BLOCK):
-        block = {key: values[..., start : start + BLOCK] for key, values in joined.items()}
-        with replacing(folder / f"{start:05}.npz") as out:
-            np.savez_compressed(out, recipes=np.array(recipes), **block)
-    print(f"{folder}: {scenes // BLOCK} blocks of {BLOCK} scenes")
+    found: dict[str, np.ndarray] = {}
+    if path.exists():
+        with np.load(path) as file:
+            found = {key: file[key] for key in file.files if key != "about"}
+            if json.loads(str(file["about"]))["recipes"] != about["recipes"]:
+                raise SystemExit(f"{path} was recorded with other recipes")
+    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
+    for start in range(len(found["seed"]) if found else 0, scenes, BLOCK):
+        block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
+        found = {k: np.concatenate([found[k], block[k]], -1) if found else block[k] for k in block}
+        with replacing(path) as file:
+            np.savez_compressed(file, about=np.array(json.dumps(about)), **found)
+        print(f"{len(found['seed'])} of {scenes} scenes", flush=True)
 
 
 @dataclass(frozen=True)
@@ -274,48 +240,24 @@ def prove(matrix: Matrix, seeds: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def print_proof(found: dict[str, Any]) -> None:
-    print(f"{found['scenes']} scenes, {DRAWN} of them drawn; bound {MAX_LOSS:.0%}")
-    for objective in OBJECTIVES:
-        about = found[objective]
-        print(f"\n{objective}")
-        for one in about["each"]:
-            print(
-                f"  draw {one['seed']:>4}  loss {100 * one['loss_on_rest']:+5.2f}  cost "
-                f"{one['cost']:6.1%}  ({one['cost_over_cheapest']:.2f} x the cheapest)  "
-                f"{'certified' if one['certified'] else 'estimated'}  {one['chosen']}"
-            )
-        print(
-            f"  within the bound: {about['within_bound']} of {about['draws']}; certified: "
-            f"{about['certified']}; median cost over the cheapest that holds: "
-            f"{about['median_cost_over_cheapest']:.2f}"
-        )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("record", "pack", "unpack", "prove"))
-    parser.add_argument("--blocks", type=Path, default=BLOCKS, metavar="DIR")
-    parser.add_argument("--scenes", type=int, default=SCENES, metavar="N")
-    parser.add_argument("--matrix", type=Path, default=MATRIX, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where prove writes its result")
-    parser.add_argument(
-        "--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws"
-    )
+def main(argv: list[str]) -> None:
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("what", choices=("record", "prove"))
+    add("--scenes", type=int, default=SCENES, metavar="N")
+    add("--matrix", type=Path, metavar="FILE", help=f"{RECORDED}, of prove {MATRIX.name}")
+    add("--json", type=Path, metavar="FILE", help="where prove writes its result")
+    add("--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws")
     args = parser.parse_args(argv)
     if args.what == "record":
-        record(args.blocks, args.scenes)
-    elif args.what == "pack":
-        pack(args.blocks, args.matrix)
-    elif args.what == "unpack":
-        unpack(args.matrix, args.blocks)
+        record(args.matrix or RECORDED, args.scenes)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
-        found = prove(Matrix.load(args.matrix), seeds)
-        print_proof(found)
+        found = prove(Matrix.load(args.matrix or MATRIX), seeds)
+        print(json.dumps(found, indent=1))
         if args.json is not None:
-            replace_text(args.json, json.dumps(found, indent=2) + "\n")
+            harness.written(args.json, found)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

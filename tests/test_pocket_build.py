@@ -14,13 +14,11 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from tiny_pocket import (
     PATCH,
     SIZE,
-    PocketError,
     build,
     make_decoder,
     make_pocket,
     make_tokenizer,
     make_tower,
-    parts,
     save_parts,
 )
 
@@ -69,7 +67,7 @@ def test_plain_transformers_loads_the_folder(pocket: Any, tmp_path: Path) -> Non
     assert notice.startswith("NOTICE.md of the decoder") and "CC-BY 4.0" in notice
     assert (tmp_path / "out" / "GEMMA_TERMS.html").exists()
     assert json.loads((tmp_path / "out" / "pocket.json").read_text())["step"] == 3
-    with pytest.raises(PocketError, match="out exists already"):
+    with pytest.raises(SystemExit, match="out exists already"):
         build.save(pocket, tmp_path / "out", {}, folder, "float32")
 
 
@@ -105,7 +103,7 @@ def test_features_are_the_patches_without_cls(pocket: Any) -> None:
 
 @pytest.mark.parametrize("size", [0, 7, 20, SIZE + PATCH])
 def test_sizes_that_the_tower_cannot_take_are_refused(size: int) -> None:
-    with pytest.raises(PocketError, match=rf"size={size} must be a multiple of 8 from 8 to 48"):
+    with pytest.raises(SystemExit, match=rf"size={size} must be a multiple of 8 from 8 to 48"):
         build.assemble(make_tower(), make_decoder(), make_tokenizer(), size)
 
 
@@ -117,48 +115,3 @@ def test_smaller_images_have_the_positions_of_transformers() -> None:
         small = build.resize_tower(make_tower(), size)
         assert small.config.image_size == size
         assert torch.equal(small(pixels).last_hidden_state, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "message"),
-    [
-        ("dinov2_with_registers", {"num_register_tokens": 4}, "are no raster: 48 pixels become "),
-        ("siglip_vision_model", {}, "has no positions of a CLS token and a raster of patches"),
-        ("vit_mae", {"image_size": [SIZE, SIZE]}, "the vit_mae tower takes no square images"),
-    ],
-)
-def test_towers_whose_patches_are_no_raster_are_refused(
-    kind: str, more: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PocketError, match=message):
-        build.resize_tower(make_tower(kind, **more), SIZE)
-
-
-def test_decoders_without_a_cache_are_refused() -> None:
-    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
-
-    config = OpenAIGPTConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(PocketError, match="OpenAIGPTLMHeadModel has no KV cache"):
-        build.assemble(make_tower(), OpenAIGPTLMHeadModel(config), make_tokenizer(), SIZE)
-
-
-def test_tokenizers_without_an_unused_token_are_refused() -> None:
-    from tiny_families import tokenizer
-
-    with pytest.raises(PocketError, match="has no token <unused0>"):
-        build.assemble(make_tower(), make_decoder(), tokenizer(), SIZE)
-
-
-def test_missing_and_older_parts_are_named(tmp_path: Path) -> None:
-    folder = save_parts(tmp_path / "parts")
-    (folder / "tower" / "config.json").unlink()
-    with pytest.raises(PocketError, match=r"tower is missing; `parts\.py` makes it"):
-        build.read(folder, SIZE)
-    (folder / "pocket.json").write_text(json.dumps({"version": parts.VERSION - 1}))
-    with pytest.raises(PocketError, match="is of version 0, this command makes version 1"):
-        build.read(folder, SIZE)
-
-
-def test_missing_training_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"error: .* has no checkpoint; `train\.py` writes it"):
-        build.main([str(tmp_path), str(tmp_path / "out"), "--run", str(tmp_path)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ with pytest.MonkeyPatch.context() as patched:
     modules = map(importlib.import_module, SCRIPTS)
     parts, objects, scenes, checkpoints, build, *others = modules
     export, patches, train, evaluate, evidence, counting = others
-PocketError = parts.PocketError
-
 SIZE, PATCH = 48, 8
 COLOURS = {
     "cat": (250, 0, 0),
@@ -106,5 +103,4 @@ def save_parts(folder: Path) -> Path:
     make_tokenizer().save_pretrained(folder / "decoder")
     for name in ("GEMMA_TERMS.html", "NOTICE.md"):
         (folder / "decoder" / name).write_text(f"{name} of the decoder\n")
-    (folder / "pocket.json").write_text(json.dumps({"version": parts.VERSION}))
     return folder

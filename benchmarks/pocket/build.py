@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from checkpoints import WEIGHTS, load_checkpoint, load_weights
-from parts import TERMS, PocketError, as_pocket_error, check_folder, read_note
+from parts import TERMS
 from torch import nn
 
 from vlmfast.core.files import make_folder, replace_text
-from vlmfast.errors import VLMFastError
 
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-VERSION = 1  # of the folder
 IMAGE = "<unused0>"  # a token of Gemma's tokenizer without another use
 # Newlines are written as expressions: a template drops one that follows a tag.
 TEMPLATE = (
@@ -109,10 +107,10 @@ def check_size(size: int, patch: int, most: int) -> None:
 
     Raises
     ------
-    PocketError
+    SystemExit
     """
     if size < patch or size > most or size % patch:
-        raise PocketError(f"size={size} must be a multiple of {patch} from {patch} to {most}")
+        raise SystemExit(f"size={size} must be a multiple of {patch} from {patch} to {most}")
 
 
 def resized_positions(table: torch.Tensor, side: int) -> torch.Tensor:
@@ -140,50 +138,20 @@ def resized_positions(table: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def resize_tower(tower: Any, size: int) -> Any:
-    """The tower for images of ``size`` pixels.
+    """The tower for images of ``size`` pixels, with a CLS token and patches in raster order.
 
     Raises
     ------
-    PocketError
-        If the tower cannot take the size, or its output is not a CLS token and the patches of an
-        image in raster order.
+    SystemExit
+        If the tower cannot take the size.
     """
     config = tower.config
-    most, patch = config.image_size, config.patch_size
-    if not isinstance(most, int) or not isinstance(patch, int):
-        raise PocketError(f"the {config.model_type} tower takes no square images")
-    check_size(size, patch, most)
-    side = size // patch
-    table = getattr(getattr(tower, "embeddings", None), "position_embeddings", None)
-    if table is None or table.dim() != 3 or table.shape[1] != 1 + (most // patch) ** 2:
-        raise PocketError(
-            f"the {config.model_type} tower has no positions of a CLS token and a raster of patches"
-        )
-    tower.embeddings.position_embeddings = nn.Parameter(resized_positions(table.data, side))
+    check_size(size, config.patch_size, config.image_size)
+    table = tower.embeddings.position_embeddings.data
+    side = size // config.patch_size
+    tower.embeddings.position_embeddings = nn.Parameter(resized_positions(table, side))
     config.image_size = size
-    pixels = torch.zeros(1, 3, size, size, dtype=tower.dtype)
-    with torch.no_grad():
-        rows = tower(pixels, output_hidden_states=True).hidden_states[-1]
-    if rows.dim() != 3 or rows.shape[1] != 1 + side**2:
-        raise PocketError(
-            f"the patches of the {config.model_type} tower are no raster: {size} pixels become "
-            f"rows of shape {tuple(rows.shape[1:-1])}, not one more than {side}x{side}"
-        )
     return tower
-
-
-def check_decoder(decoder: Any) -> None:
-    """Refuse a decoder that does not return a cache.
-
-    Raises
-    ------
-    PocketError
-    """
-    token = torch.zeros(1, 1, dtype=torch.long)
-    with torch.no_grad():
-        output = decoder(token, use_cache=True)
-    if not {"cache", "past_key_values"} & set(output):  # keys without a value are left out
-        raise PocketError(f"{type(decoder).__name__} has no KV cache")
 
 
 def assemble(tower: Any, decoder: Any, tokenizer: Any, size: int) -> Pocket:
@@ -201,19 +169,14 @@ def assemble(tower: Any, decoder: Any, tokenizer: Any, size: int) -> Pocket:
 
     Raises
     ------
-    PocketError
-        If the parts do not fit.
+    SystemExit
+        If the tower cannot take the size.
     """
     from transformers import CLIPImageProcessor, LlavaConfig, LlavaProcessor
     from transformers import LlavaForConditionalGeneration as Llava
 
-    check_decoder(decoder)
     resize_tower(tower, size)
-    if IMAGE not in tokenizer.get_vocab():
-        raise PocketError(f"the tokenizer has no token {IMAGE} to use for images")
-    newline = tokenizer("\n", add_special_tokens=False).input_ids
-    if len(newline) != 1:
-        raise PocketError("the tokenizer has no token for a newline, which ends an answer")
+    (newline,) = tokenizer("\n", add_special_tokens=False).input_ids
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     side = size // tower.config.patch_size
     config = LlavaConfig(
@@ -236,7 +199,7 @@ def assemble(tower: Any, decoder: Any, tokenizer: Any, size: int) -> Pocket:
         layer.reset_parameters()
     model.generation_config.update(
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[newline[0], tokenizer.eos_token_id],
+        eos_token_id=[newline, tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id,
         do_sample=False,
     )
@@ -260,24 +223,12 @@ def assemble(tower: Any, decoder: Any, tokenizer: Any, size: int) -> Pocket:
 
 
 def read(parts: Path, size: int, dtype: torch.dtype = torch.float32) -> Pocket:
-    """`assemble` the parts in a folder.
-
-    Raises
-    ------
-    PocketError
-        If a part is missing or damaged, or another version of ``parts.py`` has made the folder.
-    """
+    """`assemble` the parts in a folder."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-    check_folder(parts)
-    for name in ("tower", "decoder"):
-        if not (parts / name / "config.json").exists():
-            raise PocketError(f"{parts / name} is missing; `parts.py` makes it")
-    with as_pocket_error(f"{parts / 'tower'} cannot be read"):
-        tower = AutoModel.from_pretrained(parts / "tower", dtype=torch.float32)
-    with as_pocket_error(f"{parts / 'decoder'} cannot be read"):
-        decoder = AutoModelForCausalLM.from_pretrained(parts / "decoder", dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(parts / "decoder")
+    tower = AutoModel.from_pretrained(parts / "tower", dtype=torch.float32)
+    decoder = AutoModelForCausalLM.from_pretrained(parts / "decoder", dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(parts / "decoder")
     return assemble(tower, decoder, tokenizer, size)
 
 
@@ -321,8 +272,8 @@ def read_trained(run: Path) -> tuple[str, dict[str, Any]]:
 
     Raises
     ------
-    PocketError
-        If there are none, or another version has written them.
+    SystemExit
+        If there are none.
     """
     if (run / WEIGHTS).exists():
         state = load_weights(run / WEIGHTS)
@@ -330,25 +281,17 @@ def read_trained(run: Path) -> tuple[str, dict[str, Any]]:
     for stage in ("b", "a"):
         if (checkpoint := load_checkpoint(run / f"{stage}.pt")) is not None:
             return stage, checkpoint
-    raise PocketError(f"{run} has no checkpoint; `train.py` writes it")
+    raise SystemExit(f"{run} has no checkpoint; `train.py` writes it")
 
 
 def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
-    """The LLaVA with the weights of a training, and what the training was.
-
-    Raises
-    ------
-    PocketError
-        As `read_trained`, or if the weights are of other parts.
-    """
+    """The LLaVA with the weights of a training, and what the training was."""
     stage, state = read_trained(run)
     pocket = read(parts, state["settings"]["size"])
-    with as_pocket_error(f"{run} is no training of the parts in {parts}"):
-        pocket.projector.load_state_dict(state["projector"])
-        if stage == "b":
-            adapted = add_adapter(pocket)
-            load_adapter(adapted, state["adapter"])
+    pocket.projector.load_state_dict(state["projector"])
     if stage == "b":
+        adapted = add_adapter(pocket)
+        load_adapter(adapted, state["adapter"])
         pocket.model.model.language_model = adapted.merge_and_unload()
     notes = {"stage": stage, "step": state["step"], "settings": state["settings"]}
     return pocket, notes
@@ -359,10 +302,10 @@ def check_new(folder: Path) -> None:
 
     Raises
     ------
-    VLMFastError
+    SystemExit
     """
     if folder.exists():
-        raise PocketError(f"{folder} exists already; remove it or name another folder")
+        raise SystemExit(f"{folder} exists already; remove it or name another folder")
     make_folder(folder.parent)
 
 
@@ -371,7 +314,7 @@ def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype
 
     Raises
     ------
-    VLMFastError
+    SystemExit
         As `check_new`.
     """
     check_new(folder)
@@ -385,24 +328,13 @@ def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype
     notice = part / "NOTICE.md"
     gemma = notice.read_text(encoding="utf-8") if notice.exists() else ""
     replace_text(notice, f"{gemma}\n{NOTICE}".lstrip())
-    replace_text(part / "pocket.json", json.dumps({"version": VERSION, **notes}) + "\n")
+    replace_text(part / "pocket.json", json.dumps(notes) + "\n")
     part.rename(folder)
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What `save` has noted in a folder.
-
-    Raises
-    ------
-    PocketError
-        If the folder was made by another version or by something else.
-    """
-    found = read_note(folder / "pocket.json")
-    if "stage" not in found:  # that of the parts has none
-        raise PocketError(f"{folder} has no model; `build.py` makes it")
-    if (made := found.get("version")) != VERSION:
-        raise PocketError(f"{folder} is of version {made}, expected is {VERSION}; build it again")
-    return found
+    """What `save` has noted in a folder."""
+    return json.loads((folder / "pocket.json").read_text(encoding="utf-8"))
 
 
 NOTICE = """\
@@ -430,12 +362,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args(argv)
-    try:
-        check_new(args.out)  # before the parts are read
-        pocket, notes = trained(args.parts, args.run)
-        save(pocket, args.out, notes, args.parts, args.dtype)
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    check_new(args.out)  # before the parts are read
+    pocket, notes = trained(args.parts, args.run)
+    save(pocket, args.out, notes, args.parts, args.dtype)
     print(f"made {args.out} of step {notes['step']} of stage {notes['stage']}")
     return 0
 

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts import PocketError, as_pocket_error
 from safetensors import safe_open
 from safetensors.torch import save
 
 from vlmfast.core.files import make_folder, replace_text, replacing
 
-VERSION = 1
 WEIGHTS, CURVE = "trained.safetensors", "curve.jsonl"
 _PARTS = ("projector", "adapter")
 
@@ -22,25 +20,12 @@ _PARTS = ("projector", "adapter")
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at ``path`` in one step."""
     with replacing(path) as file:
-        torch.save({"version": VERSION, **state}, file)
+        torch.save(state, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """The checkpoint at ``path``, or None if there is none.
-
-    Raises
-    ------
-    PocketError
-        If it cannot be read, or was written by another version.
-    """
-    if not path.exists():
-        return None
-    with as_pocket_error(f"{path} cannot be read"):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or (found := state.get("version")) != VERSION:
-        found = state.get("version") if isinstance(state, dict) else None
-        raise PocketError(f"{path} is of version {found}, expected is {VERSION}; use a new folder")
-    return state
+    """The checkpoint at ``path``, or None if there is none."""
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
 
 
 def save_weights(folder: Path, state: dict[str, Any]) -> Path:
@@ -50,7 +35,7 @@ def save_weights(folder: Path, state: dict[str, Any]) -> Path:
         for part in _PARTS
         for name, value in state.get(part, {}).items()
     }
-    about = {"version": VERSION, "step": state["step"], "settings": state["settings"]}
+    about = {"step": state["step"], "settings": state["settings"]}
     make_folder(folder)
     with replacing(folder / WEIGHTS) as file:
         file.write(save(tensors, {"pocket": json.dumps(about)}))
@@ -58,18 +43,10 @@ def save_weights(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def load_weights(path: Path) -> dict[str, Any]:
-    """What `save_weights` has written, in float32, with the keys of a checkpoint.
-
-    Raises
-    ------
-    PocketError
-        If it cannot be read, or was written by another version.
-    """
-    with as_pocket_error(f"{path} cannot be read"), safe_open(path, "pt") as file:
-        about = json.loads((file.metadata() or {}).get("pocket", "{}"))
+    """What `save_weights` has written, in float32, with the keys of a checkpoint."""
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["pocket"])
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    if (found := about.get("version")) != VERSION:
-        raise PocketError(f"{path} is of version {found}, expected is {VERSION}")
     for name, value in tensors.items():
         part, _, own = name.partition("/")
         about.setdefault(part, {})[own] = value

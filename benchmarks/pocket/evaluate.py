@@ -33,13 +33,11 @@ import scenes
 import torch
 import transformers
 from objects import Objects
-from parts import PocketError, as_pocket_error
 from PIL import Image
 from scenes import TYPES, Question
 
-from vlmfast import VLM, Request, VLMFastError
+from vlmfast import VLM, Request
 from vlmfast.core.files import replace_text
-from vlmfast.eval.commands import check_folder
 from vlmfast.eval.scores import normalise, wilson
 
 Asked = Sequence[tuple[list[Image.Image], list[Question]]]
@@ -50,12 +48,7 @@ GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 def examples(
-    drawn: Objects,
-    split: str,
-    kinds: Sequence[str],
-    number: int,
-    size: int,
-    photographs: Sequence[Image.Image] = (),
+    drawn: Objects, split: str, kinds: Sequence[str], number: int, size: int
 ) -> Iterator[tuple[list[Image.Image], list[Question]]]:
     """Images of unseen layouts, each with one question of every type."""
     drawings = drawn.drawings(split)
@@ -63,30 +56,9 @@ def examples(
         for i in range(number):
             seed = scenes.seed_of("test", kind, i)
             layout = scenes.layout(seed, kind, drawings, size)
-            images, _ = scenes.draw(layout, drawn, photographs)
+            images, _ = scenes.draw(layout, drawn)
             rng = random.Random(seed)
             yield images, [scenes.question(layout, type_, rng) for type_ in TYPES[kind]]
-
-
-def read_photographs(folder: Path | None) -> list[Image.Image]:
-    """The images in a folder.
-
-    Raises
-    ------
-    PocketError
-        If there is none, or one cannot be read.
-    """
-    if folder is None:
-        return []
-    paths = sorted(of for of in folder.glob("*") if of.suffix.lower() in (".jpg", ".jpeg", ".png"))
-    if not paths:
-        raise PocketError(f"photographs: {folder} has no .jpg, .jpeg or .png file")
-    found = []
-    for path in paths:
-        problem = f"photographs: {path} cannot be read"
-        with as_pocket_error(problem), Image.open(path) as image:
-            found.append(image.convert("RGB"))
-    return found
 
 
 def evaluate(
@@ -118,31 +90,9 @@ def evaluate(
     return found
 
 
-def check_compare(number: int, questions: int) -> None:
-    """Refuse a number of comparisons that is negative or more than the questions.
-
-    Raises
-    ------
-    PocketError
-    """
-    if number < 0:
-        raise PocketError(f"compare={number} must be at least 0")
-    if number > questions:
-        raise PocketError(
-            f"compare={number} is more than the {questions} questions; raise --scenes"
-        )
-
-
 def compare(vlm: VLM, asked: Asked, number: int) -> int:
-    """How many of ``number`` greedy answers under ``none`` have Hugging Face's tokens.
-
-    Raises
-    ------
-    PocketError
-        As `check_compare`.
-    """
+    """How many of ``number`` greedy answers under ``none`` have Hugging Face's tokens."""
     flat = [(images, of.text) for images, questions in asked for of in questions]
-    check_compare(number, len(flat))
     equal = 0
     for images, text in flat[:number]:
         own = vlm.ask(text, images=images, recipe="none", **GREEDY).token_ids
@@ -172,37 +122,17 @@ def gate(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def is_gated(args: argparse.Namespace, found: Mapping[str, Any]) -> bool:
     """Whether the gate applies: to the default recipe and drawings, if its types were asked."""
-    default = args.recipe == "none" and args.split == "train" and args.photographs is None
+    default = args.recipe == "none" and args.split == "train"
     return args.gate and default and set(GATED) <= set(found)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuse arguments that would end the command after the evaluation.
-
-    Raises
-    ------
-    VLMFastError
-    """
-    for name in ("scenes", "batch_size"):
-        if getattr(args, name) < 1:
-            raise PocketError(f"{name}={getattr(args, name)} must be at least 1")
-    check_compare(args.compare, args.scenes * sum(len(TYPES[kind]) for kind in args.kind))
-    if args.out is None:
-        return
-    check_folder(args.out.parent)
-    if args.out.is_dir():
-        raise PocketError(f"out: {args.out} is a folder; it must be a file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, print a table, write the result; 1 where the gate is missed, else 0."""
     model = build.about(args.model)
-    check(args)
     vlm = VLM.from_pretrained(args.model, device=args.device, dtype=args.dtype)
     drawn = objects.read(args.parts / "objects", vlm.processor.tokenizer)
-    photographs = read_photographs(args.photographs)
     size = vlm.model.config.vision_config.image_size
-    asked = list(examples(drawn, args.split, args.kind, args.scenes, size, photographs))
+    asked = list(examples(drawn, args.split, args.kind, args.scenes, size))
     begin = time.monotonic()
     found = evaluate(vlm, asked, args.recipe, args.batch_size)
     seconds = time.monotonic() - begin
@@ -216,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "recipe": args.recipe,
         "split": args.split,
-        "photographs": len(photographs),
         "dtype": args.dtype,
         "device": str(vlm.model.device),
         "torch": torch.__version__,
@@ -254,7 +183,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", choices=["train", "style", "objects"], default="train")
     parser.add_argument("--kind", action="append", choices=list(TYPES), help="by default all")
     parser.add_argument("--scenes", type=int, default=100, help="layouts of each kind")
-    parser.add_argument("--photographs", type=Path, help="folder of images for backgrounds")
     parser.add_argument("--compare", type=int, default=0, metavar="N")
     parser.add_argument("--no-gate", dest="gate", action="store_false")
     parser.add_argument("--batch-size", type=int, default=8)
@@ -263,10 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args(argv)
     args.kind = args.kind or list(TYPES)
-    try:
-        return run(args)
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    questions = args.scenes * sum(len(TYPES[kind]) for kind in args.kind)
+    if args.compare > questions:
+        parser.error(f"--compare {args.compare} is more than the {questions} questions")
+    return run(args)
 
 
 if __name__ == "__main__":

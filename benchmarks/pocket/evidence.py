@@ -14,12 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-import build
 import objects
 import scenes
 from evaluate import GREEDY
 from objects import Objects
-from parts import PocketError, as_pocket_error
 from PIL import Image
 from scenes import TYPES, Layout
 from transformers import AutoConfig, AutoTokenizer
@@ -61,9 +59,6 @@ class Scenes:
 
     def docs(self, limit: int | None, seed: int) -> list[Doc]:
         limit = LIMIT if limit is None else limit
-        for name, value, least in (("limit", limit, 1), ("seed", seed, 0)):
-            if value < least:
-                raise PocketError(f"{name} is {value}; it must be at least {least}")
         return [doc for kind in self.kinds for doc in self._docs(kind, limit, seed)]
 
     def _docs(self, kind: str, limit: int, seed: int) -> Iterator[Doc]:
@@ -113,11 +108,9 @@ def main(argv: list[str] | None = None) -> int:
         if name != Scenes.name:
             return find_task(name, **options)
         if options:
-            raise PocketError(f"task {name} has no option {', '.join(options)}")
-        build.about(Path(args.model))
-        with as_pocket_error(f"{args.model} cannot be read"):
-            tokenizer = AutoTokenizer.from_pretrained(args.model)
-            size = AutoConfig.from_pretrained(args.model).vision_config.image_size
+            raise VLMFastError(f"task {name} has no option {', '.join(options)}")
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        size = AutoConfig.from_pretrained(args.model).vision_config.image_size
         drawn = objects.read(args.parts / "objects", tokenizer)
         return Scenes(drawn, size, args.kind or ("scene", "word"), args.drawings)
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import build
 from checkpoints import CURVE, save_weights
-from parts import as_pocket_error, terms
+from parts import terms
 
 from vlmfast.core.files import replace_text
-from vlmfast.errors import VLMFastError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,16 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("parts", type=Path, help="folder of parts.py")
     parser.add_argument("folder", type=Path)
     args = parser.parse_args(argv)
-    try:
-        _, state = build.read_trained(args.run)
-        path = save_weights(args.folder, state)
-        replace_text(args.folder / "GEMMA_TERMS.txt", terms(args.parts / "decoder") + "\n")
-        replace_text(args.folder / "NOTICE.md", build.NOTICE)
-        if (curve := args.run / CURVE).exists():
-            with as_pocket_error(f"{curve} cannot be read"):
-                replace_text(args.folder / CURVE, curve.read_text(encoding="utf-8"))
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    _, state = build.read_trained(args.run)
+    path = save_weights(args.folder, state)
+    replace_text(args.folder / "GEMMA_TERMS.txt", terms(args.parts / "decoder") + "\n")
+    replace_text(args.folder / "NOTICE.md", build.NOTICE)
+    if (curve := args.run / CURVE).exists():
+        replace_text(args.folder / CURVE, curve.read_text(encoding="utf-8"))
     print(f"made {path}, {path.stat().st_size / 1e6:.1f} MB")
     return 0
 

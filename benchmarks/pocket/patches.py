@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from build import Pocket
 from objects import Objects
-from parts import PocketError, as_pocket_error, read_note
 from scenes import KINDS, WORDS, Layout, draw, layout, seed_of
 from torch.utils.data import DataLoader, Dataset
 
 from vlmfast.core.files import make_folder, replace_text, replacing
 
-VERSION = 1  # of the folder
 SHARD = 32  # layouts in a file
 BACKGROUND = -1  # label
 COVERED = 0.4  # share of a patch that an object must cover to be its label
@@ -35,20 +33,18 @@ class Patches:
 
     Raises
     ------
-    PocketError
-        If the folder has patches of other images or another version.
+    SystemExit
+        If the folder has patches of other images.
     """
 
     def __init__(self, folder: Path, part: str, pocket: Pocket, objects: Objects) -> None:
         self.folder, self.part, self.pocket, self.objects = folder, part, pocket, objects
         self.drawings = objects.drawings("train")
         self.classes = list(dict.fromkeys([*objects.names, *WORDS]))
-        facts = {"version": VERSION, "part": part, "size": pocket.size, "classes": self.classes}
+        facts = {"part": part, "size": pocket.size, "classes": self.classes}
         note = folder / "patches.json"
-        if note.exists() and read_note(note) != facts:
-            raise PocketError(
-                f"{folder} has patches of other images or of another version; remove it"
-            )
+        if note.exists() and json.loads(note.read_text(encoding="utf-8")) != facts:
+            raise SystemExit(f"{folder} has patches of other images; remove it")
         make_folder(folder)
         replace_text(note, json.dumps(facts))
         self._shards: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
@@ -104,8 +100,7 @@ class Patches:
         labels, features = self._paths(kind, len(self._shards[kind]))
         if not features.exists():  # written last
             return False
-        with as_pocket_error(f"{features} or its labels cannot be read"):
-            pair = np.load(features, mmap_mode="r"), np.load(labels, mmap_mode="r")
+        pair = np.load(features, mmap_mode="r"), np.load(labels, mmap_mode="r")
         self._shards[kind].append(pair)
         return True
 

@@ -31,7 +31,6 @@ import objects
 import torch
 from build import Pocket, prompt
 from checkpoints import CURVE, Curve, load_checkpoint, save_checkpoint
-from parts import PocketError, as_pocket_error
 from patches import BACKGROUND, Patches, loader
 from scenes import CELLS, GRID, KINDS, Question, questions
 from torch import Tensor, nn
@@ -39,19 +38,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from vlmfast.core.files import make_folder
-from vlmfast.errors import VLMFastError
 
 IGNORED = -100  # label of tokens without loss
-# Arguments of the command with their least values.
-LEAST = {
-    "scenes": 1,
-    "words": 0,
-    "videos": 0,
-    "steps_a": 1,
-    "steps_b": 1,
-    "checkpoint_every": 1,
-    "workers": 0,
-}
 WARM_UP, DECAY = 40, 0.2  # steps, and the share of the steps at whose end the rate is zero
 
 
@@ -77,15 +65,6 @@ class Settings:
     questions: int = 6
     place: float = 0.3
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _check_least(name, value, 0 if name in ("seed", "place") else 1)
-
-
-def _check_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise PocketError(f"{name}={value} must be at least {least}")
 
 
 @dataclass
@@ -331,7 +310,7 @@ class StageA:
                 ):
                     rows.append(value)
         if not found[0]:
-            raise PocketError(f"{patches.folder} has no patches; give more time")
+            raise SystemExit(f"{patches.folder} has no patches; give more time")
         features, classes, cells = (
             torch.from_numpy(np.concatenate(rows)).to(self.names.device) for rows in found
         )
@@ -525,8 +504,8 @@ def fit(
 
     Raises
     ------
-    PocketError
-        If the checkpoint is of other settings or parts.
+    SystemExit
+        If the checkpoint is of other settings.
     """
     path, settings = folder / f"{stage.name}.pt", asdict(stage.settings)
     for group in stage.groups:
@@ -543,12 +522,11 @@ def fit(
         stage.start()
     else:
         if state["settings"] != settings:
-            raise PocketError(
+            raise SystemExit(
                 f"{path} is of settings {state['settings']}; give the same or remove it"
             )
-        with as_pocket_error(f"{path} is no training of these parts"):
-            stage.load(state)
-            optimizer.load_state_dict(state["optimizer"])
+        stage.load(state)
+        optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     curve, begin = Curve(folder / CURVE, stage.name, step), clock()
 
@@ -597,15 +575,9 @@ def train(args: argparse.Namespace, settings: Settings) -> None:
     """Encode patches and run the stages, until they are done or the time is over."""
     begin = time.monotonic()
     deadline = begin + 60 * args.minutes if args.minutes is not None else float("inf")
-    cuda = torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        raise PocketError("device=cuda: this machine has no CUDA device")
-    device = torch.device(args.device or ("cuda" if cuda else "cpu"))
-    for name, least in LEAST.items():
-        _check_least(name, getattr(args, name), least)
     torch.manual_seed(settings.seed)
     pocket = build.read(args.parts, settings.size, torch.bfloat16)
-    pocket.model.to(device)
+    pocket.model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     drawn = objects.read(args.parts / "objects", pocket.processor.tokenizer)
     make_folder(args.run)
     parts = {
@@ -628,12 +600,10 @@ def train(args: argparse.Namespace, settings: Settings) -> None:
             stage = StageA(pocket, parts["train"], parts["check"], settings)
         else:
             stage = StageB(pocket, parts["train"], parts["check"], settings, args.workers)
-            path = args.run / "a.pt"
-            before = load_checkpoint(path)
+            before = load_checkpoint(args.run / "a.pt")
             if before is None:
-                raise PocketError(f"{args.run} has no checkpoint of stage a; run it first")
-            with as_pocket_error(f"{path} is no training of these parts"):
-                pocket.projector.load_state_dict(before["projector"])
+                raise SystemExit(f"{args.run} has no checkpoint of stage a; run it first")
+            pocket.projector.load_state_dict(before["projector"])
         done = fit(stage, args.run, steps, deadline, args.checkpoint_every)
         print(f"stage {name}: {done} of {steps} steps", flush=True)
         if done < steps:
@@ -661,10 +631,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in standard.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args(argv)
-    try:
-        train(args, Settings(**{name: getattr(args, name) for name in standard}))
-    except VLMFastError as error:
-        raise SystemExit(f"error: {error}") from None
+    train(args, Settings(**{name: getattr(args, name) for name in standard}))
     return 0
 
 
