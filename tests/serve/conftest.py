@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from vlmfast.serve.app import Server
 from vlmfast.serve.config import ServerConfig
 from vlmfast.serve.server import options_of
 
+CHAT = "/v1/chat/completions"
 GUARD = 60.0  # seconds; only a test that fails waits as long
 ENGINE = os.environ.get("VLMFAST_SERVE_ENGINE", "vlmfast")
 RECIPES = {"tiny": "balanced", "full": "none", "fast": "hired:0.1"}
@@ -39,7 +41,6 @@ RECIPES = {"tiny": "balanced", "full": "none", "fast": "hired:0.1"}
 DIFFERENT = {
     "test_answers_are_those_of_the_library[tiny]": "ties",
     "test_names_have_their_own_recipes": "recipes",
-    "test_own_fields": "recipes",
     "test_models": "positions",
     "test_usage_adds_up": "usage",
     "test_trace_has_the_boxes_of_kept_tokens": "trace",
@@ -67,57 +68,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(known[DIFFERENT[name]]))
 
 
-@dataclass
-class Served:
-    """A server that is listening.
+@contextlib.contextmanager
+def held(
+    place: Any, name: str, when: Callable[..., bool] = lambda *_: True
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Hold the first call of a method ``when`` it is to be: an event tells, one releases it."""
+    original, reached, release = getattr(place, name), threading.Event(), threading.Event()
 
-    Parameters
-    ----------
-    url : str
-    server : Server
-    vlm : VLM
-    """
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if when(*args) and not reached.is_set():
+            reached.set()
+            assert release.wait(GUARD)
+        return original(*args, **kwargs)
 
-    url: str
-    server: Server
-    vlm: VLM
-
-    def client(self, **more: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=GUARD, **more)
-
-    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
-        with self.client() as client:
-            return client.post(path, json=body, **more)
-
-    def chat(self, text: str = "What is here?", image: int | None = 0, **more: Any) -> Any:
-        """A chat completion of a drawn image; the response."""
-        headers = more.pop("headers", None)
-        return self.post("/v1/chat/completions", ask(text, image, **more), headers=headers)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric over its labels."""
-        with self.client() as client:
-            lines = client.get("/metrics", headers=self.headers).text.splitlines()
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        found = [
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith(f"vlmfast:{name}{{") and all(part in line for part in wanted)
-        ]
-        assert found, f"no metric {name}"
-        return sum(found)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        keys = self.server.config.api_keys
-        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition."""
-        end = time.monotonic() + GUARD
-        while not condition():
-            assert time.monotonic() < end, "the condition was not met"
-            time.sleep(0.005)
+    setattr(place, name, call)
+    try:
+        yield reached, release
+    finally:
+        release.set()
+        delattr(place, name)
 
 
 def data_url(seed: int = 0, width: int = 64, height: int = 64) -> str:
@@ -132,6 +101,86 @@ def ask(text: str = "What is here?", image: int | None = 0, **more: Any) -> dict
     if image is not None:
         content.insert(0, {"type": "image_url", "image_url": {"url": data_url(image)}})
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
+
+
+@dataclass
+class Served:
+    """A server that is listening.
+
+    Parameters
+    ----------
+    url : str
+    server : Server
+    vlm : VLM
+    """
+
+    url: str
+    server: Server
+    vlm: VLM
+    body = staticmethod(ask)
+    image_url = staticmethod(data_url)
+    held = staticmethod(held)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def client(self, **more: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=GUARD, **more)
+
+    def get(self, path: str, **headers: str) -> httpx2.Response:
+        with self.client(headers=headers) as client:
+            return client.get(path)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **more)
+
+    def send(self, content: Any, path: str = CHAT, kind: str = "application/json") -> Any:
+        """The response to a body as it is."""
+        with self.client(headers={"Content-Type": kind}) as client:
+            return client.post(path, content=content)
+
+    def connect(self, content: bytes = b"") -> socket.socket:
+        """A connection over which something was sent."""
+        found = socket.create_connection(("127.0.0.1", self.port), timeout=GUARD)
+        found.sendall(content)
+        return found
+
+    def chat(self, text: str = "What is here?", image: int | None = 0, **more: Any) -> Any:
+        """A chat completion of a drawn image; the response."""
+        headers = more.pop("headers", None)
+        return self.post(CHAT, ask(text, image, **more), headers=headers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels; 0 where it has none yet."""
+        lines = self.get("/metrics", **self.headers).text.splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(f"vlmfast:{name}{{") and all(part in line for part in wanted)
+        ]
+        assert found or f"# TYPE vlmfast:{name} counter" in lines, f"no metric {name}"
+        return sum(found)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any request is left, as `/metrics` says."""
+        names = ("preparing", "running", "decoding", "waiting")
+        return not any(self.metric(f"num_requests_{name}") for name in names)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        keys = self.server.config.api_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition."""
+        end = time.monotonic() + GUARD
+        while not condition():
+            assert time.monotonic() < end, "the condition was not met"
+            time.sleep(0.005)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -195,6 +244,12 @@ def shipped() -> VLM:
 
 
 @pytest.fixture(scope="session")
+def vlm() -> VLM:
+    """One that no server runs."""
+    return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
 def served(shipped: VLM) -> Iterator[Served]:
     """A server without keys, shared by tests that leave it as it is."""
     if ENGINE == "vllm":
@@ -219,11 +274,9 @@ def serve(shipped: VLM) -> Iterator[Callable[..., Served]]:
         yield start
 
 
-@pytest.fixture(scope="session")
-def body() -> Callable[..., dict[str, Any]]:
-    return ask
+@pytest.fixture(scope="module")
+def client(served: Served) -> Any:
+    """OpenAI's client of the shared server."""
+    import openai
 
-
-@pytest.fixture(scope="session")
-def image_url() -> Callable[..., str]:
-    return data_url
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)

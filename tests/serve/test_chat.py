@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def test_usage_adds_up(served: Any) -> None:
     assert again["usage"]["vlmfast"]["prompt_tokens_fed"] == usage["prompt_tokens"] - cached
 
 
-def test_messages_reach_the_template_as_in_the_library(serve: Any, image_url: Any) -> None:
+def test_messages_reach_the_template_as_in_the_library(serve: Any) -> None:
     vlm = VLM(*tiny_families.builders()["qwen2_5_vl"](0))
     vlm.processor.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}"
@@ -99,7 +98,7 @@ def test_messages_reach_the_template_as_in_the_library(serve: Any, image_url: An
     assert answers("/v1/responses", input="Hello", max_output_tokens=8) == chatted(hello)
     # A turn of an image alone.
     before = [hello, {"role": "assistant", "content": "ok"}]
-    url = {"type": "image_url", "image_url": {"url": image_url(3)}}
+    url = {"type": "image_url", "image_url": {"url": served.image_url(3)}}
     found = answers(
         "/v1/chat/completions",
         messages=[*before, {"role": "user", "content": [url]}],
@@ -207,33 +206,26 @@ def test_length_defaults_to_the_limit(served: Any) -> None:
     assert served.chat("Describe it.", 9).json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_conversations(served: Any, image_url: Callable[..., str]) -> None:
+def test_conversations(served: Any) -> None:
     """Former answers and images of former turns are part of the prompt."""
-    image = {"type": "image_url", "image_url": {"url": image_url(10)}}
-    turns = [
-        {"role": "user", "content": [image, {"type": "text", "text": "What is here?"}]},
+    image = {"type": "image_url", "image_url": {"url": served.image_url(10)}}
+    later = [
         {"role": "assistant", "content": "a shape"},
         {"role": "user", "content": "Where is it?"},
     ]
-    body = {"model": "full", "messages": turns, "max_tokens": 8}
+
+    def turns(shown: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [shown, text_part("What is here?")]}, *later]
+
+    body = {"model": "full", "messages": turns(image), "max_tokens": 8}
     found = served.post("/v1/chat/completions", body).json()
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": make_image(seed=10)},
-                {"type": "text", "text": "What is here?"},
-            ],
-        },
-        {"role": "assistant", "content": "a shape"},
-        {"role": "user", "content": "Where is it?"},
-    ]
-    expected = served.vlm.chat(messages, max_new_tokens=8)
+    own = turns({"type": "image", "image": make_image(seed=10)})
+    expected = served.vlm.chat(own, max_new_tokens=8)
     assert found["choices"][0]["message"]["content"] == expected.text
 
 
-def test_tokenize(served: Any, body: Callable[..., Any]) -> None:
-    asked = {key: value for key, value in body(image=11).items() if key != "max_tokens"}
+def test_tokenize(served: Any) -> None:
+    asked = served.body(image=11)
     full = served.post("/tokenize", {**asked, "model": "full"}).json()
     ids = served.vlm.inputs("What is here?", make_image(seed=11))["input_ids"][0].tolist()
     assert full["tokens"] == ids == full["vlmfast"]["tokens"] and full["count"] == len(ids)
@@ -247,9 +239,8 @@ def test_tokenize(served: Any, body: Callable[..., Any]) -> None:
 
 
 def test_models(served: Any) -> None:
-    with served.client() as client:
-        found = client.get("/v1/models").json()
-        assert [model["id"] for model in found["data"]] == ["tiny", "full", "fast"]
-        assert client.get("/v1/models/fast").json()["recipe"] == "hired:0.1"
-        missing = client.get("/v1/models/none")
+    found = served.get("/v1/models").json()
+    assert [model["id"] for model in found["data"]] == ["tiny", "full", "fast"]
+    assert served.get("/v1/models/fast").json()["recipe"] == "hired:0.1"
+    missing = served.get("/v1/models/none")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"

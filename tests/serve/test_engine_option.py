@@ -53,11 +53,7 @@ def test_without_the_plug_in(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vlmfast_vllm", None)
-    line = refused(capsys, "tiny", "--engine", "vllm")
-    assert "pip install vlmfast-vllm" in line
-
-
-def test_options_after_two_dashes_are_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "pip install vlmfast-vllm" in refused(capsys, "tiny", "--engine", "vllm")
     line = refused(capsys, "no-such-model", "--", "--max-model-len", "2048")
     assert "'--max-model-len' stands after --, which is for --engine vllm" in line
 
@@ -77,42 +73,23 @@ def test_every_option_is_in_one_list(options: ModuleType) -> None:
     assert translated & refused == {"--prefix-cache-bytes"}  # of which one value has an equal
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--device", "cpu"),
-        ("--prefix-cache-bytes", "1"),
-        ("--prefill-chunk-size", "64"),
-        ("--shadow", "0.01"),
-    ],
-)
-def test_options_without_meaning_are_refused(
-    options: ModuleType, capsys: pytest.CaptureFixture[str], option: str, value: str
+def test_options_and_recipes_are_refused_before_vllm_is_imported(
+    options: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(capsys, "no-such-model", "--engine", "vllm", option, value)
-    assert f"{option} {value} has no meaning with --engine vllm: {options.REFUSED[option]}" in line
-
-
-def test_all_refusals_are_tried(options: ModuleType) -> None:
-    (tried,) = test_options_without_meaning_are_refused.pytestmark
-    assert {option for option, _ in tried.args[1]} == set(options.REFUSED)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--recipe", "snapkv:0.5"), "snapkv acts in the cache step"),
-        (("--alias", "small=hired:0.2+kivi:4"), "kivi acts in the cache step"),
-        (("--recipe", "hird:0.2"), "did you mean 'hired"),
-        (("--recipe", "auto"), "depends on the weights of the model"),
-        (("--recipe", "hired:0.2,positions=keep"), "positions=keep"),
-        ((), "--engine vllm needs vLLM: pip install vllm"),  # the control
-    ],
-)
-def test_recipes_are_refused_before_vllm_is_imported(
-    options: ModuleType, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
-) -> None:
-    assert reason in refused(capsys, "tiny", "--engine", "vllm", *words)
+    values = {"--device": "cpu", "--prefix-cache-bytes": "1", "--shadow": "0.01"}
+    for option, reason in options.REFUSED.items():
+        value = values.get(option, "64")
+        line = refused(capsys, "no-such-model", "--engine", "vllm", option, value)
+        assert f"{option} {value} has no meaning with --engine vllm: {reason}" in line
+    for words, reason in (
+        ("--recipe snapkv:0.5", "snapkv acts in the cache step"),
+        ("--alias small=hired:0.2+kivi:4", "kivi acts in the cache step"),
+        ("--recipe hird:0.2", "did you mean 'hired"),
+        ("--recipe auto", "depends on the weights of the model"),
+        ("--recipe hired:0.2,positions=keep", "positions=keep"),
+        ("", "--engine vllm needs vLLM: pip install vllm"),  # the control
+    ):
+        assert reason in refused(capsys, "tiny", "--engine", "vllm", *words.split())
 
 
 def test_translated_options(options: ModuleType) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ HISTOGRAMS = (
 
 def samples(served: Any) -> dict[str, dict[str, float]]:
     """Values of each metric by their labels other than the model's name, without prefix."""
-    with served.client() as client:
-        text = client.get("/metrics").text
+    text = served.get("/metrics").text
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -53,7 +51,7 @@ def usage_of_response(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_counters_are_sums_of_usage(serve: Callable[..., Any], image_url: Any) -> None:
+def test_counters_are_sums_of_usage(serve: Any) -> None:
     served = serve(recipe="balanced", aliases=ALIASES)
     usages, reasons, seconds = [], [], []
 
@@ -77,17 +75,14 @@ def test_counters_are_sums_of_usage(serve: Callable[..., Any], image_url: Any) -
     chat("Describe it.", 3, stream=True, stream_options={"include_usage": True})
     chat("Hello?", None, model="fast", max_tokens=1)
     chat("What is here?", 4, model="full", recipe="grid:0.5", max_tokens=2)
-    image = {"type": "input_image", "image_url": image_url(5)}
+    image = {"type": "input_image", "image_url": served.image_url(5)}
     content = [image, {"type": "input_text", "text": "What is here?"}]
     asked = {"input": [{"role": "user", "content": content}], "max_output_tokens": 2}
     found = served.post("/v1/responses", {"model": "drafted", **asked}).json()
     usages.append(usage_of_response(found["usage"]))
     reasons.append("stop" if found["status"] == "completed" else "length")
     # Neither is an answer.
-    assert (
-        served.post("/tokenize", {"model": "tiny", "messages": [_user_message("?")]}).status_code
-        == 200
-    )
+    assert served.post("/tokenize", served.body("?", None)).status_code == 200
     assert served.chat(max_tokens=0).status_code == 400
     assert served.chat(model="other").status_code == 404
 
@@ -141,11 +136,7 @@ def test_counters_are_sums_of_usage(serve: Callable[..., Any], image_url: Any) -
     assert metrics["time_to_first_token_seconds_sum"][""] <= whole
 
 
-def _user_message(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def test_recipes_of_requests_add_no_labels(serve: Callable[..., Any]) -> None:
+def test_recipes_of_requests_add_no_labels(serve: Any) -> None:
     """A client cannot let the number of time series grow."""
     served = serve(recipe="balanced", aliases=ALIASES)
     methods = ("hired", "random", "grid")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,11 +23,6 @@ PENALTY = st.floats(-2, 2, width=32)
 SCORE = st.one_of(st.floats(-50, 50, width=32), st.just(-np.inf))
 
 
-@pytest.fixture(scope="module")
-def vlm() -> VLM:
-    return VLM.from_pretrained("tiny", device="cpu", dtype="float32")
-
-
 def reference(
     scores: list[float], answer: list[int], presence: float, frequency: float
 ) -> list[float]:
@@ -40,20 +37,16 @@ def reference(
 
 @given(
     scores=st.lists(SCORE, min_size=VOCABULARY, max_size=VOCABULARY),
-    prompt=st.lists(st.integers(-1, 10**6), min_size=1, max_size=8),  # placeholders, too
+    prompt=st.lists(st.one_of(TOKENS, st.integers(-1, 10**6)), min_size=1, max_size=8),
     answer=st.lists(TOKENS, max_size=20),
     presence=PENALTY,
     frequency=PENALTY,
     again=st.booleans(),
 )
 def test_scores_equal_the_reference(
-    scores: list[float],
-    prompt: list[int],
-    answer: list[int],
-    presence: float,
-    frequency: float,
-    again: bool,
+    scores: Any, prompt: Any, answer: Any, presence: float, frequency: float, again: bool
 ) -> None:
+    """The prompt, whose ids may be of placeholders, does not count."""
     penalties = OpenAIPenalties(presence, frequency)
     given = torch.tensor([scores], dtype=torch.float32)
     kept = given.clone()
@@ -65,14 +58,6 @@ def test_scores_equal_the_reference(
         if again:
             assert torch.equal(penalties(ids, given), found)
     assert torch.equal(given, kept)
-
-
-def test_the_prompt_does_not_count() -> None:
-    penalties = OpenAIPenalties(1.0, 0.5)
-    scores = torch.zeros(1, 4)
-    assert not penalties(torch.tensor([[0, 1, 1]]), scores).any()
-    found = penalties(torch.tensor([[0, 1, 1, 1, 2, 2]]), scores)
-    assert found.tolist() == [[0.0, -1.5, -2.0, 0.0]]
 
 
 @pytest.mark.cases(1)

@@ -293,24 +293,6 @@ def test_a_killed_server_can_be_started_again() -> None:
         assert again.request("GET", "/health").status == 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [False, True], ids=["first", "second"])
-def test_headers_that_stall_end(keep: bool) -> None:
-    """Also on a connection that has carried a request already."""
-    with (
-        running("--header-timeout", "1") as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=GUARD) as stalled,
-    ):
-        if keep:
-            stalled.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            received = b""
-            while not received.endswith(b"}"):
-                received += stalled.recv(65536)
-        stalled.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
-        assert stalled.recv(65536) == b""
-        assert server.request("GET", "/health").status == 200
-
-
 # --- how it lasts --------------------------------------------------------------------------------
 
 

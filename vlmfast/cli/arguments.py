@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ _HUB = "--model llava-hf/llava-v1.6-mistral-7b-hf"
 def module(name: str) -> Any:
     """The module ``vlmfast.NAME``, imported when it is needed."""
     return importlib.import_module(f"vlmfast.{name}")
+
+
+def later(name: str, function: str) -> Callable[..., Any]:
+    """A function of ``vlmfast.NAME``, which is imported when it is called."""
+    return lambda *args: getattr(module(name), function)(*args)
 
 
 def ask(parser: argparse.ArgumentParser) -> None:
@@ -117,30 +123,14 @@ def env(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-def evaluation(parser: argparse.ArgumentParser) -> None:
-    module("eval.commands").add_eval(parser)
-
-
-def reproduce(parser: argparse.ArgumentParser) -> None:
-    module("eval.reproduce.commands").add_arguments(parser)
-
-
 def tune(parser: argparse.ArgumentParser) -> None:
     module("tune.commands").add_arguments(parser)
     add_model(parser)
 
 
-def report(parser: argparse.ArgumentParser) -> None:
-    module("eval.commands").add_report(parser)
-
-
 def encode(parser: argparse.ArgumentParser) -> None:
     module("integrations.commands").add_encode(parser)
     add_model(parser)
-
-
-def export(parser: argparse.ArgumentParser) -> None:
-    module("integrations.commands").add_export(parser)
 
 
 def train(parser: argparse.ArgumentParser) -> None:

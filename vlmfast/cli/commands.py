@@ -32,8 +32,8 @@ from vlmfast.errors import (
 )
 from vlmfast.version import __version__
 
-from . import arguments, completion, methods
-from .arguments import module
+from . import arguments, completion
+from .arguments import later, module
 from .output import (
     answer_json,
     audit_row,
@@ -313,10 +313,6 @@ def _launches(args: argparse.Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _methods(args: argparse.Namespace) -> None:
-    methods.run(args, partial(_vlm, args))
-
-
 def _env(args: argparse.Namespace) -> None:
     from vlmfast.core.env import environment
 
@@ -349,30 +345,6 @@ def _train(args: argparse.Namespace) -> int:
         print(f"stopped early, at {trainer.progress:.0%}; repeat the command to resume")
         return ExitCode.CUT_SHORT
     return ExitCode.FINISHED
-
-
-def _eval(args: argparse.Namespace) -> int:
-    return module("eval.commands").run_eval(args)
-
-
-def _tune(args: argparse.Namespace) -> int | None:
-    return module("tune.commands").run(args, partial(_vlm, args))
-
-
-def _report(args: argparse.Namespace) -> int:
-    return module("eval.commands").run_report(args)
-
-
-def _reproduce(args: argparse.Namespace) -> int:
-    return module("eval.reproduce.commands").run(args)
-
-
-def _encode(args: argparse.Namespace) -> None:
-    module("integrations.commands").run_encode(args, partial(_vlm, args))
-
-
-def _export(args: argparse.Namespace) -> None:
-    module("integrations.commands").run_export(args)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -428,6 +400,12 @@ def _completion(args: argparse.Namespace) -> None:
     print(completion.script(_parser(), args.shell))
 
 
+def _with_model(name: str, function: str) -> Callable[[Any], int | None]:
+    """A command of another module, which gets what loads the model."""
+    return lambda args: later(name, function)(args, partial(_vlm, args))
+
+
+_REPRODUCE = "eval.reproduce.commands"
 _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
     "ask": ("answer a question about an image or a video", arguments.ask, _ask),
     "compare": ("compare recipes with the full model", arguments.compare, _compare),
@@ -436,38 +414,42 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
     "methods": (
         "list methods, show their parameters, or test which run on a model",
         arguments.methods,
-        _methods,
+        _with_model("cli.methods", "run"),
     ),
     "env": ("print the environment for a bug report", arguments.env, _env),
     "eval": (
         "evaluate recipes on a task; interrupted runs resume",
-        arguments.evaluation,
-        _eval,
+        later("eval.commands", "add_eval"),
+        later("eval.commands", "run_eval"),
     ),
     "tune": (
         "find the cheapest recipe that stays accurate on your data; interrupted runs resume",
         arguments.tune,
-        _tune,
+        _with_model("tune.commands", "run"),
     ),
-    "report": ("write tables and plots of evaluation results", arguments.report, _report),
+    "report": (
+        "write tables and plots of evaluation results",
+        later("eval.commands", "add_report"),
+        later("eval.commands", "run_report"),
+    ),
     "reproduce": (
         "measure published results again; interrupted runs resume",
-        arguments.reproduce,
-        _reproduce,
+        later(_REPRODUCE, "add_arguments"),
+        later(_REPRODUCE, "run"),
     ),
     "train": ("train the shipped model, a drafter or a method", arguments.train, _train),
     "encode": (
         "encode images for other engines; interrupted runs resume",
         arguments.encode,
-        _encode,
+        _with_model("integrations.commands", "run_encode"),
     ),
-    "export": ("write a checkpoint that vLLM loads", arguments.export, _export),
+    "export": (
+        "write a checkpoint that vLLM loads",
+        later("integrations.commands", "add_export"),
+        later("integrations.commands", "run_export"),
+    ),
     "serve": ("serve a model through OpenAI's API", arguments.serve, _serve),
-    "demo": (
-        "serve a page that compares the full model with a recipe",
-        arguments.demo,
-        _demo,
-    ),
+    "demo": ("serve a page that compares the full model with a recipe", arguments.demo, _demo),
     "examples": (
         "write an image and a video that the shipped model understands",
         arguments.example_files,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -18,13 +18,15 @@ from .config import ServerConfig
 from .errors import RequestError, as_request_error
 
 try:
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, Response
-    from pydantic import BaseModel
+    from fastapi import Depends, FastAPI, Request
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response
+    from fastapi.routing import APIRoute
+    from fastapi.security import HTTPBearer
 except ImportError as error:
     raise VLMFastError("the server needs FastAPI: pip install 'vlmfast[serve]'") from error
 
-from . import chat, documents, responses, tokens
+from . import chat, responses, tokens
+from .documents import ERRORS, STREAMED, Model, ModelList
 from .gate import Gate
 from .metrics import CONTENT_TYPE, Metrics
 from .opening import Opener, Pending, Result
@@ -36,7 +38,7 @@ from .stream import ClientGone, EventStream, error_event, unless_gone
 from .tokens import TokenizeRequest
 
 LOG = logging.getLogger("vlmfast.serve")
-_Body = TypeVar("_Body", bound=BaseModel)
+_T = TypeVar("_T")
 _LAST_STEP_S = 10.0  # seconds that the engine has for its last step
 
 
@@ -133,7 +135,15 @@ class Server:
             raise RequestError("the model is loading", 503, code="loading", retry_after=5)
         return self.runner
 
+    async def apart(self, work: Callable[[], _T]) -> _T:
+        """The result of work that would hold the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.bodies, work)
+
     # --- answers ---------------------------------------------------------------------------------
+
+    async def query(self, made: Callable[..., Query], asked: Any, *more: Any) -> Query:
+        """What ``made`` makes of a request; 503 while the model is loading."""
+        return await self.apart(lambda: made(asked, self.running.recipes, *more))
 
     async def open(self, request: Request, query: Query) -> Pending:
         """Submit a query; returns when its media are read."""
@@ -154,10 +164,7 @@ class Server:
             return await running.result()
 
         try:
-            async with asyncio.timeout(request.state.end - time.monotonic() + 1):
-                result = await unless_gone(request, whole())
-        except TimeoutError:
-            raise _late() from None
+            result = await _in_time(request, whole(), 1)
         finally:
             if running is not None:
                 running.cancel()
@@ -167,11 +174,7 @@ class Server:
 
     async def opened(self, request: Request, query: Query) -> Pending:
         """A query that is streamed, as soon as the engine has it."""
-        try:
-            async with asyncio.timeout(request.state.end - time.monotonic()):
-                return await unless_gone(request, self.open(request, query))
-        except TimeoutError:
-            raise _late() from None
+        return await _in_time(request, self.open(request, query))
 
     def stream(
         self,
@@ -230,8 +233,13 @@ class Server:
             self.metrics.failed(499 if gone else as_request_error(error).status)
 
 
-def _late() -> RequestError:
-    return RequestError("the request reached its deadline", 408, code="timeout")
+async def _in_time(request: Request, work: Awaitable[_T], spare_s: float = 0.0) -> _T:
+    """Wait for work until the deadline of a request, while its client stays."""
+    try:
+        async with asyncio.timeout(request.state.end - time.monotonic() + spare_s):
+            return await unless_gone(request.receive, work)
+    except TimeoutError:
+        raise RequestError("the request reached its deadline", 408, code="timeout") from None
 
 
 def create_app(server: Server) -> Gate:
@@ -246,6 +254,8 @@ def create_app(server: Server) -> Gate:
         yield
         await asyncio.to_thread(server.close)
 
+    # `Gate` checks the keys; this documents them.
+    keys = [Depends(HTTPBearer(auto_error=False))] if server.config.api_keys else []
     app = FastAPI(
         title="vlmfast",
         version=__version__,
@@ -254,9 +264,10 @@ def create_app(server: Server) -> Gate:
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        dependencies=keys,
     )
+    app.state.server = server
     _add_routes(app, server)
-    documents.describe(app, needs_key=bool(server.config.api_keys))
 
     @app.exception_handler(RequestError)
     @app.exception_handler(VLMFastError)
@@ -282,31 +293,38 @@ def create_app(server: Server) -> Gate:
     return Gate(app, server.config, lambda: server.draining)
 
 
+class _Route(APIRoute):
+    """Parses a body outside of the event loop, up to its first error; FastAPI does neither."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        if self.body_field is None:
+            return super().get_route_handler()
+        model: Any = self.body_field.field_info.annotation
+
+        async def handle(request: Request) -> Response:
+            content = await request.body()
+            asked = await request.app.state.server.apart(lambda: read_as(model, content))
+            return await self.endpoint(request, asked)
+
+        return handle
+
+
 def _add_routes(app: FastAPI, server: Server) -> None:
-    async def read(
-        request: Request, model: type[_Body], to_query: Callable[[_Body, Opener], Query]
-    ) -> tuple[_Body, Query]:
-        content = await request.body()
-
-        def work() -> tuple[_Body, Query]:
-            found = read_as(model, content)
-            return found, to_query(found, server.running)  # 503 while the model is loading
-
-        return await asyncio.get_running_loop().run_in_executor(server.bodies, work)
+    app.router.route_class = _Route
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
         """Whether the process is alive."""
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["state"], responses=documents.errors(503))
+    @app.get("/ready", tags=["state"], responses=ERRORS)
     async def ready() -> dict[str, str]:
         """Whether the model is loaded and warm, and new requests are answered."""
         if not server.ready or server.draining:
             raise RequestError("not ready", 503, code="not_ready", retry_after=5)
         return {"status": "ready"}
 
-    @app.get("/metrics", tags=["state"], responses=documents.METRICS)
+    @app.get("/metrics", tags=["state"], response_class=PlainTextResponse, responses=ERRORS)
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         server.running  # noqa: B018
@@ -314,20 +332,19 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models", tags=["models"])
-    async def models() -> documents.ModelList:
+    async def models() -> ModelList:
         """The model, once for each of its recipes."""
-        data = [model_of(name) for name in server.config.recipes]
-        return documents.ModelList(object="list", data=data)
+        return ModelList(object="list", data=[model_of(name) for name in server.config.recipes])
 
-    @app.get("/v1/models/{name:path}", tags=["models"], responses=documents.errors(404))
-    async def model(name: str) -> documents.Model:
+    @app.get("/v1/models/{name:path}", tags=["models"], responses=ERRORS)
+    async def model(name: str) -> Model:
         """One name of the model."""
         if name not in server.config.recipes:
             raise RequestError("this model does not exist", 404, code="model_not_found")
         return model_of(name)
 
-    def model_of(name: str) -> documents.Model:
-        return documents.Model(
+    def model_of(name: str) -> Model:
+        return Model(
             id=name,
             object="model",
             created=server.created,
@@ -336,12 +353,10 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             root=server.config.model,
         )
 
-    @app.post("/v1/chat/completions", tags=["answers"], **documents.posted(ChatRequest))
-    async def completions(request: Request) -> Response:
+    @app.post("/v1/chat/completions", tags=["answers"], responses=STREAMED)
+    async def completions(request: Request, asked: ChatRequest) -> Response:
         """Answer the last message of a conversation about images and videos."""
-        asked, query = await read(
-            request, ChatRequest, lambda a, runner: chat.query_of(a, runner.recipes, server.config)
-        )
+        query = await server.query(chat.query_of, asked, server.config)
         logprobs = server.logprobs
         assert logprobs is not None
         if not query.stream:
@@ -356,24 +371,18 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             lambda finished: chat.chunks(running, include_usage, logprobs, finished),
         )
 
-    @app.post("/tokenize", tags=["models"], **documents.posted(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
+    @app.post("/tokenize", tags=["models"], responses=ERRORS)
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
         """The ids of a request, and those that its recipe leaves."""
-        _, query = await read(
-            request, TokenizeRequest, lambda a, runner: tokens.query_of(a, runner.recipes)
-        )
+        query = await server.query(tokens.query_of, asked)
         runner, result = server.running, await server.answer(request, query, counted=False)
         assert isinstance(runner, Runner)  # others refuse queries with a trace
         return JSONResponse(tokens.tokenized(result, runner.vlm))
 
-    @app.post("/v1/responses", tags=["answers"], **documents.posted(ResponsesRequest))
-    async def respond(request: Request) -> Response:
+    @app.post("/v1/responses", tags=["answers"], responses=STREAMED)
+    async def respond(request: Request, asked: ResponsesRequest) -> Response:
         """Answer texts and images, in the objects of OpenAI's newer API."""
-        asked, query = await read(
-            request,
-            ResponsesRequest,
-            lambda a, runner: responses.query_of(a, runner.recipes, server.config),
-        )
+        query = await server.query(responses.query_of, asked, server.config)
         if not query.stream:
             result = await server.answer(request, query)
             return JSONResponse(responses.response(asked, query, result))

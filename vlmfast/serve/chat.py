@@ -14,6 +14,7 @@ from .errors import RequestError
 from .opening import Pending, Result
 from .query import Media, Query, Recipes, Turn
 from .schema import (
+    Asked,
     AssistantMessage,
     ChatRequest,
     ImagePart,
@@ -42,25 +43,23 @@ def query_of(request: ChatRequest, recipes: Recipes, config: ServerConfig) -> Qu
         raise RequestError("num_frames and fps cannot both be given", param="fps")
     form = request.response_format
     return Query(
-        model=request.model,
-        recipe=recipes.of(request),
+        **settings_of(request, recipes),
         turns=turns_of(request.messages),
         max_new_tokens=_length(request, config),
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
         seed=request.seed,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         stops=stops_of(request.stop, config.max_stops),
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         response_format=None if form is None else form.model_dump(by_alias=True),
-        num_frames=request.num_frames,
-        fps=request.fps,
-        trace=request.trace,
-        cache_salt=request.cache_salt,
-        stream=bool(request.stream),
     )
+
+
+def settings_of(request: Asked, recipes: Recipes) -> dict[str, Any]:
+    """The part of a `Query` that has the same names in both of OpenAI's APIs."""
+    names = ("model", "temperature", "top_p", "top_k", "num_frames", "fps", "trace", "cache_salt")
+    found = {name: getattr(request, name) for name in names}
+    return {**found, "recipe": recipes.of(request), "stream": bool(request.stream)}
 
 
 def _length(request: ChatRequest, config: ServerConfig) -> int | None:

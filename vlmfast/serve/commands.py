@@ -14,7 +14,7 @@ from vlmfast.core.help import RECIPES, examples, names
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
 
-from .config import MediaLimits, ServerConfig, at_least
+from .config import MediaLimits, ServerConfig, at_least, limits_of
 
 _KEY = "VLMFAST_API_KEY"
 # Products in half precision that PyTorch on a CPU keeps compiled, by their sizes. With the 1024 of
@@ -31,7 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         "vlmfast serve MODEL --host 0.0.0.0 --api-key KEY --max-rows 16",
         "vlmfast serve MODEL --engine vllm --recipe balanced -- --max-model-len 8192",
     )
-    own, limits, media = ServerConfig(), ServerConfig(), MediaLimits()
     add = parser.add_argument
     add("--recipe", default="none", help=f"recipe of requests without one: {RECIPES}")
     add(
@@ -48,8 +47,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="what answers; vllm needs the package vlmfast-vllm; its own options follow after --",
     )
     add("--name", help="name of the model in the API (default: MODEL)")
-    add("--host", default=own.host, help="address to listen on")
-    add("--port", type=int, default=own.port, metavar="N", help="port; 0: any free one")
+    add("--host", default=ServerConfig.host, help="address to listen on")
+    add("--port", type=int, default=ServerConfig.port, metavar="N", help="port; 0: any free one")
 
     group = parser.add_argument_group("access")
     add = group.add_argument
@@ -89,12 +88,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FOLDER",
         help="let requests name files in this folder as file: URLs",
     )
-    for option, (name, about) in _MEDIA_LIMITS.items():
-        _add_limit(group, option, getattr(media, name), about)
+    _add_limits(group, MediaLimits)
 
     group = parser.add_argument_group("limits")
-    for option, (name, about) in _LIMITS.items():
-        _add_limit(group, option, getattr(limits, name), about)
+    _add_limits(group, ServerConfig)
     add = group.add_argument
     add("--max-rows", type=int, metavar="N", help="answers that are decoded together")
     add("--max-cache-bytes", type=int, metavar="N", help="bytes of all KV caches together")
@@ -128,7 +125,7 @@ def config_of(args: Namespace) -> ServerConfig:
         allow_remote=args.allow_remote_media,
         domains=args.allowed_media_domains,
         local_path=local,
-        **_values(args, _MEDIA_LIMITS),
+        **_values(args, MediaLimits),
     )
     return ServerConfig(
         model=args.name or args.model,
@@ -140,7 +137,7 @@ def config_of(args: Namespace) -> ServerConfig:
         insecure=args.insecure,
         allowed_hosts=args.allowed_hosts,
         media=media,
-        **_values(args, _LIMITS),
+        **_values(args, ServerConfig),
     )
 
 
@@ -193,60 +190,17 @@ def _plug_in() -> Any:
         ) from error
 
 
-# Of `MediaLimits` and `ServerConfig`, by option.
-_MEDIA_LIMITS = {
-    "--max-images": ("max_images", "images of a request"),
-    "--max-pixels": ("max_pixels", "pixels of an image and of a frame, by the header"),
-    "--max-frames": ("max_frames", "frames read from the videos of a request"),
-    "--max-video-seconds": ("max_video_seconds", "length of a video"),
-    "--max-video-pixels": ("max_video_pixels", "pixels of all frames that a request reads"),
-    "--max-media-bytes": ("max_bytes", "bytes of a file that is fetched or read"),
-    "--media-timeout": ("timeout_s", "seconds of a download"),
-}
-_LIMITS = {
-    "--max-body-bytes": ("max_body_bytes", "bytes of a request"),
-    "--max-total-body-bytes": (
-        "max_total_body_bytes",
-        "bytes of all requests that are being answered",
-    ),
-    "--max-new-tokens": ("max_new_tokens", "tokens of an answer"),
-    "--max-stops": ("max_stops", "stop strings of a request"),
-    "--timeout": ("timeout_s", "seconds of a request, from its first byte to its last token"),
-    "--header-timeout": (
-        "header_timeout_s",
-        "seconds in which the headers of a request arrive; other connections are closed",
-    ),
-    "--max-connections": (
-        "max_connections",
-        "connections at the same time; beyond, those are closed that have waited longest for a "
-        "request",
-    ),
-    "--max-requests-per-key": (
-        "max_requests_per_key",
-        "requests of a key that are answered at the same time",
-    ),
-    "--max-queue": ("max_queue", "requests that wait"),
-    "--grace": ("grace_s", "seconds that running answers have after SIGTERM"),
-    "--media-threads": ("media_threads", "threads that decode media"),
-    "--shadow": ("shadow", "share of requests answered again under none, in idle time"),
-}
+def _add_limits(group: Any, limits: type) -> None:
+    for option, f in limits_of(limits).items():
+        about = f"{f.metadata['about']} (default: {f.default:,})"
+        group.add_argument(option, type=type(f.default), default=f.default, metavar="N", help=about)
 
 
-def _add_limit(group: object, option: str, default: float, about: str) -> None:
-    group.add_argument(  # type: ignore[attr-defined]
-        option,
-        type=float if isinstance(default, float) else int,
-        default=default,
-        metavar="N",
-        help=f"{about} (default: {default:,})",
-    )
-
-
-def _values(args: Namespace, limits: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def _values(args: Namespace, limits: type) -> dict[str, Any]:
     """The fields that options set."""
     return {
-        name: getattr(args, option.lstrip("-").replace("-", "_"))
-        for option, (name, _) in limits.items()
+        f.name: getattr(args, option.lstrip("-").replace("-", "_"))
+        for option, f in limits_of(limits).items()
     }
 
 

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from vlmfast.errors import VLMFastError
+
+
+def _limit(default: float, about: str, *, least: int | None = None, option: str = "") -> Any:
+    """A number that an option of ``vlmfast serve`` sets; whole ones are 1 at least."""
+    least = int(isinstance(default, int)) if least is None else least
+    return field(default=default, metadata={"about": about, "least": least, "option": option})
+
+
+def limits_of(options: Any) -> dict[str, Field[Any]]:
+    """The fields that options of ``vlmfast serve`` set, by the names of these."""
+    own = (f for f in fields(options) if f.metadata)
+    named = {f.metadata["option"] or f.name.removesuffix("_s"): f for f in own}
+    return {f"--{name.replace('_', '-')}": f for name, f in named.items()}
 
 
 @dataclass(frozen=True)
@@ -40,13 +54,15 @@ class MediaLimits:
         Folder whose files ``file:`` URLs may name.
     """
 
-    max_images: int = 8
-    max_pixels: int = 36_000_000
-    max_frames: int = 64
-    max_video_pixels: int = 300_000_000
-    max_video_seconds: float = 600.0
-    max_bytes: int = 64 << 20
-    timeout_s: float = 20.0
+    max_images: int = _limit(8, "images of a request")
+    max_pixels: int = _limit(36_000_000, "pixels of an image and of a frame, by the header")
+    max_frames: int = _limit(64, "frames read from the videos of a request")
+    max_video_pixels: int = _limit(300_000_000, "pixels of all frames that a request reads")
+    max_video_seconds: float = _limit(600.0, "length of a video")
+    max_bytes: int = _limit(
+        64 << 20, "bytes of a file that is fetched or read", option="max_media_bytes"
+    )
+    timeout_s: float = _limit(20.0, "seconds of a download", option="media_timeout")
     allow_remote: bool = False
     domains: tuple[str, ...] = ()
     local_path: Path | None = None
@@ -105,18 +121,24 @@ class ServerConfig:
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     media: MediaLimits = MediaLimits()
-    max_body_bytes: int = 64 << 20
-    max_total_body_bytes: int = 1 << 30
-    max_new_tokens: int = 4096
-    max_stops: int = 4
-    timeout_s: float = 120.0
-    header_timeout_s: float = 20.0
-    max_connections: int = 1000
-    max_requests_per_key: int = 64
-    max_queue: int = 256
-    grace_s: float = 30.0
-    media_threads: int = 2
-    shadow: float = 0.0
+    max_body_bytes: int = _limit(64 << 20, "bytes of a request")
+    max_total_body_bytes: int = _limit(1 << 30, "bytes of all requests that are being answered")
+    max_new_tokens: int = _limit(4096, "tokens of an answer")
+    max_stops: int = _limit(4, "stop strings of a request", least=0)
+    timeout_s: float = _limit(120.0, "seconds of a request, from its first byte to its last token")
+    header_timeout_s: float = _limit(
+        20.0, "seconds in which the headers of a request arrive; other connections are closed"
+    )
+    max_connections: int = _limit(
+        1000,
+        "connections at the same time; beyond, those are closed that have waited longest for a "
+        "request",
+    )
+    max_requests_per_key: int = _limit(64, "requests of a key that are answered at the same time")
+    max_queue: int = _limit(256, "requests that wait")
+    grace_s: float = _limit(30.0, "seconds that running answers have after SIGTERM")
+    media_threads: int = _limit(2, "threads that decode media")
+    shadow: float = _limit(0.0, "share of requests answered again under none, in idle time")
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.api_keys and not self.insecure:
@@ -126,25 +148,11 @@ class ServerConfig:
             )
         if any(not key.strip() for key in self.api_keys):
             raise VLMFastError("api_keys contains an empty key")
-        for name in (
-            "max_body_bytes",
-            "max_total_body_bytes",
-            "max_new_tokens",
-            "max_connections",
-            "max_requests_per_key",
-            "max_queue",
-            "media_threads",
-        ):
-            at_least(name, getattr(self, name), 1)
-        at_least("max_stops", self.max_stops, 0)
-        for f in fields(MediaLimits):
-            value = getattr(self.media, f.name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                at_least(f.name, value, 1 if isinstance(f.default, int) else 0)
-        for name in ("timeout_s", "header_timeout_s", "grace_s"):
-            at_least(name, getattr(self, name), 0)
         if not 0 <= self.shadow <= 1:
             raise VLMFastError(f"shadow={self.shadow!r} must be a number from 0 to 1")
+        for options in (self, self.media):
+            for f in limits_of(options).values():
+                at_least(f.name, getattr(options, f.name), f.metadata["least"])
         if self.model in self.aliases:
             raise VLMFastError(f"alias {self.model!r} is the name of the model itself")
 

@@ -7,13 +7,10 @@ from typing import Any
 from vlmfast.engine.prefiller import TooLong
 from vlmfast.errors import DeadlineExceeded, VLMFastError, is_out_of_memory
 
-_TYPES = {
-    400: "invalid_request_error",
+_TYPES = {  # of other statuses: invalid_request_error
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -64,6 +61,12 @@ class RequestError(Exception):
     def headers(self) -> dict[str, str]:
         found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return found | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def busy(reason: str) -> RequestError:
+    """The error of a request that exceeds what clients may use at the same time."""
+    text = f"{reason}; try later"
+    return RequestError(text, 429, code="rate_limit_exceeded", retry_after=1)
 
 
 def as_request_error(error: Exception) -> RequestError:

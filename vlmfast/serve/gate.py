@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
@@ -17,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .config import ServerConfig
-from .errors import RequestError, as_request_error
+from .errors import RequestError, as_request_error, busy
 from .stream import ClientGone
 
 LOG = logging.getLogger("vlmfast.serve")
@@ -81,7 +81,10 @@ class Gate:
             if not isinstance(error, RequestError):
                 LOG.exception("request %s failed", state["request_id"])
             if status == 0:
-                await _refuse(as_request_error(error), answer)
+                found = as_request_error(error)
+                # What is left of the body is not read.
+                headers = {**found.headers, "connection": "close"}
+                await JSONResponse(found.body, found.status, headers)(scope, receive, answer)
         finally:
             self._log(scope, status or _GONE, time.monotonic() - start)
 
@@ -100,12 +103,7 @@ class Gate:
         if self._draining():
             raise RequestError("the server is stopping", 503, code="stopping", retry_after=5)
         if self._running[key] >= self._config.max_requests_per_key:
-            raise RequestError(
-                f"{self._running[key]} requests of this key are being answered; try later",
-                429,
-                code="rate_limit_exceeded",
-                retry_after=1,
-            )
+            raise busy(f"{self._running[key]} requests of this key are being answered")
         body = _Body(receive, headers, self._config, scope["state"]["end"], self._reserve)
         self._running[key] += 1
         try:
@@ -143,12 +141,7 @@ class Gate:
     def _reserve(self, size: int) -> None:
         """Count bytes of bodies; they are in memory until their requests are answered."""
         if size > 0 and self._body_bytes + size > self._config.max_total_body_bytes:
-            raise RequestError(
-                "the bodies of all requests are too large together; try later",
-                429,
-                code="rate_limit_exceeded",
-                retry_after=1,
-            )
+            raise busy("the bodies of all requests are too large together")
         self._body_bytes += size
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
@@ -204,17 +197,6 @@ class _Body:
         self.received += size
         self._complete = not message.get("more_body", False)
         return message
-
-
-async def _refuse(error: RequestError, send: Send) -> None:
-    body = json.dumps(error.body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body))}
-    headers |= {name.lower(): value for name, value in error.headers.items()}
-    # What is left of the body is not read.
-    headers["connection"] = "close"
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _digest(key: bytes) -> bytes:

@@ -39,37 +39,36 @@ def checked(schema: dict[str, Any], param: str) -> str:
         raise refused("it is nested too deeply", param) from error
     except (TypeError, ValueError) as error:
         raise refused("it is not JSON", param) from error
-    if len(text) > _MAX_BYTES:
-        raise refused(f"it has {len(text)} bytes, and {_MAX_BYTES} are allowed", param)
+    reason = next(_reasons(schema, len(text)), None)
+    if reason is not None:
+        raise refused(reason, param)
+    return text
+
+
+def _reasons(schema: dict[str, Any], size: int) -> Iterator[str]:
+    """Why a schema of ``size`` bytes is not compiled."""
+    if size > _MAX_BYTES:
+        yield f"it has {size} bytes, and {_MAX_BYTES} are allowed"
     if "x-guidance" in schema:
-        raise refused("the keyword x-guidance is not supported", param)
+        yield "the keyword x-guidance is not supported"
     values = list(_values(schema))
     if not all(_SMALLEST <= value <= _LARGEST for value, _ in values if _is_number(value)):
-        raise refused("a number in it is not between -2**63 + 1024 and 2**63", param)
+        yield "a number in it is not between -2**63 + 1024 and 2**63"
     objects = [(value, depth) for value, depth in values if isinstance(value, dict)]
     references = {ref for one, _ in objects if isinstance(ref := one.get("$ref"), str)}
     if any(not ref.startswith("#") for ref in references):
-        raise refused("each $ref must begin with #, as only the schema itself is read", param)
+        yield "each $ref must begin with #, as only the schema itself is read"
     deepest = max(depth for _, depth in objects)
     # A reference by n names is to an object that contains n levels less than the whole.
     levels = deepest + sum(max(deepest - ref.count("/"), 0) for ref in references)
     if min(levels, len(objects)) > _MAX_LEVELS:
-        raise refused(f"it has more than {_MAX_LEVELS} levels, references included", param)
+        yield f"it has more than {_MAX_LEVELS} levels, references included"
     multiples = {one["multipleOf"] for one, _ in objects if _is_number(one.get("multipleOf"))}
     if math.lcm(*map(_digits, multiples)) > _MAX_MULTIPLE:
-        raise refused(
-            f"the least common multiple of its multipleOf has more than {_MAX_MULTIPLE} steps",
-            param,
-        )
+        yield f"the least common multiple of its multipleOf has more than {_MAX_MULTIPLE} steps"
     patterns = [one["patternProperties"] for one, _ in objects if "patternProperties" in one]
     if sum(len(found) for found in patterns if isinstance(found, dict)) > _MAX_PATTERNS:
-        raise refused(f"it has more than {_MAX_PATTERNS} patternProperties", param)
-    _check_parts(objects, param)
-    return text
-
-
-def _check_parts(objects: list[tuple[dict[str, Any], int]], param: str) -> None:
-    """Refuse combinations of too many patterns, and too many alternatives."""
+        yield f"it has more than {_MAX_PATTERNS} patternProperties"
     found: dict[int, tuple[int, int]] = {}  # patterns and alternatives, by the object's id
     for one, _ in reversed(objects):  # parts before what contains them
         parts = {
@@ -78,20 +77,19 @@ def _check_parts(objects: list[tuple[dict[str, Any], int]], param: str) -> None:
             if isinstance(one.get(key), list)
         }
         whole = parts.pop("allOf", [])
-        patterns = ("pattern" in one) + sum(count for count, _ in whole)
+        combined = ("pattern" in one) + sum(count for count, _ in whole)
         alternatives = math.prod(count for _, count in whole)
         for chosen in parts.values():
-            patterns += max((count for count, _ in chosen), default=0)
+            combined += max((count for count, _ in chosen), default=0)
             alternatives *= sum(count for _, count in chosen) or 1
-        if patterns > _MAX_INTERSECTED:
-            raise refused(f"an allOf in it combines more than {_MAX_INTERSECTED} patterns", param)
+        if combined > _MAX_INTERSECTED:
+            yield f"an allOf in it combines more than {_MAX_INTERSECTED} patterns"
         if alternatives > _MAX_ALTERNATIVES:
-            raise refused(
+            yield (
                 f"it has more than {_MAX_ALTERNATIVES} alternatives in one place, "
-                "combinations included",
-                param,
+                "combinations included"
             )
-        found[id(one)] = patterns, alternatives
+        found[id(one)] = combined, alternatives
 
 
 def _values(schema: dict[str, Any]) -> Iterator[tuple[Any, int]]:

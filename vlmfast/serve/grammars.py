@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlmfast.errors import DeadlineExceeded
 
-from .errors import RequestError
+from .errors import RequestError, busy
 from .grammar_compiler import compiled
 from .grammar_schemas import checked, refused
 from .grammar_trials import Trials
@@ -102,12 +102,7 @@ class Grammars:
         processor = JSONProcessor(matcher, param)
         with self._lock:
             if sum(self._in_use.values()) + size > _MAX_BYTES:
-                raise RequestError(
-                    "the schemas of all requests are too large together; try later",
-                    429,
-                    code="rate_limit_exceeded",
-                    retry_after=1,
-                )
+                raise busy("the schemas of all requests are too large together")
             self._in_use[processor] = size
         return processor
 

@@ -45,29 +45,29 @@ class _Live(Collector):
     ) -> None:
         self._load, self._cache, self._preparing, self._model = load, cache, preparing, model
 
-    def _gauge(self, name: str, about: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vlmfast:{name}", about, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
     def collect(self) -> Iterator[Metric]:
         load, cache = self._load(), self._cache()
         if load is None or cache is None:
             return
-        gauge = self._gauge
         running = load.prefilling + load.decoding
-        yield gauge("num_requests_preparing", "Requests whose media are read", self._preparing())
-        yield gauge("num_requests_running", "Requests that are prefilled or decoded", running)
-        yield gauge("num_requests_decoding", "Requests that are decoded", load.decoding)
-        yield gauge("num_requests_waiting", "Requests that wait for the engine", load.waiting)
-        yield gauge(
-            "kv_cache_usage_perc",
-            "Upper bound on the caches of running requests, as a fraction of their limit",
-            load.cache_bytes / load.max_cache_bytes,
-        )
-        yield gauge("engine_steps", "Steps of the engine so far", load.steps)
-        yield gauge("prefix_cache_bytes", "Bytes in the prefix cache", cache.bytes)
-        yield gauge("prefix_cache_limit_bytes", "Upper bound on the prefix cache", cache.limit)
+        share = load.cache_bytes / load.max_cache_bytes
+        gauges = {
+            "num_requests_preparing": ("Requests whose media are read", self._preparing()),
+            "num_requests_running": ("Requests that are prefilled or decoded", running),
+            "num_requests_decoding": ("Requests that are decoded", load.decoding),
+            "num_requests_waiting": ("Requests that wait for the engine", load.waiting),
+            "kv_cache_usage_perc": (
+                "Upper bound on the caches of running requests, as a fraction of their limit",
+                share,
+            ),
+            "engine_steps": ("Steps of the engine so far", load.steps),
+            "prefix_cache_bytes": ("Bytes in the prefix cache", cache.bytes),
+            "prefix_cache_limit_bytes": ("Upper bound on the prefix cache", cache.limit),
+        }
+        for name, (about, value) in gauges.items():
+            family = GaugeMetricFamily(f"vlmfast:{name}", about, labels=["model_name"])
+            family.add_metric([self._model], value)
+            yield family
 
 
 class Metrics:

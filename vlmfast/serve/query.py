@@ -140,50 +140,39 @@ class Recipes:
         if request.recipe is None:
             return self.by_model[request.model]
         if request.recipe.strip() == AUTO:
-            raise RequestError(
-                "recipe: a request cannot name 'auto'; it is for the server's own recipes",
-                param="recipe",
-            )
+            raise _refused("a request cannot name 'auto'; it is for the server's own recipes")
         if Recipe.reads_file(request.recipe):
-            raise RequestError("recipe: a request cannot name a recipe file", param="recipe")
+            raise _refused("a request cannot name a recipe file")
         try:
             recipe = self._vlm.recipe(request.recipe)
         except RecipeError as error:
-            raise RequestError(f"recipe: {error}", param="recipe") from error
+            raise _refused(str(error)) from error
         for stage in recipe:
             self._check(stage)
         return recipe
 
     def _check(self, stage: Any) -> None:
         if stage.other_model and stage.name not in self._known:
-            raise RequestError(
-                f"recipe: {stage.name} needs another model, which only the server's own recipes "
-                "may load",
-                param="recipe",
+            raise _refused(
+                f"{stage.name} needs another model, which only the server's own recipes may load"
             )
         for f in fields(stage):
-            value = getattr(stage, f.name)
+            value, about = getattr(stage, f.name), f"{stage.name}: {f.name}"
             # A text without choices names a file, a folder or a checkpoint.
             if isinstance(value, str) and not f.metadata.get("choices") and value != f.default:
-                raise RequestError(
-                    f"recipe: {stage.name}: {f.name} cannot be set by a request; leave it out",
-                    param="recipe",
-                )
+                raise _refused(f"{about} cannot be set by a request; leave it out")
+            frames = isinstance(stage, MediaStage) and isinstance(value, int)
+            if frames and value > self._max_frames:
+                raise _refused(f"{about}={value} must be at most {self._max_frames}")
         if isinstance(stage, DrafterStage) and (nodes := stage.largest()[0]) > _MAX_NODES:
-            raise RequestError(
-                f"recipe: {stage.name} verifies {nodes} tokens in a forward pass; it must be at "
-                f"most {_MAX_NODES}",
-                param="recipe",
+            raise _refused(
+                f"{stage.name} verifies {nodes} tokens in a forward pass; it must be at most "
+                f"{_MAX_NODES}"
             )
-        if isinstance(stage, MediaStage):
-            for f in fields(stage):
-                value = getattr(stage, f.name)
-                if isinstance(value, int) and value > self._max_frames:
-                    raise RequestError(
-                        f"recipe: {stage.name}: {f.name}={value} must be at most "
-                        f"{self._max_frames}",
-                        param="recipe",
-                    )
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(f"recipe: {why}", param="recipe")
 
 
 def generation_of(query: Query, do_sample: bool) -> dict[str, Any]:

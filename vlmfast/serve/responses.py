@@ -9,21 +9,23 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from .chat import check_length, usage_of
+from .chat import check_length, settings_of, usage_of
 from .config import ServerConfig
 from .errors import RequestError, as_request_error
 from .opening import Pending, Result
 from .query import Media, Query, Recipes, Turn
 from .schema import (
     MAX_PARTS,
+    Asked,
+    Detail,
     JsonObject,
-    Metadata,
+    JsonSchema,
     Nothing,
     Off,
-    Own,
     RefusalPart,
     Strict,
     TextFormat,
+    Url,
     several,
     text_or,
 )
@@ -39,12 +41,8 @@ class InputText(Strict):
 
 class InputImage(Strict):
     type: Literal["input_image"]
-    image_url: str = Field(
-        description="a data: URL, or a URL where the server allows it", min_length=1
-    )
-    detail: Literal["auto", "low", "high"] | None = Field(
-        "auto", description="without effect: `recipe` sets the number of visual tokens"
-    )
+    image_url: Url
+    detail: Detail = "auto"
     file_id: None = None
 
 
@@ -111,12 +109,8 @@ Item: TypeAlias = Annotated[
 ]
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
 
 
 class TextSettings(Strict):
@@ -136,41 +130,26 @@ class ReasoningSettings(Strict):
     summary: None = None
 
 
-class ResponsesRequest(Own):
+class ResponsesRequest(Asked):
     """A request of ``POST /v1/responses``."""
 
-    model: str = Field(max_length=256)
     input: text_or(several(Item, 2048, 1))  # type: ignore[valid-type]
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
-    top_p: float | None = Field(None, gt=0, le=1)
     text: TextSettings | None = None
-    # Accepted in their only supported form: answers are not stored.
-    store: Off | None = None
+    # Accepted in their only supported form.
     previous_response_id: None = None
     background: Off | None = None
     truncation: Literal["disabled"] | None = None
-    # Accepted without effect.
-    user: str | None = None
-    metadata: Metadata | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     # Refused unless empty.
     context_management: Nothing = None
     conversation: None = None
     include: Nothing = None
     max_tool_calls: None = None
-    moderation: None = None
-    parallel_tool_calls: bool | None = None
     prompt: None = None
     reasoning: ReasoningSettings | None = None
     stream_options: None = None
     tool_choice: Literal["none", "auto"] | None = None
-    tools: Nothing = None
     top_logprobs: None = None
 
 
@@ -194,19 +173,10 @@ def query_of(request: ResponsesRequest, recipes: Recipes, config: ServerConfig) 
     if request.max_output_tokens is not None:
         check_length("max_output_tokens", request.max_output_tokens, config)
     return Query(
-        model=request.model,
-        recipe=recipes.of(request),
+        **settings_of(request, recipes),
         turns=turns,
         max_new_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
         response_format=_format(request.text),
-        num_frames=request.num_frames,
-        fps=request.fps,
-        trace=request.trace,
-        cache_salt=request.cache_salt,
-        stream=bool(request.stream),
     )
 
 

@@ -88,11 +88,18 @@ class TextPart(Strict):
     text: str
 
 
+Url: TypeAlias = Annotated[
+    str, Field(description="a data: URL, or a URL where the server allows it", min_length=1)
+]
+Detail: TypeAlias = Annotated[
+    Literal["auto", "low", "high"] | None,
+    Field(description="without effect: `recipe` sets the number of visual tokens"),
+]
+
+
 class ImageUrl(Strict):
-    url: str = Field(description="a data: URL, or a URL where the server allows it", min_length=1)
-    detail: Literal["auto", "low", "high"] | None = Field(
-        "auto", description="without effect: `recipe` sets the number of visual tokens"
-    )
+    url: Url
+    detail: Detail = "auto"
 
 
 class ImagePart(Strict):
@@ -101,7 +108,7 @@ class ImagePart(Strict):
 
 
 class VideoUrl(Strict):
-    url: str = Field(description="a data: URL, or a URL where the server allows it", min_length=1)
+    url: Url
 
 
 class VideoPart(Strict):
@@ -196,8 +203,9 @@ class StreamOptions(Strict):
 
 
 class Own(Strict):
-    """Fields of vlmfast beside OpenAI's."""
+    """The model, and fields of vlmfast beside OpenAI's."""
 
+    model: str = Field(max_length=256)
     recipe: str | None = Field(
         None, max_length=1000, description="which tokens are dropped; by default the model's"
     )
@@ -210,17 +218,34 @@ class Own(Strict):
     )
 
 
-class ChatRequest(Own):
+class Asked(Own):
+    """Fields of both of OpenAI's APIs."""
+
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
+    top_p: float | None = Field(None, gt=0, le=1)
+    # Accepted in its only supported form: answers are not stored.
+    store: Off | None = None
+    # Accepted without effect.
+    user: str | None = None
+    metadata: Metadata | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: bool | None = None
+    # Refused unless empty.
+    moderation: None = None
+    tools: Nothing = None
+
+
+class ChatRequest(Asked):
     """A request of ``POST /v1/chat/completions``."""
 
-    model: str = Field(max_length=256)
     messages: several(Message, 2048, 1)  # type: ignore[valid-type]
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 decodes greedily")
-    top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: text_or(several(str, 1024)) | None = None  # type: ignore[valid-type]
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -231,25 +256,14 @@ class ChatRequest(Own):
     # Accepted in their only supported form.
     n: One | None = None
     modalities: several(Literal["text"], 1) | None = None  # type: ignore[valid-type]
-    store: Off | None = None
-    # Accepted without effect.
-    user: str | None = None
-    metadata: Metadata | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     # Refused unless empty.
     audio: None = None
     function_call: None = None
     functions: None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0), _at_most(0)] | None = None
-    moderation: None = None
-    parallel_tool_calls: bool | None = None
     prediction: None = None
     reasoning_effort: None = None
     tool_choice: Literal["none"] | None = None
-    tools: Nothing = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from .errors import as_request_error
@@ -21,23 +20,25 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+async def unless_gone(receive: Receive, work: Awaitable[_T], most_s: float | None = None) -> _T:
     """Wait for ``work``, and cancel it when the client leaves.
 
     Parameters
     ----------
-    request : Request
-        Whose body has been read.
+    receive : callable
+        Of a request whose body has been read.
     work : awaitable
+    most_s : float, optional
+        After which the client counts as gone.
 
     Raises
     ------
     ClientGone
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_left(request.receive))
+    gone = asyncio.ensure_future(_left(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone}, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
@@ -77,22 +78,10 @@ class EventStream(Response):
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait(
-                {sending, gone},
-                timeout=self._deadline_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if sending.done():
-                sending.result()
-            else:
-                scope["state"]["log"]["gone"] = True
-        finally:
-            for each in (sending, gone):
-                each.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            await unless_gone(receive, self._send(send), self._deadline_s)
+        except ClientGone:
+            scope["state"]["log"]["gone"] = True
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pydantic import Field
 
 from vlmfast.api.vlm import VLM
 
@@ -18,7 +17,6 @@ from .schema import Message, Own, several
 class TokenizeRequest(Own):
     """A request of ``POST /tokenize``."""
 
-    model: str = Field(max_length=256)
     messages: several(Message, 2048, 1)  # type: ignore[valid-type]
 
 
