@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
 import zlib
@@ -211,18 +210,6 @@ def test_counters_equal_the_answers_statistics(desk: Desk, image: Media) -> None
     page = panels.table(panels.counters(turn))
     assert all(shown in page for _, shown in rows.values())
     assert panels.counters(None) == []
-
-
-def test_the_trace_is_json(desk: Desk, image: Media, tmp_path: Path) -> None:
-    talk = ask(desk, image)
-    path = tmp_path / "trace.json"
-    panels.write_trace(talk, talk.turns[-1], path)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["question"] == QUESTION
-    assert found["recipe"] == BALANCED
-    assert len(found["answers"][RECIPE]["trace"]["tokens"]) == 336
-    assert found["answers"][FULL]["answer"] == talk.turns[-1].texts[FULL]
-    assert str(tmp_path) not in path.read_text(encoding="utf-8")
 
 
 def test_messages_are_escaped() -> None:
