@@ -164,7 +164,7 @@ def test_command_takes_shards_and_batch_size(tmp_path, monkeypatch, capsys):
         run_eval(parser.parse_args([*words, "--shard", f"{part}/2"]))
         assert "| `none` |" in capsys.readouterr().out
     assert len(read(tmp_path / "shapes" / "none").samples) == 21
-    with pytest.raises(VLMFastError, match="--batch-size 2 must be at least 1, and 1 with --sess"):
+    with pytest.raises(VLMFastError, match="--batch-size 2 must be 1 with --session"):
         run_eval(parser.parse_args(["shapes", "--batch-size", "2", "--session"]))
 
 

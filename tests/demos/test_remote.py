@@ -156,15 +156,6 @@ def test_drafts_are_counted(far: RemoteVLM, image: Media) -> None:
     assert 0 < stats.accepted < stats.drafted
 
 
-def test_text_is_streamed(far: RemoteVLM, image: Media) -> None:
-    seen = []
-    for talk in Desk(far, "tiny").ask("u", image, DESCRIBE, "balanced", 24, False):
-        if talk.current and RECIPE not in talk.current.texts:
-            seen.append(talk.current.texts.get(FULL, ""))
-    assert len(set(seen)) > 5
-    assert seen == sorted(seen, key=len)
-
-
 def test_first_questions_find_no_cache_and_later_ones_do(far: RemoteVLM, image: Media) -> None:
     for _ in range(2):  # of two users
         desk = Desk(far, "tiny")
