@@ -12,20 +12,13 @@ import pytest
 
 import vlmfast
 from closeness import close
-from eval_fakes import FakeVLM
+from eval_fakes import FakeVLM, run
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands, failures
 from vlmfast.eval.axes import shrinks_cache
-from vlmfast.eval.commands import (
-    add_eval,
-    add_report,
-    fractions,
-    planned,
-    run_eval,
-    run_report,
-)
+from vlmfast.eval.commands import add_report, fractions, planned, run_report
 from vlmfast.eval.draws import with_draws
 from vlmfast.eval.results import read
 from vlmfast.eval.runner import evaluate, refusal
@@ -45,12 +38,6 @@ def fake(monkeypatch):
 
     monkeypatch.setattr(commands, "_load", load)
     return loaded
-
-
-def run(*words: object) -> int:
-    parser = ArgumentParser()
-    add_eval(parser)
-    return run_eval(parser.parse_args([str(word) for word in words]))
 
 
 def report(*words: object) -> int:

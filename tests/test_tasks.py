@@ -27,10 +27,9 @@ from eval_data import (
     write_rows,
     write_video_mme,
 )
-from eval_fakes import FakeVLM
+from eval_fakes import FakeVLM, run
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import mmmu, video_mme
-from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.data import read_subtitles, spoken
 from vlmfast.eval.report import write_report
 from vlmfast.eval.results import read
@@ -62,14 +61,6 @@ def objects(tmp_path_factory) -> Path:
 
 def rows_file(tmp_path: Path, *rows: dict) -> Path:
     return write_plain(tmp_path / "validation.parquet", list(rows))
-
-
-def run(*args: object) -> int:
-    from argparse import ArgumentParser
-
-    parser = ArgumentParser()
-    add_eval(parser)
-    return run_eval(parser.parse_args([str(arg) for arg in args]))
 
 
 # --- prompts -------------------------------------------------------------------------------------

@@ -16,22 +16,12 @@ import pytest
 
 import vlmfast
 from vlmfast import RecipeError
-from vlmfast.demos import drawn, panels, views
+from vlmfast.demos import panels, views
 from vlmfast.demos.files import Files, temporary
 from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Media, Opening, Turn
 from vlmfast.engine.stats import Stats
 
 QUESTION = "What is in the bottom left?"
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
-    return drawn.write_examples(tmp_path_factory.mktemp("examples"))
-
-
-@pytest.fixture(scope="module")
-def image(examples) -> Media:
-    return Media("image", examples["image"][0][0])
 
 
 def turn_of(tiny, media: Media, recipe: str, tokens: int = 2) -> Turn:

@@ -24,7 +24,7 @@ from PIL import Image
 import vlmfast
 from vlmfast import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.cli import commands as cli
-from vlmfast.demos import drawn, panels, remote, views
+from vlmfast.demos import panels, remote, views
 from vlmfast.demos.remote import RemoteVLM
 from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
 from vlmfast.serve.app import Server, create_app
@@ -70,16 +70,6 @@ def far(server: tuple[str, Server]) -> Iterator[RemoteVLM]:
     vlm = RemoteVLM(f"{server[0]}/v1/", KEY)
     yield vlm
     vlm.close()
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
-    return drawn.write_examples(tmp_path_factory.mktemp("examples"))
-
-
-@pytest.fixture
-def image(examples) -> Media:
-    return Media("image", examples["image"][0][0])
 
 
 def ask(vlm, media: Media, question: str = QUESTION, **changed) -> Conversation:

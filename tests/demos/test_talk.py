@@ -19,21 +19,11 @@ from PIL import Image
 import vlmfast
 from vlmfast import MediaError, RecipeError, VLMFastError
 from vlmfast.core.protocols import MediaStage
-from vlmfast.demos import drawn, panels, views
+from vlmfast.demos import panels, views
 from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
 
 QUESTION = "What is in the bottom left?"
 BALANCED = str(vlmfast.Recipe.parse("balanced"))
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
-    return drawn.write_examples(tmp_path_factory.mktemp("examples"))
-
-
-@pytest.fixture
-def image(examples) -> Media:
-    return Media("image", examples["image"][0][0])
 
 
 @pytest.fixture
