@@ -299,7 +299,10 @@ def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     value = json.loads(file.read_text())
     assert value["recipe"] == "random"
     report(tmp_path / "o")
-    for found in (value, json.loads((tmp_path / "o" / "report.json").read_text())["tasks"]["shapes"]):
+    for found in (
+        value,
+        json.loads((tmp_path / "o" / "report.json").read_text())["tasks"]["shapes"],
+    ):
         assert list(found["recipes"]) == ["none", "random"]
         assert found["recipes"]["none"]["samples"] == 21  # of all samples, not of three
         assert "grid: 3 samples failed" in found["failed"]["grid"]

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks; a task rejects those that it does not have.
-_OF_TASKS = "data split mode videos subtitles num_frames allow_outside eps steps".split()
+_OF_DATA = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
+_OF_TASKS = (*_OF_DATA, "eps", "steps")
 
 
 def add_eval(parser: ArgumentParser) -> None:

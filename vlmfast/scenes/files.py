@@ -7,6 +7,7 @@ video is stored losslessly: decoding returns the exact frames.
 from __future__ import annotations
 
 import io
+from typing import Any
 
 from PIL import Image
 
@@ -42,7 +43,7 @@ def encoded(
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream(codec, rate=rate, options={"crf": crf})
+        stream: Any = container.add_stream(codec, rate=rate, options={"crf": crf})
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = pixels
         for frame in frames:

@@ -30,9 +30,7 @@ def _unique(things: list[Thing]) -> list[Thing]:
     return [t for t in things if names[t.name] == 1]
 
 
-def _attribute(
-    type_: str, of: str, text: str
-) -> Callable[[Scene, random.Random], QA | None]:
+def _attribute(type_: str, of: str, text: str) -> Callable[[Scene, random.Random], QA | None]:
     """Ask for an attribute of the only object with another one, ``of``."""
 
     def ask(s: Scene, rng: random.Random) -> QA | None:

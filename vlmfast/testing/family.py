@@ -295,7 +295,11 @@ class _Checks:
         vlm, report, image = self.vlm, self.report, self.media["one image"]["images"][0]
         mark, flat = f"{self.adapter.image_token()} {self.question}", image[..., 0][None, None]
         wrong: tuple[tuple[str, type[VLMFastError], Callable[[], Any]], ...] = (
-            ("a tokenizer as processor", ModelError, lambda: VLM(vlm.model, vlm.processor.tokenizer)),
+            (
+                "a tokenizer as processor",
+                ModelError,
+                lambda: VLM(vlm.model, vlm.processor.tokenizer),
+            ),
             ("a placeholder without an image", VLMFastError, lambda: vlm.ask(mark)),
             ("an image without channels", VLMFastError, lambda: vlm.ask(self.question, flat)),
         )
