@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -18,11 +17,9 @@ from vlmfast.check import cases, commands, kernels, model, worker
 from vlmfast.check.cases import CASES, SMALL, Case, Shape, cases_of
 from vlmfast.check.closeness import SAFETY, deviation
 from vlmfast.check.rows import Row, attempt, message_of
-from vlmfast.check.saved import save
 from vlmfast.engine.graphs import Graphs
 from vlmfast.eval.bench import prompts
 from vlmfast.kernels import _triton
-from vlmfast.kernels._saved import machine, read_saved, saved_path
 from vlmfast.kernels.compile import files
 
 CPU = torch.device("cpu")
@@ -163,7 +160,6 @@ def test_missing_guard_of_the_current_device_is_found(monkeypatch: pytest.Monkey
     """On one GPU: the dispatch is asked about tensors on another one."""
     monkeypatch.setattr(_triton, "triton", object())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device.index])
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
@@ -468,68 +464,19 @@ def test_summary_has_a_row_per_kernel() -> None:
     assert merged[2] == rows[-1]
 
 
-# --- the saved choice ----------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    _triton.turned_off.cache_clear()
-    return torch.device("cuda", 0)
-
-
-def test_failed_kernels_are_saved_for_a_gpu(gpu: torch.device, tmp_path: Path) -> None:
-    failed = Row("decode_mixed", False)
-    report = commands.Report("Stand-in", "", [Row("swiglu", True), failed], [])
-    assert "decode_mixed stay off" in commands.save(report, gpu)
-    assert read_saved() == {machine(gpu): ["decode_mixed"]}
-    assert _triton.turned_off(gpu) == {"decode_mixed"}
-    # Entries of other GPUs remain, and nothing else is in the folder.
-    saved_path().write_text(json.dumps({"Another": ["pool"], machine(gpu): ["merge"]}))
-    save(["swiglu", "merge"], gpu)
-    assert read_saved() == {"Another": ["pool"], machine(gpu): ["merge", "swiglu"]}
-    assert [path.name for path in saved_path().parent.iterdir()] == ["kernels.json"]
-    # A run without failures clears the entry.
-    assert "all kernels run" in commands.save(replace(report, kernels=[Row("pool", True)]), gpu)
-    assert read_saved() == {"Another": ["pool"]}
-
-
-def test_nothing_is_saved_where_no_kernel_ran(gpu: torch.device) -> None:
-    report = commands.Report("cpu", "", [Row("swiglu", False)], [])
-    assert commands.save(report, CPU).startswith("nothing to save")
-    absent = replace(report, kernels=[Row("all kernels", None, note="ROCm")])
-    assert commands.save(absent, gpu).startswith("nothing to save")
-    assert not saved_path().exists()
-
-
-def test_damaged_file_is_replaced_and_unwritable_folder_is_an_error(gpu, tmp_path: Path) -> None:
-    saved_path().parent.mkdir()
-    saved_path().write_text("{")
-    save(["pool"], gpu)
-    assert read_saved() == {machine(gpu): ["pool"]}
-    saved_path().unlink()
-    saved_path().parent.rmdir()
-    saved_path().parent.write_text("a file, not a folder")
-    with pytest.raises(VLMFastError, match="cannot be written"):
-        save(["pool"], gpu)
-
-
-def test_saved_kernels_are_shown_by_env(gpu: torch.device, monkeypatch) -> None:
+def test_env_shows_how_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from vlmfast.core import env
 
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(_triton, "triton", object())
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
-    assert env._kernels(gpu) == "triton"
-    save(["pool", "swiglu"], gpu)
-    _triton.turned_off.cache_clear()
-    shown = "triton without cell_average, cell_mix, resample, swiglu (vlmfast check)"
-    assert env._kernels(gpu) == shown
     for value, said in (
-        ("-swiglu", "triton without swiglu (VLMFAST_KERNELS)"),
+        ("", "triton"),
+        ("-pool,-swiglu", "triton without cell_average, cell_mix, resample, swiglu"),
         ("torch", "torch"),
         ("-x", "'x' is not a kernel"),
     ):

@@ -42,11 +42,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="WIDTHxHEIGHT",
         help="with --launches: of the image in pixels (default: 672x672)",
     )
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="on a GPU: keep the kernels that failed off, or clear a former choice",
-    )
 
 
 def size(text: str) -> tuple[int, int]:
@@ -131,18 +126,6 @@ def check(vlm: VLM, *, quick: bool = False) -> Report:
     model = check_model(vlm, quick=quick, others=others if cuda else (), copy_rate=copy_rate)
     name = torch.cuda.get_device_name(device) if cuda else device.type
     return Report(name, how, kernels, list(model), copy_rate)
-
-
-def save(report: Report, device: torch.device) -> str:
-    """Store the kernels that failed for a GPU; returns what was done, in one line."""
-    from .saved import save
-
-    if device.type != "cuda" or not report.kernels or report.kernels[0].passed is None:
-        return "nothing to save: the kernels do not run on this device"
-    save(report.failed, device)
-    if not report.failed:
-        return "saved: all kernels run on this GPU"
-    return f"saved: {', '.join(report.failed)} stay off on this GPU; `vlmfast env` shows it"
 
 
 def collected(lines: Iterable[dict[str, Any]]) -> tuple[list[Row], float | None, str | None]:
