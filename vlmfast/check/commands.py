@@ -11,8 +11,8 @@ import torch
 
 from vlmfast.core.env import environment
 from vlmfast.kernels._triton import limitation
+from vlmfast.kernels.catalogue import KERNELS
 
-from .cases import CASES
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Report:
     @property
     def failed(self) -> list[str]:
         """Kernel files that failed, in alphabetical order."""
-        return sorted({row.name for row in self.kernels if row.passed is False} & CASES.keys())
+        return sorted({row.name for row in self.kernels if row.passed is False} & set(KERNELS))
 
     @property
     def setting(self) -> str | None:
@@ -113,7 +113,7 @@ def check(vlm: VLM, *, quick: bool = False) -> Report:
     cuda = device.type == "cuda"
     reason = None if device.type == "cpu" else limitation(device)
     if reason is None:
-        kernels, copy_rate, reason = collected(spawned(list(CASES), device, quick=quick))
+        kernels, copy_rate, reason = collected(spawned(KERNELS, device, quick=quick))
     else:
         kernels, copy_rate = [], None
     how = "compiled for this GPU"
