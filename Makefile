@@ -119,7 +119,6 @@ types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
-	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
 	$(BIN)/python benchmarks/kv.py
@@ -136,11 +135,10 @@ gpu-first:       ## Measure what matters most in twelve minutes on the GPU of th
 	$(PYTHON) benchmarks/gpu_first.py $(GPU_FLAGS)
 
 gpu:             ## Check and measure on the GPU of this machine, see docs/gpu.md
-	$(PYTHON) benchmarks/gpu_hour.py probe $(GPU_FLAGS)
-	$(PYTHON) benchmarks/gpu_hour.py smoke $(GPU_FLAGS)
-	$(PYTHON) benchmarks/gpu_hour.py bfloat16 $(GPU_FLAGS)
+	$(PYTHON) -m vlmfast check --quick
+	$(PYTHON) benchmarks/gpu_hour.py smoke bfloat16 $(GPU_FLAGS)
 	$(PYTHON) -m pytest -q --maxfail=20 -n $(WORKERS) -p no:cacheprovider $(GPU_TESTS) $(PYTEST_FLAGS)
-	$(PYTHON) benchmarks/gpu_hour.py kernels $(GPU_FLAGS)
+	$(PYTHON) benchmarks/kernels.py --missing --minutes 7.5 --row-seconds 40
 	$(PYTHON) benchmarks/gpu_hour.py step $(GPU_FLAGS)
 	$(PYTHON) benchmarks/gpu_hour.py serve $(GPU_FLAGS)
 

@@ -28,220 +28,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import cycle
+from typing import Any
 
+import harness
+import torch
+from PIL import Image
+from shapes import SHAPED, TOWERS, after_tower
+
+from vlmfast import VLM
 from vlmfast.check.commands import size
-from vlmfast.core.progress import Progress
-from vlmfast.eval.bench import forget_peak, peak, provenance, spread, turns
-from vlmfast.eval.results import write_json
+from vlmfast.core.display import markdown_table
+from vlmfast.engine.stats import clock, peak_memory
+from vlmfast.eval.bench import forget_peak, peak, spread
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-TINY = ROOT / "vlmfast" / "weights" / "tiny"
-HF, SHAPED = "huggingface", "qwen2-0.5b-shape"
+TINY = harness.ROOT / "vlmfast" / "weights" / "tiny"
+HF = "huggingface"
 METRICS = ("ttft", "prefill", "tpot", "memory", "working")
 PARTS = ("media", "vision", "stages")
-
-
-class Tower(NamedTuple):
-    """The shape of a vision tower.
-
-    Parameters
-    ----------
-    name : str
-    layers, width, heads, mlp, side, patch : int
-        ``side`` is that of a view in pixels.
-    kind : {"clip", "siglip", "qwen2_5_vl"}
-    """
-
-    name: str
-    layers: int
-    width: int
-    heads: int
-    mlp: int
-    side: int
-    patch: int = 14
-    kind: str = "clip"
-
-
-TOWERS = {
-    "clip-vit-l-14-336": Tower("CLIP ViT-L/14-336", 24, 1024, 16, 4096, 336),
-    "siglip-so400m-14-384": Tower("SigLIP-so400m/14-384", 27, 1152, 16, 4304, 384, kind="siglip"),
-    "qwen2.5-vl": Tower("tower of Qwen2.5-VL", 32, 1280, 16, 3420, 448, kind="qwen2_5_vl"),
-    "small": Tower("small tower, of no model", 6, 384, 6, 1536, 336),
-}
 QUESTION = "How many yellow objects are there?"
 
 
 # --- models --------------------------------------------------------------------------------------
-
-
-def text_of(layers: int, **more: Any) -> dict[str, Any]:
-    """Qwen2-0.5B's shape."""
-    return {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, **more},
-        "tie_word_embeddings": True,
-    }
-
-
-def qwen_shaped(tower: str, layers: int, seed: int = 0) -> tuple[Any, Any]:
-    """A model with a language model of Qwen2-0.5B's shape after a tower, random weights."""
-    import torch
-
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
-    shape = TOWERS[tower]
-    build = {"clip": llava_next, "siglip": llava_onevision, "qwen2_5_vl": qwen2_5_vl}[shape.kind]
-    torch.manual_seed(seed)
-    return build(shape, layers)
-
-
-def llava_next(shape: Tower, layers: int) -> tuple[Any, Any]:
-    from transformers import (
-        CLIPVisionConfig,
-        LlavaNextConfig,
-        LlavaNextForConditionalGeneration,
-        LlavaNextImageProcessor,
-        LlavaNextProcessor,
-        Qwen2Config,
-    )
-
-    import tiny_models
-
-    side = shape.side
-    pinpoints = grids(side)
-    config = LlavaNextConfig(
-        vision_config=CLIPVisionConfig(**vit(shape), projection_dim=768),
-        text_config=Qwen2Config(**text_of(layers)),
-        image_token_id=tiny_models.IMAGE_ID,
-        image_grid_pinpoints=pinpoints,
-        tie_word_embeddings=True,
-    )
-    size = {"height": side, "width": side}
-    processor = LlavaNextProcessor(
-        image_processor=LlavaNextImageProcessor(
-            size={"shortest_edge": side}, crop_size=size, image_grid_pinpoints=pinpoints
-        ),
-        tokenizer=tiny_models.build_tokenizer(),
-        patch_size=shape.patch,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=tiny_models.CHAT_TEMPLATE,
-    )
-    return LlavaNextForConditionalGeneration(config).eval(), processor
-
-
-def llava_onevision(shape: Tower, layers: int) -> tuple[Any, Any]:
-    from transformers import (
-        LlavaOnevisionConfig,
-        LlavaOnevisionForConditionalGeneration,
-        LlavaOnevisionImageProcessor,
-        LlavaOnevisionProcessor,
-        LlavaOnevisionVideoProcessor,
-        Qwen2Config,
-        SiglipVisionConfig,
-    )
-
-    import tiny_families
-
-    tokens = tiny_families.tokenizer(image_token="<image>", video_token="<video>")
-    image, video = tiny_families.ids(tokens, "<image>", "<video>")
-    pinpoints, size = grids(shape.side), {"height": shape.side, "width": shape.side}
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(**vit(shape), vision_use_head=False),
-        text_config=Qwen2Config(**text_of(layers)),
-        image_token_id=image,
-        video_token_id=video,
-        image_grid_pinpoints=pinpoints,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        tie_word_embeddings=True,
-    )
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=pinpoints),
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
-        tokenizer=tokens,
-        num_image_tokens=(shape.side // shape.patch) ** 2,
-        vision_feature_select_strategy="full",
-        vision_aspect_ratio="anyres_max_9",
-        chat_template=tiny_families.template("<image>\n", "<video>\n"),
-    )
-    return LlavaOnevisionForConditionalGeneration(config).eval(), processor
-
-
-def qwen2_5_vl(shape: Tower, layers: int) -> tuple[Any, Any]:
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    import tiny_families
-
-    tokens = tiny_families.tokenizer(**tiny_families.QWEN)
-    start, end, image, video = tiny_families.ids(tokens, *tiny_families.QWEN.values())
-    depth, text = shape.layers, text_of(layers, mrope_section=[8, 12, 12])
-    config = Qwen2_5_VLConfig(
-        vision_config={
-            "depth": depth,
-            "hidden_size": shape.width,
-            "intermediate_size": shape.mlp,
-            "num_heads": shape.heads,
-            "patch_size": shape.patch,
-            "window_size": 112,
-            "fullatt_block_indexes": list(range(depth // 4 - 1, depth, depth // 4)),
-            "out_hidden_size": text["hidden_size"],
-        },
-        text_config=text,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-    )
-    pixels = {"shortest_edge": 56 * 56, "longest_edge": 1344 * 1344}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(patch_size=shape.patch, size=pixels),
-        video_processor=Qwen2VLVideoProcessor(patch_size=shape.patch),
-        tokenizer=tokens,
-        chat_template=tiny_families.QWEN_TEMPLATE,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config).eval(), processor
-
-
-def vit(shape: Tower) -> dict[str, Any]:
-    """The arguments of a vision config of transformers."""
-    return {
-        "hidden_size": shape.width,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "image_size": shape.side,
-        "patch_size": shape.patch,
-    }
-
-
-def grids(side: int) -> list[list[int]]:
-    """Canvases of crops: up to 2 x 2, 1 x 3 and 3 x 1 views."""
-    shapes = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
-    return [[rows * side, columns * side] for rows, columns in shapes]
 
 
 def clip_of(image: Any, frames: int, moving: bool) -> list[Any]:
@@ -255,84 +70,52 @@ def clip_of(image: Any, frames: int, moving: bool) -> list[Any]:
     return found
 
 
-def load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The `VLM` under test, and the image or video of the question."""
-    import torch
-    from PIL import Image
+def load(args: argparse.Namespace) -> tuple[VLM, Image.Image]:
+    """The model `args.model`, and an image."""
+    dtype, off = getattr(torch, args.dtype), {"prefix_cache_bytes": 0}
+    if args.model == SHAPED:
+        made = after_tower(args.tower, args.layers, torch.device(args.device), dtype)
+        from tiny_models import make_image
 
-    import vlmfast
-
-    dtype = getattr(torch, args.dtype)
-    if args.model != SHAPED:
-        vlm = vlmfast.VLM.from_pretrained(
-            args.model, device=args.device, dtype=dtype, prefix_cache_bytes=0
-        )
-        image = Image.open(ROOT / "examples" / "picture.png").convert("RGB")
-    else:
-        model, processor = qwen_shaped(args.tower, args.layers)
-        import tiny_models
-
-        vlm = vlmfast.VLM(model.to(args.device, dtype), processor, prefix_cache_bytes=0)
         side = 2 * TOWERS[args.tower].side
-        image = tiny_models.make_image(*(args.size or (side, side)))
+        return VLM(*made, **off), make_image(*(getattr(args, "size", None) or (side, side)))
+    vlm = VLM.from_pretrained(args.model, device=args.device, dtype=dtype, **off)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
-    if not args.frames:
-        return vlm, {"images": image}
-    video = clip_of(image, args.frames, args.clip == "moving")
-    return vlm, {"video": video, "num_frames": args.frames}
+    return vlm, Image.open(harness.ROOT / "examples" / "picture.png").convert("RGB")
 
 
 # --- one variant in one process ------------------------------------------------------------------
 
 
-class FirstToken:
-    """A streamer that notes when the first token reached the host."""
+class Times:
+    """A streamer that notes when each token comes, the prompt first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.calls, self.first = clock, 0, 0.0
+        self.clock, self.times = clock, []
 
     def put(self, value: Any) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the first call is the prompt
-            self.first = self.clock()
+        self.times.append(self.clock())
 
     def end(self) -> None:
         pass
 
 
 @contextlib.contextmanager
-def prefill_timer(model: Any, clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Start (decoder) and end (output head) of the first forward pass."""
+def spans(
+    first: Any, last: Any, clock: Callable[[], float], most: int = sys.maxsize
+) -> Iterator[list[float]]:
+    """Start of each call of one module and end of each call of another, in turn.
+
+    ``most``: how many of these times. On a GPU each waits for its work.
+    """
     times: list[float] = []
 
-    def begin(*_: Any) -> None:
-        if not times:
+    def note(*_: Any) -> None:
+        if len(times) < most:
             times.append(clock())
 
-    def end(*_: Any) -> None:
-        if len(times) == 1:
-            times.append(clock())
-
-    handles = [
-        model.get_decoder().register_forward_pre_hook(begin),
-        model.get_output_embeddings().register_forward_hook(end),
-    ]
-    try:
-        yield times
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def vision_timer(adapter: Any, clock: Callable[[], float]) -> Iterator[list[float]]:
-    """Start of each call of the tower and end of each call of the projector, in turn."""
-    times: list[float] = []
-    handles = [
-        adapter.tower().register_forward_pre_hook(lambda *_: times.append(clock())),
-        adapter.mergers()[0].register_forward_hook(lambda *_: times.append(clock())),
-    ]
+    handles = [first.register_forward_pre_hook(note), last.register_forward_hook(note)]
     try:
         yield times
     finally:
@@ -341,35 +124,35 @@ def vision_timer(adapter: Any, clock: Callable[[], float]) -> Iterator[list[floa
 
 
 def run_huggingface(
-    vlm: Any, media: dict[str, Any], question: str, new_tokens: int
+    vlm: VLM, media: dict[str, Any], question: str, new_tokens: int
 ) -> dict[str, Any]:
-    from vlmfast.engine.stats import clock
-
-    now = lambda: clock(vlm.adapter.device)  # noqa: E731
-    streamer = FirstToken(now)
-    start = now()
+    now, model, adapter = partial(clock, vlm.adapter.device), vlm.model, vlm.adapter
+    streamer, start = Times(now), now()
     inputs = vlm.inputs(question, **media)
     read = now()
-    with prefill_timer(vlm.model, now) as prefill, vision_timer(vlm.adapter, now) as vision:
-        ids = vlm.model.generate(
+    with (
+        spans(model.get_decoder(), model.get_output_embeddings(), now, 2) as prefill,
+        spans(adapter.tower(), adapter.mergers()[0], now) as vision,
+    ):
+        ids = model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, streamer=streamer
         )
-    end = now()
+    end, first = now(), streamer.times[1]
     tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
     return {
-        "ttft": streamer.first - start,
+        "ttft": first - start,
         "media": read - start,
         "vision": sum(vision[1::2]) - sum(vision[::2]),
         "stages": 0.0,
         "prefill": prefill[1] - prefill[0],
-        "tpot": (end - streamer.first) / (len(tokens) - 1),
+        "tpot": (end - first) / (len(tokens) - 1),
         "tokens": tokens,
-        "visual_tokens": int(vlm.adapter.visual(inputs["input_ids"]).sum()),
+        "visual_tokens": int(adapter.visual(inputs["input_ids"]).sum()),
     }
 
 
 def run_vlmfast(
-    vlm: Any, media: dict[str, Any], question: str, new_tokens: int, recipe: str
+    vlm: VLM, media: dict[str, Any], question: str, new_tokens: int, recipe: str
 ) -> dict[str, Any]:
     answer = vlm.ask(question, **media, recipe=recipe, max_new_tokens=new_tokens, do_sample=False)
     stats = answer.stats
@@ -387,25 +170,21 @@ def run_vlmfast(
 
 def worker(args: argparse.Namespace) -> None:
     """Run the variant that each line on stdin names; each result is one line of JSON."""
-    import torch
-
-    from vlmfast.engine.stats import peak_memory
-
     if args.threads:
         torch.set_num_threads(args.threads)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the libraries must not mix with the replies
-    vlm, media = load(args)
-    device = vlm.adapter.device
+    vlm, image = load(args)
+    device, media = vlm.adapter.device, {"images": image}
+    if args.frames:
+        video = clip_of(image, args.frames, args.clip == "moving")
+        media = {"video": video, "num_frames": args.frames}
     print(json.dumps({"ready": True}), file=replies, flush=True)
-    for line in sys.stdin:
-        name = line.strip()
+    for name in map(str.strip, sys.stdin):
         forget_peak(device)
         before = peak(device) or peak_memory(device)  # now the current size
-        if name == HF:
-            result = run_huggingface(vlm, media, QUESTION, args.new_tokens)
-        else:
-            result = run_vlmfast(vlm, media, QUESTION, args.new_tokens, name)
+        run = run_huggingface if name == HF else partial(run_vlmfast, recipe=name)
+        result = run(vlm, media, QUESTION, args.new_tokens)
         after = peak(device) or peak_memory(device)
         result["memory"] = 0 if args.one_process else after
         result["working"] = 0 if args.one_process else after - before
@@ -415,15 +194,8 @@ def worker(args: argparse.Namespace) -> None:
 class Worker:
     """A process with a model."""
 
-    def __init__(self, model: str, args: argparse.Namespace) -> None:
-        options = ["dtype", "device", "tower", "layers", "new_tokens", "threads", "frames", "clip"]
-        command = [sys.executable, __file__, "--worker", "--models", model]
-        if args.one_process:
-            command.append("--one-process")
-        if args.size:
-            command += ["--size", "x".join(map(str, args.size))]
-        for option in options:
-            command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    def __init__(self, model: str, arguments: list[str]) -> None:
+        command = [sys.executable, __file__, *arguments, "--worker", "--models", model]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -448,74 +220,58 @@ class Worker:
 # --- the benchmark -------------------------------------------------------------------------------
 
 
-def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
+def bench_model(model: str, args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """All variants of one model, interleaved."""
-    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in (HF, *args.recipes)}
-    workers: list[Worker] = []
-    try:
+    names, workers = (HF, *args.recipes), []
+    with contextlib.ExitStack() as stack:
         # Sequentially, because building a model uses all cores.
-        for _ in (HF,) if args.one_process else samples:
-            workers.append(Worker(model, args))
-        variants = list(zip(samples, itertools.cycle(workers), strict=False))
-        with Progress(model, (args.warmup + args.repeats) * len(variants), "answers") as bar:
-            for (name, worker), counts in turns(variants, args.repeats, warmup=args.warmup):
-                sample = worker.run(name)
-                if counts:
-                    samples[name].append(sample)
-                bar.update()
-    finally:
-        for worker in workers:
-            worker.close()
+        for _ in (HF,) if args.one_process else names:
+            workers.append(Worker(model, arguments))
+            stack.callback(workers[-1].close)
+        runs = {n: partial(of.run, n) for n, of in zip(names, cycle(workers), strict=False)}
+        samples = harness.interleaved(runs, args.repeats, warmup=args.warmup, name=model)
     reference = samples[HF][0]["tokens"]
-    base = {metric: spread([s[metric] for s in samples[HF]]) for metric in METRICS}
-    rows = {}
+    rows: dict[str, Any] = {}
     for name, own in samples.items():
-        row: dict[str, Any] = {
-            metric: spread([s[metric] for s in own]) for metric in (*METRICS, *PARTS)
-        }
+        keys = (*METRICS, *PARTS)
+        row: dict[str, Any] = {key: spread([s[key] for s in own]) for key in keys}
+        rows[name], tokens = row, own[0]["tokens"]
         row["ratio"] = {
-            metric: base[metric]["median"] / row[metric]["median"]
+            metric: rows[HF][metric]["median"] / row[metric]["median"]
             for metric in METRICS
             if row[metric]["median"] > 0
         }
-        tokens = own[0]["tokens"]
         row["visual_tokens"] = own[0]["visual_tokens"]
         row["agreement"] = sum(a == b for a, b in zip(tokens, reference, strict=True)) / len(tokens)
-        row["samples"] = [{m: s[m] for m in (*METRICS, *PARTS)} for s in own]
-        rows[name] = row
+        row["samples"] = [{key: s[key] for key in keys} for s in own]
     return rows
 
 
 def markdown(model: str, rows: dict[str, Any]) -> str:
     """One table per model: median, quartiles in brackets, ratio to Hugging Face."""
-    from vlmfast.eval.report import markdown_table  # takes seconds to import
-
-    head = [model, "visual tokens", "TTFT", "prefill", "per token", "peak memory"]
-    head += ["working memory", "same tokens"]
     lines = []
     for name, row in rows.items():
         cells = [name, str(row["visual_tokens"])]
         for metric in METRICS:
-            scale, unit = (1e-6, "MB") if metric in ("memory", "working") else (1e3, "ms")
-            value = {key: number * scale for key, number in row[metric].items()}
-            if unit == "MB" and not row["memory"]["median"]:
+            of = row[metric]
+            if metric not in ("memory", "working"):
+                cell = harness.quartiles(of)
+            elif row["memory"]["median"]:
+                value = of["median"] * 1e-6
+                cell = f"{value:,.{0 if value >= 100 else 1}f} MB"
+            else:
                 cells.append("–")
                 continue
-            digits = 0 if value["median"] >= 100 else 1
-            cell = f"{value['median']:,.{digits}f} {unit}"
-            if unit == "ms":
-                cell += f" [{value['q1']:,.{digits}f}, {value['q3']:,.{digits}f}]"
             if name != HF and metric in row["ratio"]:
                 cell += f" ({row['ratio'][metric]:.2f}x)"
             cells.append(cell)
         lines.append([*cells, f"{row['agreement']:.0%}"])
-    return markdown_table(head, lines)
+    head = [model, "visual tokens", "TTFT", "prefill", "per token", "peak memory"]
+    return markdown_table([*head, "working memory", "same tokens"], lines)
 
 
 def parts_table(model: str, rows: dict[str, Any]) -> str:
     """The time to the first token by its parts, medians, and the time per further token."""
-    from vlmfast.eval.report import markdown_table
-
     lines = []
     for name, row in rows.items():
         cells = [name]
@@ -529,51 +285,31 @@ def parts_table(model: str, rows: dict[str, Any]) -> str:
     return markdown_table(head, lines)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", default=f"tiny,{SHAPED}", help="comma-separated; also folders and hub ids"
-    )
-    parser.add_argument(
-        "--recipe", action="append", dest="recipes", help="default: none, balanced and fast"
-    )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--threads", type=int, default=0, help="0: PyTorch's default")
-    parser.add_argument(
-        "--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS), help="vision tower"
-    )
-    parser.add_argument(
-        "--size", type=size, help="WIDTHxHEIGHT of the image (default: twice the tower's side)"
-    )
-    parser.add_argument("--frames", type=int, default=0, help="ask about a video of N frames")
-    parser.add_argument("--clip", default="moving", choices=("moving", "static"))
-    parser.add_argument("--one-process", action="store_true", help="of all variants; no memory")
-    parser.add_argument("--layers", type=int, default=24, help="of the large language model")
-    parser.add_argument("--quick", action="store_true", help="checks the script, measures nothing")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/ask-....json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = harness.parser(
+        __doc__, recipe=None, repeats=7, warmup=2, new_tokens=16, dtype="float32",
+        device=harness.DEVICE, threads=0, layers=24, quick=False, out=None,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--models", default=f"tiny,{SHAPED}", help="comma-separated; also folders and hub ids")
+    add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS), help="vision tower")
+    add("--size", type=size, help="WIDTHxHEIGHT of the image (default: twice the tower's side)")
+    add("--frames", type=int, default=0, help="ask about a video of N frames")
+    add("--clip", default="moving", choices=("moving", "static"))
+    add("--one-process", action="store_true", help="of all variants; no memory")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.quick:
         args.repeats, args.warmup, args.new_tokens = 2, 1, 4
         args.tower, args.layers = "small", 2
     args.models = args.models.split(",")
     args.recipes = args.recipes or ["none", "balanced", "fast"]
-    if args.device in (None, "None"):
-        import torch
-
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
-def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict[str, Any]:
+def heading(script: str, argv: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Provenance of a result."""
-    return provenance(script, arguments, args.device) | {
+    return harness.begin(script, argv, args) | {
         "dtype": args.dtype,
         "repeats": args.repeats,
         "tower": TOWERS[args.tower]._asdict(),
@@ -581,25 +317,21 @@ def heading(script: str, arguments: list[str], args: argparse.Namespace) -> dict
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     if args.worker:
         args.model = args.models[0]
         worker(args)
         return 0
-    report = heading("ask.py", arguments, args) | {"new_tokens": args.new_tokens, "models": {}}
+    report = heading("ask.py", argv, args) | {"new_tokens": args.new_tokens, "models": {}}
     if args.size:
         report["size"] = list(args.size)
     if args.frames:
         report |= {"frames": args.frames, "clip": args.clip}
     failed = False
     for model in args.models:
-        if model == "tiny" and not (TINY / "model.safetensors").is_file():
-            print("tiny: vlmfast/weights/tiny is missing, left out", file=sys.stderr)
-            continue
         start = time.perf_counter()
-        rows = report["models"][model] = bench_model(model, args)
+        rows = report["models"][model] = bench_model(model, args, argv)
         title = model
         if model == SHAPED:
             title = f"{model}, {TOWERS[args.tower].name}, {args.layers} layers"
@@ -608,13 +340,10 @@ def main(argv: list[str] | None = None) -> int:
         if "none" in rows and rows["none"]["agreement"] < 1:
             print(f"{model}: the tokens of none differ from Hugging Face's", file=sys.stderr)
             failed = True
-    if args.quick and args.out is None:
-        return int(failed)
-    out = args.out or RESULTS / f"ask-{args.device.partition(':')[0]}-{args.dtype}.json"
-    write_json(out, report)
-    print(f"written: {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
+    if args.out or not args.quick:
+        harness.written(harness.path_of(args, "ask", args.device, args.dtype), report)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

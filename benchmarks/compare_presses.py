@@ -22,29 +22,27 @@ Drafters continue prefixes greedily. Rows are logged in ``--logs`` and not measu
 
 from __future__ import annotations
 
-import json
-import shlex
+import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+import harness
 import texts
 import torch
 import transformers
-from decoder import opened
+from decoder import opened, prefill
 from texts import Log, Text
 from torch import Tensor
 
 from vlmfast import VLM
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
-from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
@@ -55,13 +53,12 @@ from vlmfast.engine.cache import KVCache
 from vlmfast.engine.compress import Compression
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
-from vlmfast.engine.opening import open_sequence, reading
-from vlmfast.engine.prefill import Inputs, Prompt, rows_of
+from vlmfast.engine.opening import open_sequence
+from vlmfast.engine.prefill import Inputs, rows_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
 from vlmfast.models.base import Adapter
 
-AFTER = 24  # tokens of a prefix that are text; recipes compress prompts with visual tokens alone
 ALL = ", all layers"
 METHODS = (
     "snapkv",
@@ -128,24 +125,17 @@ class Prefilled:
     """A prefix that was prefilled once, and what cache stages read of each layer."""
 
     def __init__(self, vlm: VLM, text: Text) -> None:
-        self.adapter, self.text = vlm.adapter, text
-        self.engine = Engine(vlm.adapter)
-        self.prompt = prompt_of(vlm, text)
+        self.vlm, self.adapter, self.text = vlm, vlm.adapter, text
         with recorded() as self.layers:
             self.full, self.before = self.prefill(Recipe.parse("snapkv:1"))
 
     def prefill(self, recipe: Recipe) -> tuple[Sequence, Tensor]:
         """The sequence after its own prefill, and the logits (1, V) after the prefix."""
-        inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-        sequence = reading(self.adapter, inputs, recipe, time.perf_counter())
-        layout = self.prompt.layout
-        sequence.trace.begin(layout.select(layout.visual), self.adapter.depth)
-        logits = self.engine.prefiller.prefill(sequence, self.prompt, texts.ROOM)
-        return sequence, logits
+        return prefill(self.vlm, recipe, self.text.ids[: self.text.prefix], texts.ROOM)
 
     def compressed(self, recipe: Recipe) -> RowGroup:
         """The prefix as if it had been prefilled with a recipe, which must not change prefill."""
-        adapter, prompt = self.adapter, self.prompt
+        adapter, prefix = self.adapter, self.text.prefix
         first = self.layers[0][0]
         windows = [layer.window for layer in first.cache.layers]
         cache = KVCache(adapter.depth, adapter.pool, windows)
@@ -156,9 +146,8 @@ class Prefilled:
             cache.update(key, value, layer)
             compression.after(layer, query, key, value, scaling)
         compression.finish()
-        cache.freeze(texts.ROOM, prompt.full_length, base=prompt.countable())
-        position = torch.full_like(prompt.layout.position[:, :1], prompt.next_position)
-        return RowGroup(adapter, cache, rows_of(position), [self.full])
+        cache.freeze(texts.ROOM, prefix, base=0)
+        return RowGroup(adapter, cache, rows_of(torch.tensor([[prefix]])), [self.full])
 
     def logits(self, group: RowGroup) -> list[Tensor]:
         """Logits before each token that is scored, by question; the cache stays as it is."""
@@ -166,16 +155,6 @@ class Prefilled:
         for ids, count in self.text.chains():
             found.append(group.verify([Tree.chain(ids)]).logits[0, -count:])
         return found if self.text.questions else [torch.cat([self.before, found[0]])]
-
-
-def prompt_of(vlm: VLM, text: Text) -> Prompt:
-    """The prefix of a text, whose beginning enters as visual tokens."""
-    order = torch.arange(text.prefix)
-    visual = (order > 0) & (order < text.prefix - AFTER)
-    kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
-    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
-    embeds = vlm.adapter.embed(torch.tensor(text.ids[: text.prefix]))
-    return Prompt(embeds, layout, text.prefix, text.prefix)
 
 
 @contextmanager
@@ -198,91 +177,57 @@ def recorded() -> Iterator[list[tuple[Any, ...]]]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-class Run:
-    """Measures texts with vlmfast and logs what is missing."""
+class Run(texts.Run):
+    """vlmfast's side."""
 
     def __init__(self, vlm: VLM, log: Log) -> None:
-        self.vlm, self.log = vlm, log
+        super().__init__(log)
+        self.vlm, self.methods = vlm, METHODS
+        self.prefilled: Prefilled | None = None
+
+    def opened(self, text: Text) -> Prefilled:
+        """The prefix of a text, prefilled once."""
+        if self.prefilled is None or self.prefilled.text != text:
+            if self.prefilled is not None:
+                self.prefilled.full.group.release()
+            self.prefilled = Prefilled(self.vlm, text)
+        return self.prefilled
 
     @torch.no_grad()
-    def scores(self, text: Text) -> None:
-        """Log the scores of all methods on a text."""
-        key = {"part": text.part, "prompt": text.digest}
-        missing = [
-            (method, keep)
-            for keep in texts.KEEPS
-            for method in METHODS
-            if self.log.missing(**key, method=method, keep=keep)
-        ]
-        if not missing and not self.log.missing(**key, method="none", keep=1):
-            return
+    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
         with switched(self.vlm.model):
-            prefilled, full = Prefilled(self.vlm, text), None
-            for method, keep in [("none", 1), *missing]:
-                if method == "none":
-                    group = prefilled.full.group
-                else:
-                    group = prefilled.compressed(recipe_of(method, keep, self.vlm.adapter))
-                assert group is not None
-                logits = prefilled.logits(group)
-                if method == "none" and not text.questions:
-                    full = texts.Reference(logits[0])
-                if self.log.missing(**key, method=method, keep=keep):
-                    self.log.add(
-                        **key,
-                        method=method,
-                        keep=keep,
-                        prefix=text.prefix,
-                        slots=group.cache.lengths(),
-                        **texts.scored(text, full, logits),
-                    )
-                if method != "none":
-                    group.release()
-            prefilled.engine.prefiller.release(prefilled.full)
-
-    def cost(self, text: Text) -> None:
-        """Log time and memory of a prefill with each method."""
-        key = {"part": "cost", "prompt": text.digest}
-        prefilled = None
-        for turn, method in product(range(texts.ROUNDS), ("none", *METHODS)):
-            keep = 1 if method == "none" else texts.COST
-            if not self.log.missing(**key, method=method, keep=keep, round=turn):
-                continue
-            recipe = Recipe()
+            prefilled = self.opened(text)
+            group = prefilled.full.group
             if method != "none":
-                recipe = recipe_of(method, keep, self.vlm.adapter)
-            with switched(self.vlm.model):
-                prefilled = prefilled or Prefilled(self.vlm, text)
-                with texts.measured() as took:
-                    sequence, _ = prefilled.prefill(recipe)
-            assert sequence.group is not None
-            cache = sequence.group.cache
-            self.log.add(
-                **key,
-                method=method,
-                keep=keep,
-                round=turn,
-                prefix=text.prefix,
-                slots=cache.lengths(),
-                bytes=cache.held_bytes(),
-                **took,
-            )
-            prefilled.engine.prefiller.release(sequence)
+                group = prefilled.compressed(recipe_of(method, keep, self.vlm.adapter))
+            assert group is not None
+            found = group.cache.lengths(), prefilled.logits(group)
+        if method != "none":
+            group.release()
+        return found
+
+    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
+        recipe = Recipe() if method == "none" else recipe_of(method, keep, self.vlm.adapter)
+
+        @torch.no_grad()
+        def run() -> tuple[list[int], int]:
+            sequence, _ = prefill(self.vlm, recipe, text.ids[: text.prefix], texts.ROOM)
+            found = sequence.group.cache.lengths(), sequence.group.cache.held_bytes()
+            sequence.group.release()
+            return found
+
+        return run
 
     def drafts(self, text: Text, new_tokens: int) -> None:
         """Log accepted tokens and decode time of greedy answers, without and with drafters."""
-        key, plain = {"part": "drafts", "prompt": text.digest, "keep": 1}, None
-        for method in ("none", *DRAFTERS):
-            if not self.log.missing(**key, method=method) and method != "none":
-                continue
-            if method == "none" and not any(
-                self.log.missing(**key, method=name) for name in ("none", *DRAFTERS)
-            ):
-                return
+        key, every = {"part": "drafts", "prompt": text.digest, "keep": 1}, ("none", *DRAFTERS)
+        missing = [method for method in every if self.log.missing(**key, method=method)]
+        plain = None
+        for method in dict.fromkeys([*every[: bool(missing)], *missing]):
             done = self._generated(text, Recipe.parse(method), new_tokens)
             stats, tokens = done.stats, done.tokens
             plain = plain or tokens
-            if self.log.missing(**key, method=method):
+            if method in missing:
                 self.log.add(
                     **key,
                     method=method,
@@ -311,20 +256,19 @@ class Run:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> int:
     parser = texts.parser(__doc__)
     parser.add_argument("--kvpress", type=Path, default=Path(".venv-presses/bin/python"))
     parser.add_argument("--drafts", type=int, default=10, help="documents that drafters continue")
     parser.add_argument("--new-tokens", type=int, default=64, help="of drafters' answers")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     torch.set_num_threads(args.threads)
     settings = texts.settings(args, transformers.__version__)
     log = Log(args.logs / texts.VLMFAST, settings)
     vlm, tokens = opened(args.folder)
     run = Run(vlm, log)
-    texts.over(run, tokens, args)
+    run.over(tokens, args)
     read = texts.read_texts(tokens, args.documents, args.follow)
     for text in [text for text in read if text.prefix == min(args.documents)][: args.drafts]:
         run.drafts(text, args.new_tokens)
@@ -338,14 +282,13 @@ def main(argv: list[str] | None = None) -> int:
     subprocess.run([args.kvpress, script, args.folder, *options], check=True)
     every = [*read, *texts.passkey_texts(tokens, args.passkeys)]
     report = {
-        "command": shlex.join(["python", "benchmarks/compare_presses.py", *arguments]),
-        "date": time.strftime("%Y-%m-%d"),
+        **harness.begin("compare_presses.py", argv, args),
         "model": vlm.model.config.get_text_config().model_type,
         **texts.joined(
             *(texts.read_log(args.logs / n) for n in (texts.VLMFAST, texts.KVPRESS)), every
         ),
     }
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    harness.written(args.out, report)
     return 0
 
 
@@ -356,4 +299,4 @@ def _text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

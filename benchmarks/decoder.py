@@ -21,26 +21,22 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import harness
+import kv
 import torch
 import transformers
-from texts import manual
+from texts import Reference, manual
 from torch import Tensor
 
 from vlmfast import VLM
-from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.opening import reading
-from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.eval.results import write_json
+from vlmfast.engine.sequence import Sequence
 
 RECIPES = (
     "none",
@@ -100,30 +96,26 @@ def documents(tokens: Any, number: int, length: int) -> list[list[int]]:
     return [[tokens.bos_token_id, *ids[i * step : i * step + length - 1]] for i in range(number)]
 
 
+def prefill(vlm: VLM, recipe: Recipe, ids: list[int], room: int) -> tuple[Sequence, Tensor]:
+    """A sequence after its prefill, the beginning as visual tokens, and the logits (1, V)."""
+    asked = kv.prompt(vlm, vlm.adapter.embed(torch.tensor(ids)), 1, len(ids) - AFTER)
+    return kv.prefilled(vlm, recipe, asked, room)
+
+
 @torch.inference_mode()
 def read(vlm: VLM, recipe: str, ids: list[int], prefix: int) -> tuple[Tensor, int, list[int]]:
-    """Log-probabilities (T, V) after the prefix and after each later token but the last.
+    """Logits (T, V) after the prefix and after each later token but the last.
 
     Also the bytes of the cache, and the slots of each layer's first quantized segment.
     """
-    order = torch.arange(prefix)
-    visual = (order > 0) & (order < prefix - AFTER)
-    kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
-    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
-    prompt = Prompt(vlm.adapter.embed(torch.tensor(ids[:prefix])), layout, prefix, prefix)
-    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    asked = Recipe.parse(recipe)
-    sequence = reading(vlm.adapter, inputs, asked, time.perf_counter())
-    sequence.trace.begin(prompt.layout.select(prompt.layout.visual), vlm.adapter.depth)
-    engine = Engine(vlm.adapter)
+    sequence, first = prefill(vlm, Recipe.parse(recipe), ids[:prefix], len(ids) - prefix)
+    group = sequence.group
+    held = group.cache.held_bytes()
+    high = [int(layer.segments[0].lengths[0]) for layer in group.cache.layers if layer.segments]
     with switched(vlm.model):
-        first = engine.prefiller.prefill(sequence, prompt, len(ids) - prefix)
-        cache = sequence.group.cache
-        held = cache.held_bytes()
-        high = [int(layer.segments[0].lengths[0]) for layer in cache.layers if layer.segments]
-        rest = sequence.group.verify([Tree.chain(ids[prefix:-1])]).logits[0]
-    engine.prefiller.release(sequence)
-    return torch.cat([first, rest]).float().log_softmax(-1), held, high
+        rest = group.verify([Tree.chain(ids[prefix:-1])]).logits[0]
+    group.release()
+    return torch.cat([first, rest]).float(), held, high
 
 
 @torch.inference_mode()
@@ -141,36 +133,26 @@ def on_first(vlm: VLM, ids: list[int]) -> list[float]:
 
 def measured(vlm: VLM, recipe: str, texts: list[list[int]], prefix: int, full: list) -> dict:
     """One line of the table. ``full`` is filled under ``none`` and read by all others."""
-    rows: list[tuple[float, ...]] = []
+    rows: list[dict[str, float]] = []
     high: list[int] = []
     for number, ids in enumerate(texts):
-        found, held, high = read(vlm, recipe, ids, prefix)
+        logits, held, high = read(vlm, recipe, ids, prefix)
         if recipe == "none":
-            full.append((found, held))
-        expected, whole = full[number]
-        truth = torch.tensor(ids[prefix:])[:, None]
-        rows.append(
-            (
-                float((expected.exp() * (expected - found)).sum(-1).mean()),
-                float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
-                -float(found.gather(1, truth).mean()),
-                held / whole,
-            )
-        )
-    values = torch.tensor(rows).mean(0).tolist()
-    line = dict(zip(("kl", "top1", "nll", "bytes"), values, strict=True))
+            full.append((Reference(logits), held))
+        reference, whole = full[number]
+        rows.append(reference.compared(logits, ids[prefix:]) | {"bytes": held / whole})
+    line = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
     return {"recipe": recipe, **line, "important": high if recipe.startswith("zipvl") else []}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(argv: list[str]) -> int:
+    parser = harness.parser(__doc__, out=None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--prefix", type=int, default=1000)
     parser.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     vlm, tokens = opened(args.folder)
     texts = documents(tokens, args.documents, args.prefix + args.follow)
     full: list = []
@@ -182,22 +164,17 @@ def main(argv: list[str] | None = None) -> int:
     sink = on_first(vlm, texts[0][: args.prefix])
     print("attention to the first token, by layer:", sink)
     if args.out:
-        report = {
-            "command": f"python benchmarks/decoder.py FOLDER --documents {args.documents} "
-            f"--prefix {args.prefix} --follow {args.follow}",
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "date": time.strftime("%Y-%m-%d"),
+        report = harness.begin("decoder.py", argv, args) | {
+            "threads": torch.get_num_threads(),
             "model": vlm.model.config.get_text_config().model_type,
             "weights": vlm.adapter.depth,
             "prompts": [hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in texts],
             "first token": sink,
             "lines": lines,
         }
-        write_json(args.out, report)
+        harness.written(args.out, report)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

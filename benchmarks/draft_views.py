@@ -31,18 +31,17 @@ import random
 import sys
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
+import harness
 import kv
-import numpy as np
 import shapes
 import torch
-from ask import RESULTS
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
 from vlmfast import VLM
+from vlmfast.core.display import markdown_table
 from vlmfast.core.drafting import Budget, Proposal, Target, Traffic
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
@@ -54,13 +53,10 @@ from vlmfast.engine.sampling import Sampler
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.speculation import Speculation
 from vlmfast.engine.stats import Stats, clock
-from vlmfast.eval.bench import provenance, rotated
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
+from vlmfast.eval.bench import rotated
 
 RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"
-AIMS = {32: 1.1, 1: 1.3}  # wall clock over plain, by number of requests
-RECORDED = "recorded"
+RECORDED, ACCEPTED = "recorded", harness.RESULTS / "speculation-accepted-tiny.json"
 
 
 # --- simulated acceptance ------------------------------------------------------------------------
@@ -144,7 +140,8 @@ class Prompted:
 @torch.no_grad()
 def prefilled(vlm: VLM, stage: DraftSelf, tokens: int) -> Prompted:
     """One prompt, prefilled under the drafter's recipe: plain requests read the same cache."""
-    return Prompted(vlm, *kv.prefilled(vlm, Recipe((stage,)), tokens, bounded=False))
+    asked = kv.noise(vlm, tokens)
+    return Prompted(vlm, *kv.prefilled(vlm, Recipe((stage,)), asked, bounded=False))
 
 
 @dataclass
@@ -215,7 +212,7 @@ def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -
         "step_bytes": traffic.step,
         "draft_bytes": traffic.draft,
         "predicted": tokens * traffic.step / (drafts * traffic.draft + traffic.step),
-        "ratio": ratio(found["wall"]) if same else None,
+        "ratio": harness.ratio(found["wall"]) if same else None,
         "step_s": sum(a for a, _ in found["wall"]) / args.pairs / (args.new_tokens - 1),
     }
 
@@ -240,36 +237,19 @@ def case(vlm: VLM, requests: int, tokens: int, args: argparse.Namespace) -> dict
     return about | {"view": args.view, "keep": args.keep, "steps": args.steps, "rows": rows}
 
 
-def accepted_file() -> Path:
-    """Where ``python benchmarks/speculation.py --accepted`` writes."""
-    return RESULTS / "speculation-accepted-tiny.json"
-
-
 def recorded(view: str, keep: float) -> list[float]:
     """By depth, how often `tiny` accepts a draft after those before it; from a result file."""
     name = RECORDED_VIEW.format(view=view, keep=keep)
     try:
-        parts = json.loads(accepted_file().read_text(encoding="utf-8"))["parts"]
+        parts = json.loads(ACCEPTED.read_text(encoding="utf-8"))["parts"]
         row = parts[f"captions | none | {name}"]
     except (OSError, KeyError) as error:
         raise SystemExit(
-            f"{accepted_file()} has no '{name}' ({error}); run python benchmarks/speculation.py "
+            f"{ACCEPTED} has no '{name}' ({error}); run python benchmarks/speculation.py "
             f"--accepted --drafter '{name}' first"
         ) from error
     pairs = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
     return [took / of for took, of in pairs if of]
-
-
-def ratio(pairs: Many[Many[float]], draws: int = 4000) -> dict[str, float] | None:
-    """Sum of the first values over the sum of the second values, with its 95 % interval."""
-    times = np.array(pairs)
-    if not times.sum(0).all():
-        return None  # answers of one token
-    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
-    plain, drafted = times[index].sum(1).T
-    low, high = np.quantile(plain / drafted, [0.025, 0.975])
-    value = times[:, 0].sum() / times[:, 1].sum()
-    return {"value": float(value), "low": float(low), "high": float(high)}
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -282,23 +262,10 @@ def markdown(found: dict[str, Any]) -> str:
     )
     lines = []
     for name, row in found["rows"].items():
-        wall = row["ratio"]
-        shown = (
-            "-" if wall is None else f"{wall['value']:.2f}x [{wall['low']:.2f}, {wall['high']:.2f}]"
-        )
-        cells = [f"{row['emitted_per_round']:.2f}", f"{row['predicted']:.2f}x", shown]
-        lines.append([name, *cells, f"{row['identical']} of {row['pairs']}"])
+        cells = [f"{row['emitted_per_round']:.2f}", f"{row['predicted']:.2f}x"]
+        cells += [harness.interval(row["ratio"]), f"{row['identical']} of {row['pairs']}"]
+        lines.append([name, *cells])
     return markdown_table([title, "tokens per round", "bytes", "wall", "same answers"], lines)
-
-
-def verdicts(found: dict[str, Any]) -> list[str]:
-    """Compare the recorded acceptance with its target."""
-    row, aim = found["rows"].get(RECORDED), AIMS.get(found["requests"])
-    if row is None or aim is None or row["ratio"] is None:
-        return []
-    value = row["ratio"]["value"]
-    word = "PASS" if value >= aim else "MISS"
-    return [f"{word}: {found['requests']} x {found['tokens']:,}: {value:.2f}x, aim {aim:.2f}x"]
 
 
 # --- on paper ------------------------------------------------------------------------------------
@@ -392,57 +359,43 @@ def best(
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="speculation.py views",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = harness.parser(
+        __doc__, pairs=2, new_tokens=48, layers=24, device=harness.DEVICE, threads=0, quick=False,
+        out=None,
+    )  # fmt: skip
+    parser.prog = "speculation.py views"
     add = parser.add_argument
-    add("--cases", default="32x2900,1x32768", help="requests x tokens (default: %(default)s)")
-    add("--view", default="topk", help="view of draft-self (default: %(default)s)")
+    add("--cases", default="32x2900,1x32768", help="requests x tokens (%(default)s)")
+    add("--view", default="topk", help="view of draft-self (%(default)s)")
     add("--keep", type=float, default=0.1, help="fraction of the cache in it (%(default)s)")
     add("--steps", type=int, default=4, help="drafts per round (%(default)s)")
-    add("--rates", default=f"{RECORDED},0.8,1", help="acceptances (default: %(default)s)")
-    add("--new-tokens", type=int, default=48, help="tokens of an answer (%(default)s)")
-    add("--pairs", type=int, default=2, help="plain and drafted runs of each (%(default)s)")
-    add("--layers", type=int, default=24, help="language model layers (%(default)s)")
-    add("--dtype", default="float32", choices=("float32",))
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=0, help="0: PyTorch's default")
+    add("--rates", default=f"{RECORDED},0.8,1", help="acceptances (%(default)s)")
     add("--paper", action="store_true", help="only the computed table")
-    add("--quick", action="store_true", help="small cases, which check the script")
-    add("--out", type=Path, help="default: benchmarks/results/speculation-views-DEVICE.json")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(dtype="float32"))
     if args.quick:
         args.cases, args.layers, args.new_tokens, args.pairs = "3x320,1x640", 2, 12, 1
         args.rates = "0.8,1"
     args.cases = [tuple(map(int, one.split("x"))) for one in args.cases.split(",")]
     args.rates = args.rates.split(",")
-    args.tower = "small"
     return args
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report = provenance("speculation.py", ["views", *argv], args.device)
+    report = harness.begin("speculation.py", ["views", *argv], args)
     report |= {"threads": torch.get_num_threads(), "cases": []}
     known = [] if args.quick else [recorded(args.view, args.keep)]
     report["computed"] = "\n\n".join(on_paper(rates, args.keep) for rates in (*known, [0.8]))
-    out = args.out or RESULTS / f"speculation-views-{args.device.partition(':')[0]}.json"
-    wrong, written = False, not args.paper and not (args.quick and args.out is None)
-    vlm = None if args.paper else kv.load(args, args.layers)
-    for requests, tokens in args.cases if vlm is not None else ():
+    print(f"{report['computed']}\n")
+    if args.paper:
+        return 0
+    vlm = kv.load(args, args.layers)
+    for requests, tokens in args.cases:
         text = vlm.model.config.get_text_config()
         text.max_position_embeddings = max(text.max_position_embeddings, tokens + args.new_tokens)
-        found = case(vlm, requests, tokens, args)
-        report["cases"].append(found)
-        print("\n".join(["", markdown(found), "", *verdicts(found)]))
-        wrong |= any(row["ratio"] is None for row in found["rows"].values())
-        if written:  # after each case, since one may take long
-            write_json(out, report)
-            print(f"written: {out}", file=sys.stderr)
+        report["cases"].append(case(vlm, requests, tokens, args))
+        print(f"{markdown(report['cases'][-1])}\n")
+        if args.out or not args.quick:  # after each case, since one may take long
+            harness.written(harness.path_of(args, "speculation", "views", args.device), report)
         gc.collect()
-    print(f"\n{report['computed']}\n")
-    return int(wrong)
+    return int(any(row["ratio"] is None for of in report["cases"] for row in of["rows"].values()))

@@ -28,41 +28,36 @@ parts are repeated then, except those that ran out of memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import gc
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import harness
 import torch
+from ask import QUESTION
+from harness import FULL, Parts, padded
 from shapes import MODELS, build
 from torch import Tensor
 
-from kernels import RESULTS, kernels, machine
 from vlmfast import VLM
 from vlmfast.api.vlm import Request
+from vlmfast.check.kernels import measure_copy
+from vlmfast.core.display import markdown_table
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import drawn, forget_peak, peak, provenance
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
+from vlmfast.eval.bench import drawn, forget_peak, peak
 
-ROOT = Path(__file__).resolve().parent.parent
 HF, STATIC = "hf sdpa", "hf static"
 RECIPES = ("none", "hired:0.2", "pyramiddrop", "hired:0.2+pyramiddrop+zipvl")
-QUESTION = "How many yellow objects are there?"
 FORCED = 8  # number of tokens whose logits are compared
 LEAST = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # smallest tolerance, relative
 USUAL = {"batches": "1,8,32", "new_tokens": 64, "repeats": 3}
 SMALL_MODEL = {"batches": "1,2", "new_tokens": 8, "repeats": 1}
-UNFINISHED = 3  # exit code
-FULL = "out of memory"
 
 
 # --- an image and a question ---------------------------------------------------------------------
@@ -85,27 +80,6 @@ class Job:
     def vlm(self) -> VLM:
         """A new VLM without the buffers and captured steps of earlier variants."""
         return VLM(self.model, self.processor, decoding=self.decoding, prefix_cache_bytes=0)
-
-    def reader(self) -> Callable[[int], dict[str, Tensor]]:
-        """What makes the inputs of Hugging Face's ``generate``, of as many questions as asked."""
-        adapter = self.vlm().adapter
-        content = [{"type": "image"}, {"type": "text", "text": self.question}]
-        text = self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-
-        def read(batch: int = 1) -> dict[str, Tensor]:
-            # Resize images on the same device as vlmfast.
-            images, texts = [self.image] * batch, [text] * batch
-            inputs = self.processor(
-                images=images, text=texts, return_tensors="pt", **adapter.on_device()
-            )
-            return {
-                key: value.to(self.device, adapter.dtype if value.is_floating_point() else None)
-                for key, value in inputs.items()
-            }
-
-        return read
 
 
 def prepared(name: str, device: torch.device, dtype: torch.dtype, args: argparse.Namespace) -> Job:
@@ -172,14 +146,14 @@ Answer = Callable[[int, int, "list[int] | bool"], Run]
 
 def huggingface(job: Job, static: bool = False) -> Answer:
     """``(batch, new tokens, forced tokens) -> Run``; ``True`` only records the logits."""
-    read = job.reader()
+    vlm = job.vlm()
     more = {"cache_implementation": "static"} if static else {}
 
     def answer(batch: int, new: int, forced: list[int] | bool = False) -> Run:
         watch, probe = Watch(job.device, 1), Forced(forced if isinstance(forced, list) else None)
         forget_peak(job.device)
         begin = clock(job.device)
-        inputs = read(batch)
+        inputs = padded(vlm, job.question, [job.image] * batch)
         ids = job.model.generate(
             **inputs,
             max_new_tokens=new,
@@ -311,7 +285,7 @@ class Judge:
         if recipe not in self.references:
             job = copy.copy(self.job)
             job.decoding = "eager"
-            with kernels("torch"):
+            with mock.patch.dict(os.environ, VLMFAST_KERNELS="torch"):
                 run = own(job, recipe)(1, FORCED, self.tokens)
             self.references[recipe] = run.logits[0]
         return self.references[recipe]
@@ -345,14 +319,11 @@ def part(job: Job, judge: Judge, name: str, batch: int, args: argparse.Namespace
 
 
 def cleaned(job: Job) -> None:
-    """Free the memory of a variant."""
+    """Free what a variant leaves on the model."""
     for name in ("_cache", "_compiled_call"):
         if name in job.model.__dict__:
             delattr(job.model, name)
     torch._dynamo.reset()
-    gc.collect()
-    if job.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def weights(model: Any) -> int:
@@ -364,10 +335,6 @@ def weights(model: Any) -> int:
 
 def good(row: dict[str, Any] | None) -> bool:
     return row is not None and "rate" in row and row["check"]["passed"]
-
-
-def ratio(new: float | None, old: float | None) -> str:
-    return f"{new / old:.2f}x" if new and old else "-"
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -390,7 +357,7 @@ def markdown(report: dict[str, Any]) -> str:
             for base, title in ((hf, "HF"), (none, "none")):
                 if row is not base and good(base):
                     first += f" ({base['first'] / row['first']:.2f}x {title})"
-                    rate += f" ({ratio(row['rate'], base['rate'])} {title})"
+                    rate += f" ({row['rate'] / base['rate']:.2f}x {title})"
         took = row["parts"]
         cells = [shown, batch]
         cells.append(f"{took['visual_tokens']:,.0f}" if took else "")
@@ -405,67 +372,16 @@ def markdown(report: dict[str, Any]) -> str:
     return markdown_table(head, lines)
 
 
-def aims(report: dict[str, Any]) -> list[str]:
-    """Compare the results with the targets for an H200; only parts that passed their check."""
-    parts, rates, lines = report["parts"], report.get("machine"), []
-
-    def at(name: str, batch: int) -> dict[str, Any] | None:
-        row = parts.get(f"{name} | {batch}")
-        return row if good(row) else None
-
-    def aim(what: str, value: float, least: float) -> None:
-        word = "PASS" if value >= least else "MISS"
-        lines.append(f"{word}: {what}: {value:.2f}, aim {least:.2f}")
-
-    hf, none, hired = at(HF, 1), at("none", 1), at("hired:0.2", 1)
-    if report["settings"]["model"] == "llava-1.5-7b" and none:
-        if rates:
-            share = report["weights"] / rates["copy"] * none["rate"]
-            aim("decode, batch 1, none: share of the weights' floor", share, 0.75)
-        if hf:
-            aim("decode, batch 1, none over Hugging Face", none["rate"] / hf["rate"], 3)
-    if report["settings"]["model"] == "llava-next-7b":
-        if none and hired:
-            aim("time to first token, none over hired:0.2", none["first"] / hired["first"], 2.5)
-            prefill = none["parts"]["prefill"] / hired["parts"]["prefill"]
-            aim("prefill alone, none over hired:0.2", prefill, 4)
-        full = at("none", 16)
-        for key in parts:
-            name, batch = key.rsplit(" | ", 1)
-            row = at(name, 16)
-            if batch == "16" and full and row and name not in (HF, STATIC, "none"):
-                share = row["parts"]["kv_bytes"] / full["parts"]["kv_bytes"]
-                what = f"decode, batch 16, {name} ({share:.0%} of the KV) over none"
-                aim(what, row["rate"] / full["rate"], 1.8)
-    for key in parts:
-        name, batch = key.rsplit(" | ", 1)
-        row, full = at(name, int(batch)), at("none", int(batch))
-        # On a CPU, memory is that of the whole process.
-        if rates and row and full and name not in (HF, STATIC, "none"):
-            aim(f"memory, batch {batch}, none over {name}", full["memory"] / row["memory"], 1)
-    return lines
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(
+        __doc__, recipe=None, new_tokens=None, repeats=None, layers=0, decoding="auto", dtype=None,
+        device=harness.DEVICE, minutes=9.0, again=False, fresh=False, out=None,
+    )  # fmt: skip
     add = parser.add_argument
     add("--model", required=True, choices=tuple(MODELS))
-    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
     add("--batches", help="comma-separated (1,8,32; tiny-shape 1,2)")
     add("--no-hf", action="store_true", help="do not time Hugging Face (it is still compared)")
     add("--no-static", action="store_true", help="leave out Hugging Face's static cache")
-    add("--new-tokens", type=int, help="at least 3 (64; tiny-shape 8)")
-    add("--repeats", type=int, help="measured runs (3; tiny-shape 1)")
-    add("--layers", type=int, default=0, help="language model layers, for a quick test")
-    add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
-    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--minutes", type=float, default=9.0, help="start no part that may exceed this limit")
-    add("--again", action="store_true", help="measure these parts again, keep the others")
-    add("--fresh", action="store_true", help="discard the contents of the result file")
-    add("--out", type=Path, help="default: benchmarks/results/end_to_end-MODEL-DEVICE.json")
     args = parser.parse_args(argv)
     for name, value in (SMALL_MODEL if args.model == "tiny-shape" else USUAL).items():
         if getattr(args, name) is None:
@@ -478,94 +394,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def left_over(wanted: list[str], parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Missing parts; failed ones come last, so that they do not block others."""
-    missing = [key for key in wanted if key not in parts]
-    return missing + [key for key in wanted if parts.get(key, {}).get("failed", FULL) != FULL]
-
-
-def opened(out: Path, about: dict[str, Any], args: argparse.Namespace, *keys: str) -> Any:
-    """The report in a result file, or a new one; ``None`` if the file has other settings.
-
-    Parameters
-    ----------
-    about : dict
-        As `provenance` returns it.
-    keys : str
-        Arguments that all parts of one file must have in common.
-    """
-    versions = {name: about["environment"]["packages"][name] for name in ("torch", "transformers")}
-    settings = {key: getattr(args, key) for key in keys} | {"device": about["device"], **versions}
-    if args.fresh or not out.is_file():
-        return {"settings": settings, "parts": {}}
-    report = json.loads(out.read_text(encoding="utf-8"))
-    if report["settings"] == settings:
-        return report
-    print(
-        f"{out} was measured with {report['settings']}, not with {settings}; "
-        "use --fresh or another --out",
-        file=sys.stderr,
-    )
-    return None
-
-
-def measured(
-    missing: list[str],
-    measure: Callable[[str], dict[str, Any]],
-    report: dict[str, Any],
-    out: Path,
-    end: float,
-) -> int:
-    """Measure parts, each of which is written to the file, and return how many are left.
-
-    Parameters
-    ----------
-    end : float
-        Start no part that may exceed this time.
-    """
-    longest = 0.0
-    for number, key in enumerate(missing):
-        begin = time.perf_counter()
-        if begin + 1.5 * longest > end:
-            return len(missing) - number
-        row = measure(key)
-        took = time.perf_counter() - begin
-        longest = max(longest, took)
-        report["parts"][key] = row | {"date": report["date"], "took": took}
-        write_json(out, report)
-        print(f"{key}: {row.get('failed', 'done')}, took {took:.0f} s", file=sys.stderr)
-    return 0
-
-
-def ended(out: Path, left: int, wrong: int) -> int:
-    """The exit code."""
-    print(f"\nwritten: {out}", file=sys.stderr)
-    if left:
-        print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
-        return UNFINISHED
-    return int(bool(wrong))
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    start = time.perf_counter()
+def main(argv: list[str]) -> int:
+    args, start = parse(argv), time.perf_counter()
     device = torch.device(args.device)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    about = provenance("end_to_end.py", arguments, args.device)
-    kind = about["device"].replace(" ", "-").lower()
-    out = args.out or RESULTS / f"end_to_end-{args.model}-{kind}.json"
-    report = opened(out, about, args, "model", "dtype", "new_tokens", "layers", "decoding")
-    if report is None:
-        return 2
-    report |= about
+    about = harness.begin("end_to_end.py", argv, args)
+    keys = ("model", "dtype", "new_tokens", "layers", "decoding")
+    parts = Parts(
+        harness.path_of(args, "end_to_end", args.model, about["device"]),
+        about,
+        {key: getattr(args, key) for key in keys},
+        args.fresh,
+    )
+    report = parts.report
     names = args.recipes if args.no_hf else [HF, *args.recipes]
     names += [] if args.no_hf or args.no_static else [STATIC]
     wanted = [f"{name} | {batch}" for batch in args.batches for name in names]
-    missing = wanted if args.again else left_over(wanted, report["parts"])
+    missing = wanted if args.again else parts.missing(wanted)
     if missing:
         if device.type == "cuda":
-            report["machine"] = machine()
+            report["machine"] = {"copy": measure_copy(device)}
         job = prepared(args.model, device, getattr(torch, args.dtype), args)
         report["weights"] = weights(job.model)
         judge = Judge.of(job)
@@ -573,26 +420,16 @@ def main(argv: list[str] | None = None) -> int:
 
     def measure(key: str) -> dict[str, Any]:
         name, batch = key.rsplit(" | ", 1)
-        try:
-            return part(job, judge, name, int(batch), args)
-        except torch.OutOfMemoryError:
-            return {"failed": FULL}
-        except Exception as error:  # other variants may work
-            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        finally:
-            with contextlib.suppress(Exception):  # also fails on a broken device
-                cleaned(job)
+        cleaned(job)
+        return part(job, judge, name, int(batch), args)
 
-    left = measured(missing, measure, report, out, start + 60 * args.minutes)
+    left = parts.measure(missing, measure, start + 60 * args.minutes)
     print(f"\n{args.model}, {args.dtype}, {about['device']}\n\n{markdown(report)}\n")
-    print("\n".join(aims(report)))
-    wrong = 0
-    for key, row in report["parts"].items():
-        if not good(row) and row.get("failed") != FULL:
-            wrong += 1
-            print(f"WRONG: {key}: {row.get('failed') or row['check']}")
-    return ended(out, left, wrong)
+    wrong = {k: r for k, r in parts.rows.items() if not good(r) and r.get("failed") != FULL}
+    for key, row in wrong.items():
+        print(f"WRONG: {key}: {row.get('failed') or row['check']}")
+    return parts.ended(left, len(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

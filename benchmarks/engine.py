@@ -16,8 +16,6 @@ both. Reports medians with quartiles, and whether they meet their bounds.
               prefilled, over the stream's median gap without that prompt
 ``classes``   a decode step of seven short rows and a long one, over the mean of the decode steps
               of eight short rows and of the long row alone
-``tower``     first tokens of eight prompts whose images are encoded in one pass of the vision
-              tower, over those of prompts that are encoded one by one: wall time
 ============  ==================================================================================
 
 The first four answer 32 requests for captions. Each ends after the number of tokens of its caption,
@@ -40,8 +38,8 @@ last bits of sums in a wider one. Otherwise no ratio is reported and the exit co
 bound is for the part after submission, since the part before it is the same for every engine.
 
 A gap of ``gap`` counts if it overlaps the time from the submission of the long prompt to its first
-token. Its images are opened and processed before that, by another thread. If the engine has
-``prefill_chunk_size``, prompts are prefilled whole except in the rows that name a chunk size.
+token. Its images are opened and processed before that, by another thread. Prompts are
+prefilled whole except in the rows that name a chunk size.
 
 Two further properties are tested elsewhere: `tests/test_graphs.py` counts captured decode steps,
 and ``python tools/against.py PATH`` compares a single `VLM.ask` with another checkout.
@@ -51,35 +49,31 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import os
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar
+from statistics import mean, median
+from typing import Any
 from unittest import mock
 
-import ask
+import harness
 import torch
+from ask import Times
+from harness import Row
 
 from vlmfast import VLM, Request
 from vlmfast.api import request as request_api
+from vlmfast.core.help import count
 from vlmfast.engine import decode
 from vlmfast.engine.batches import Batches
 from vlmfast.engine.decode import Batch
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import provenance, spread, turns
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 # The functions whose time is that of a part, with the module or class in which callers find them.
@@ -100,12 +94,7 @@ GAP, CHUNKED_GAP, CLASSES = 15, 6, 1.3
 LONGEST = 40  # tokens of a caption
 STREAM = 1024  # most tokens of a stream
 BEFORE, AFTER = 24, 8  # tokens of a stream before and after the long prompt
-TOGETHER = 8  # prompts of ``tower``
-TOWER_BYTES = 1 << 30  # more than their features take
 WARM = 2  # first decode steps that are left out
-
-Key = TypeVar("Key")
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -141,65 +130,13 @@ class Job:
         generation = {"max_new_tokens": max_new_tokens, "do_sample": False}
         return Request(CAPTION_QUESTION, images, generation=generation, **more)
 
+    def turns(self, variants: dict[Any, Callable[[], Any]]) -> dict[Any, list[Any]]:
+        return harness.interleaved(variants, self.repeat, warmup=self.warmup)
 
-@dataclass
-class Row:
-    """One line of the table.
-
-    Parameters
-    ----------
-    name : str
-        As in ``--only``.
-    what : str
-    ratios : list of float
-        One for each repeat.
-    bound : float, optional
-    least : bool
-        Whether it is a lower bound.
-    wrong : bool
-        Whether the tokens of what is compared differ.
-    """
-
-    name: str
-    what: str
-    ratios: list[float]
-    bound: float | None = None
-    least: bool = False
-    wrong: bool = False
-
-    @property
-    def verdict(self) -> str:
-        if self.wrong:
-            return "WRONG"
-        if self.bound is None:
-            return ""
-        ratio = statistics.median(self.ratios)
-        return "ok" if (ratio >= self.bound if self.least else ratio <= self.bound) else "missed"
-
-    def report(self) -> dict[str, Any]:
-        """JSON values."""
-        shown = dict.fromkeys(("median", "q1", "q3")) if self.wrong else spread(self.ratios)
-        return asdict(self) | shown | {"verdict": self.verdict}
-
-
-def interleaved(
-    job: Job, variants: dict[Key, Callable[[], Result]], warmup: int | None = None
-) -> dict[Key, list[Result]]:
-    """The results of all variants, which are called in `turns`.
-
-    Parameters
-    ----------
-    warmup : int, optional
-        Calls of each variant before the first repeat; the job's by default.
-    """
-    found: dict[Key, list[Result]] = {name: [] for name in variants}
-    before = job.warmup if warmup is None else warmup
-    for name, counts in turns(list(variants), job.repeat, warmup=before):
-        gc.collect()
-        result = variants[name]()
-        if counts:
-            found[name].append(result)
-    return found
+    def seconds(self, variants: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
+        """Wall times of all variants."""
+        device = self.vlm.adapter.device
+        return self.turns({name: partial(seconds, device, of) for name, of in variants.items()})
 
 
 # --- joins, overhead -----------------------------------------------------------------------------
@@ -273,7 +210,7 @@ def parts_of(vlm: VLM, captions: Many[Request], rows: int) -> Counter:
 def overheads(job: Job) -> list[Row]:
     """`joins` and `overhead`."""
     variants = {rows: partial(parts_of, job.vlm, job.captions, rows) for rows in job.rows}
-    found = interleaved(job, variants)
+    found = job.turns(variants)
     largest = max(job.rows)
     ratios = [spent["joins"] / spent["passes"] for spent in found[largest]]
     what = f"joins and leaves over bare forward passes, {largest} rows"
@@ -308,28 +245,13 @@ def batched(vlm: VLM, captions: Many[Request], rows: int) -> Tokens:
 
 def padded(vlm: VLM, captions: Many[Request], rows: int) -> Tokens:
     """Hugging Face's ``generate`` on padded batches; of each row only the tokens of its caption."""
-    processor, adapter = vlm.processor, vlm.adapter
-    content = [{"type": "image"}, {"type": "text", "text": CAPTION_QUESTION}]
-    turns = [{"role": "user", "content": content}]
-    text = processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     found = []
     for start in range(0, len(captions), rows):
         batch = captions[start : start + rows]
         lengths = [request.generation["max_new_tokens"] for request in batch]
-        inputs = processor(
-            images=[[request.images] for request in batch],
-            text=[text] * len(batch),
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-            **adapter.on_device(),
-        )
-        inputs = {
-            key: value.to(adapter.device, adapter.dtype if value.is_floating_point() else None)
-            for key, value in inputs.items()
-        }
+        inputs = harness.padded(vlm, CAPTION_QUESTION, [request.images for request in batch])
         generation = {"max_new_tokens": max(lengths), "do_sample": False}
-        generation["pad_token_id"] = processor.tokenizer.pad_token_id
+        generation["pad_token_id"] = vlm.processor.tokenizer.pad_token_id
         ids = vlm.model.generate(**inputs, **generation)
         new = ids[:, inputs["input_ids"].shape[1] :].tolist()
         found += [row[:length] for row, length in zip(new, lengths, strict=True)]
@@ -374,12 +296,8 @@ def _differing(variants: dict[tuple[str, int], Callable[[], Tokens]]) -> list[tu
 
 def throughputs(job: Job) -> list[Row]:
     """`batching` and `padded`; all variants generate the same number of tokens."""
-    wrong = differing(job)  # which is also the warm-up
-    device = job.vlm.adapter.device
-    variants = variants_of(job.vlm, job.captions, job.rows)
-    times = interleaved(
-        job, {name: partial(seconds, device, of) for name, of in variants.items()}, warmup=0
-    )
+    wrong = differing(job)
+    times = job.seconds(variants_of(job.vlm, job.captions, job.rows))
     table = []
     for name, reference, bounds, text in (
         ("batching", "ask", BATCHING, "`ask_many` over `ask`"),
@@ -388,10 +306,9 @@ def throughputs(job: Job) -> list[Row]:
         for rows in job.rows:
             own, other = ("ask_many", rows), (reference, 1 if reference == "ask" else rows)
             ratios = [b / a for a, b in zip(times[own], times[other], strict=True)]
-            different = own in wrong or other in wrong
-            ratios = [] if different else ratios
-            what = f"{text}, {rows} rows"
-            table.append(Row(name, what, ratios, bounds.get(rows), least=True, wrong=different))
+            bad = own in wrong or other in wrong
+            what, bound = f"{text}, {rows} rows", bounds.get(rows)
+            table.append(Row(name, what, [] if bad else ratios, bound, least=True, wrong=bad))
     return table
 
 
@@ -404,95 +321,36 @@ def seconds(device: torch.device, function: Callable[[], Any]) -> float:
 # --- gap -----------------------------------------------------------------------------------------
 
 
-class TokenTimes:
-    """A streamer that notes when each token is emitted, by `time.monotonic`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.monotonic())
-
-    def end(self) -> None:
-        pass
-
-
-@dataclass
-class StreamTimes:
-    """The tokens of a stream beside another request, by `time.monotonic`.
-
-    Parameters
-    ----------
-    times : list of float
-        When each token was emitted.
-    opened, submitted, first : float
-        When the other request was opened, when it was submitted, and its first token.
-    """
-
-    times: list[float]
-    opened: float
-    submitted: float
-    first: float
-
-    @property
-    def largest(self) -> float:
-        """The largest gap in seconds that overlaps the prefill of the other request."""
-        gaps = pairwise(self.times)
-        return max(b - a for a, b in gaps if b > self.submitted and a < self.first)
-
-    @property
-    def median(self) -> float:
-        """The median gap in seconds without the other request."""
-        gaps = pairwise(self.times)
-        return statistics.median(b - a for a, b in gaps if b <= self.opened or a >= self.first)
-
-
-def streamed(vlm: VLM, short: Request, long: Request) -> StreamTimes:
-    """Stream the answer to a short prompt, and prefill a long one meanwhile."""
-    own, other = TokenTimes(), TokenTimes()
+def streamed(vlm: VLM, short: Request, long: Request) -> float:
+    """`harness.gap_ratio` of the stream of a short prompt, while a long one is prefilled."""
+    own, other = Times(time.monotonic), Times(time.monotonic)
     generation = short.generation | {"max_new_tokens": STREAM, "streamer": own}
     with vlm.submit(replace(short, generation=generation)) as stream:
-        count = partial(len, own.times)
+        length = partial(len, own.times)
         next(iter(stream))  # from now on it is decoded between the blocks of other prompts
-        vlm.engine.wait(lambda: stream.done or count() >= BEFORE)
+        vlm.engine.wait(lambda: stream.done or length() >= BEFORE)
         opened = time.monotonic()
         generation = long.generation | {"streamer": other}
         handle = vlm.submit(replace(long, generation=generation))
         handle.result()
-        last = count() + AFTER
-        vlm.engine.wait(lambda: stream.done or count() >= last)
+        last = length() + AFTER
+        vlm.engine.wait(lambda: stream.done or length() >= last)
         if stream.done:
             stream.result()  # which raises its error
-            raise SystemExit(f"gap: the stream of {count()} tokens ended before the long prefill")
-    return StreamTimes(own.times, opened, handle.sequence.submitted, other.times[0])
-
-
-@contextmanager
-def chunked(engine: Engine, size: int | None) -> Iterator[None]:
-    """Prefill in chunks of ``size`` tokens, or whole; an engine without chunks is left alone."""
-    if not hasattr(engine, "prefill_chunk_size"):
-        yield
-        return
-    before, engine.prefill_chunk_size = engine.prefill_chunk_size, size
-    try:
-        yield
-    finally:
-        engine.prefill_chunk_size = before
+            raise SystemExit(f"gap: the stream of {length()} tokens ended before the long prefill")
+    return harness.gap_ratio(own.times, handle.sequence.submitted, other.times[0], opened)
 
 
 def gap(job: Job, recipe: str, size: int | None) -> float:
-    """The ratio of one stream, while a prompt is prefilled under ``recipe``."""
-    with chunked(job.vlm.engine, size):
-        found = streamed(job.vlm, job.captions[0], job.long(1, recipe=recipe))
-    return found.largest / found.median
+    """The ratio of one stream, while a prompt is prefilled under ``recipe`` in chunks or whole."""
+    with mock.patch.object(job.vlm.engine, "prefill_chunk_size", size):
+        return streamed(job.vlm, job.captions[0], job.long(1, recipe=recipe))
 
 
 def gaps(job: Job) -> list[Row]:
     """`gap`."""
-    wanted: list[tuple[str, int | None]] = [(recipe, None) for recipe in RECIPES]
-    if hasattr(job.vlm.engine, "prefill_chunk_size"):
-        wanted += [("none", size) for size in CHUNKS]
-    found = interleaved(job, {key: partial(gap, job, *key) for key in wanted})
+    wanted = [*((recipe, None) for recipe in RECIPES), *(("none", size) for size in CHUNKS)]
+    found = job.turns({key: partial(gap, job, *key) for key in wanted})
     table = []
     for (recipe, size), ratios in found.items():
         what = f"largest gap over median gap, {job.images} images, `{recipe}`"
@@ -517,7 +375,7 @@ def step(vlm: VLM, together: Many[Request]) -> float:
 
     with mock.patch.object(Engine, "_decode", timed):
         vlm.ask_many(together, batch_size=len(together))
-    return statistics.median(times[WARM:])
+    return median(times[WARM:])
 
 
 def classes(job: Job) -> list[Row]:
@@ -530,47 +388,12 @@ def classes(job: Job) -> list[Row]:
         "short": [short] * (job.short + 1),
         "long": [long],
     }
-    found = interleaved(
-        job, {name: partial(step, job.vlm, rows) for name, rows in variants.items()}
-    )
+    found = job.turns({name: partial(step, job.vlm, rows) for name, rows in variants.items()})
     samples = zip(found["together"], found["short"], found["long"], strict=True)
-    ratios = [together / statistics.mean(apart) for together, *apart in samples]
+    ratios = [together / mean(apart) for together, *apart in samples]
     few, many = (job.vlm.inputs(r.question, r.images)["input_ids"].shape[1] for r in (short, long))
     what = f"step of {job.short} rows of {few:,} tokens and one of {many:,} over the mean apart"
     return [Row("classes", what, ratios, CLASSES)]
-
-
-# --- tower ---------------------------------------------------------------------------------------
-
-
-def first_tokens(vlm: VLM, asked: Many[Request], limit: int | None) -> list[list[int]]:
-    """The first tokens of prompts; ``limit`` is that of the engine."""
-    before, vlm.engine.tower_batch_bytes = vlm.engine.tower_batch_bytes, limit
-    try:
-        return [answer.token_ids for answer in vlm.ask_many(asked, batch_size=len(asked))]
-    finally:
-        vlm.engine.tower_batch_bytes = before
-
-
-def towers(job: Job) -> list[Row]:
-    """`tower`."""
-    table, device = [], job.vlm.adapter.device
-    wide = widened(job.vlm)
-    for recipe in ("none", "hired:0.2"):
-        generation = {"max_new_tokens": 1, "do_sample": False}
-        asked = [replace(r, generation=generation, recipe=recipe) for r in job.captions[:TOGETHER]]
-        wrong = first_tokens(wide, asked, TOWER_BYTES) != first_tokens(wide, asked, None)
-        found = interleaved(
-            job,
-            {
-                limit: partial(seconds, device, partial(first_tokens, job.vlm, asked, limit))
-                for limit in (None, TOWER_BYTES)
-            },
-        )
-        pairs = zip(found[TOWER_BYTES], found[None], strict=True)
-        ratios = [] if wrong else [together / apart for together, apart in pairs]
-        table.append(Row("tower", f"{len(asked)} prompts, `{recipe}`", ratios, wrong=wrong))
-    return table
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -580,7 +403,6 @@ MEASURED: dict[tuple[str, ...], Callable[[Job], list[Row]]] = {
     ("batching", "padded"): throughputs,
     ("gap",): gaps,
     ("classes",): classes,
-    ("tower",): towers,
 }
 NAMES = [name for names in MEASURED for name in names]
 
@@ -613,59 +435,25 @@ def prepared(args: argparse.Namespace) -> Job:
     return replace(job, warmup=0, images=2, short=3, new_tokens=6) if args.quick else job
 
 
-def markdown(table: Many[Row]) -> str:
-    lines = []
-    for row in table:
-        measured = ""
-        if not row.wrong:
-            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**spread(row.ratios))
-        bound = "" if row.bound is None else f"{'≥' if row.least else '≤'} {row.bound:g}"
-        lines.append([f"`{row.name}`", row.what, measured, bound, row.verdict])
-    return markdown_table(["", "what", "measured", "bound", ""], lines)
-
-
-def conditions(report: dict[str, Any]) -> str:
-    """Device, threads, versions and date of a result."""
-    versions = report["environment"]["packages"]
-    return (
-        f"{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, {report['date']}"
-    )
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        __doc__, repeat=7, dtype="bfloat16", device=harness.DEVICE, threads=1, quick=False, out=None
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    add("--rows", nargs="+", type=int, default=[4, 16, 32], help="batch sizes (%(default)s)")
-    add("--captions", type=int, default=32, help="requests for captions (%(default)s)")
-    add("--repeat", type=int, default=7, help="runs of each variant (%(default)s)")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=1, help="0: PyTorch's default (default: %(default)s)")
-    add("--quick", action="store_true", help="checks the script, measures nothing")
-    add("--out", type=Path, help="default: benchmarks/results/engine-....json")
+    add("--rows", nargs="+", type=count, default=[4, 16, 32], help="batch sizes (%(default)s)")
+    add("--captions", type=count, default=32, help="requests for captions (%(default)s)")
     args = parser.parse_args(argv)
     if args.quick:
         args.rows, args.captions, args.repeat = [4], 4, 1
-    least = {"rows": min(args.rows), "captions": args.captions, "repeat": args.repeat}
-    for name, value in least.items():
-        if value < 1:
-            parser.error(f"--{name} must be at least 1")
     args.rows = list(dict.fromkeys(args.rows))
     args.only = args.only or NAMES
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report = provenance("engine.py", arguments, args.device) | {
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    report = harness.begin("engine.py", argv, args) | {
         "dtype": args.dtype,
         "threads": torch.get_num_threads(),
         "repeat": args.repeat,
@@ -678,15 +466,11 @@ def main(argv: list[str] | None = None) -> int:
         table += [row for row in measure(job) if row.name in args.only]
         print(f"{', '.join(names)}: done", file=sys.stderr)
     report["rows"] = [row.report() for row in table]
-    print(f"\ntiny, {args.dtype}, {conditions(report)}\n\n{markdown(table)}")
-    wrong = any(row.wrong for row in table)
-    if args.quick and args.out is None:
-        return int(wrong)
-    out = args.out or ask.RESULTS / f"engine-{args.device.partition(':')[0]}-{args.dtype}.json"
-    write_json(out, report)
-    print(f"\nwritten: {out}", file=sys.stderr)
-    return int(wrong)
+    print(f"\ntiny, {args.dtype}, {harness.conditions(report)}\n\n{harness.table(table)}")
+    if args.out or not args.quick:
+        harness.written(harness.path_of(args, "engine", args.device, args.dtype), report)
+    return int(any(row.wrong for row in table))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

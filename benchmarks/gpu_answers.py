@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import threading
-from dataclasses import dataclass, field
+from collections import defaultdict
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_limits as limits
 import torch
+from gpu_rows import IMAGE, QUESTION, Bench, Report
+from harness import ROOT
 
 import vlmfast
-from kernels import kernels
 from vlmfast import VLM, Answer, RecipeError, Request
 from vlmfast.engine.stats import clock
 
-Bench = Report = Any  # of `gpu_hour`, which imports this file
-ROOT = Path(__file__).resolve().parent.parent
-QUESTION = "What is in the bottom left?"
 POCKET = ROOT / "runs" / "pocket" / "model"  # of `make pocket`
-IMAGE = str(ROOT / "examples" / "picture.png")
 # In addition to each method at its defaults.
 STACKS = (
     "none",
@@ -37,7 +31,6 @@ STACKS = (
     "kivi+draft-auto",
     "hired:0.5+pyramiddrop+zipvl",
 )
-WHOLE = (0, 1)
 NEAR_TIE = 0.01  # difference of two logits that other orders of float32 sums explain
 DRY_RECIPES = ("none", "hired:0.2", "zipvl")
 
@@ -46,13 +39,9 @@ def smoke(bench: Bench) -> None:
     report = bench.report
     # PyTorch's convolutions round float32 to TF32 by default, its other products do not.
     torch.backends.cudnn.allow_tf32 = False
-    alone = bench.dry or bench.share != WHOLE
-    found = answers(bench, tiny(bench)) if alone else shared(bench)
-    for what, (right, ran) in found.counts.items():
-        report.exact(what, f"{right} of {ran}", "all", right == ran)
-    if bench.share != WHOLE:
-        return
-    cpu, auto, _ = tiny(bench)
+    cpu, auto, eager = tiny(bench)
+    for what, right in answers(bench, (cpu, auto, eager)).items():
+        report.exact(what, f"{sum(right)} of {len(right)}", "all", all(right))
     second = {}
     for recipe in DRY_RECIPES if bench.dry else STACKS:
         auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
@@ -70,17 +59,6 @@ def smoke(bench: Bench) -> None:
         beside_a_thread(bench)
 
 
-@dataclass
-class Found:
-    """By what was compared, how often it was right and how often it ran."""
-
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def count(self, what: str, right: int, ran: int = 1) -> None:
-        before = self.counts.get(what, (0, 0))
-        self.counts[what] = before[0] + right, before[1] + ran
-
-
 def tiny(bench: Bench) -> tuple[VLM, VLM, VLM]:
     """`tiny` in float32: on the CPU, captured, eager."""
     cpu = VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32, prefix_cache_bytes=0)
@@ -93,16 +71,16 @@ def fixed(length: int) -> dict[str, int]:
     return {"max_new_tokens": length, "min_new_tokens": length}
 
 
-def answers(bench: Bench, models: tuple[VLM, VLM, VLM]) -> Found:
-    """Compare the answers of a share of the recipes.
+def answers(bench: Bench, models: tuple[VLM, VLM, VLM]) -> dict[str, list[bool]]:
+    """Compare the answers of all recipes: whether each is right, by what is compared.
 
     To the CPU only the answer itself is compared. Far beyond its end all tokens are unlikely, and
     the references' tokens are compared, on the same device: the choice of visual tokens is theirs.
     """
     report, (cpu, auto, eager) = bench.report, models
-    found, number, count = Found(), *bench.share
+    found: dict[str, list[bool]] = defaultdict(list)
     long = fixed(6 if bench.dry else 48)
-    for recipe in (DRY_RECIPES if bench.dry else recipes())[number::count]:
+    for recipe in DRY_RECIPES if bench.dry else recipes():
         with report.guarded(f"recipe {recipe}"):
             ask = partial(VLM.ask, question=QUESTION, images=IMAGE, recipe=recipe)
             try:
@@ -110,15 +88,16 @@ def answers(bench: Bench, models: tuple[VLM, VLM, VLM]) -> Found:
             except RecipeError as refusal:  # such as a method without weights for `tiny`
                 report.row(f"recipe {recipe}", f"refused: {refusal}")
                 continue
-            with kernels("torch"):
+            with mock.patch.dict(os.environ, VLMFAST_KERNELS="torch"):
                 reference = ask(eager, **long, top_logprobs=2)
             for mode, vlm in (("auto", auto), ("eager", eager)):
                 text = ask(vlm, max_new_tokens=8)
-                found.count("answers that are the CPU's, in float32", text.token_ids == wanted)
-                if text.token_ids != wanted:
+                right = text.token_ids == wanted
+                found["answers that are the CPU's, in float32"].append(right)
+                if not right:
                     report.row(f"another answer: {recipe} ({mode})", text.text)
                 differs = difference(ask(vlm, **long).token_ids, reference)
-                found.count("answers of 48 tokens that are the references'", not differs)
+                found["answers of 48 tokens that are the references'"].append(not differs)
                 if differs:
                     report.row(f"tokens differ: {recipe} ({mode})", differs)
     return found
@@ -134,36 +113,6 @@ def difference(tokens: list[int], reference: Answer, near: float = NEAR_TIE) -> 
         return f"goes on after token {at}"
     best, second = sorted((p for _, p in reference.logprobs[at].top), reverse=True)[:2]
     return "" if best - second < near else f"from token {at} on, which leads by {best - second}"
-
-
-def shared(bench: Bench) -> Found:
-    """`answers` in several processes: most of the time one CPU core compiles kernels."""
-    report, found = bench.report, Found()
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_hour.py"), "smoke", "--share"]
-        count = max(1, min(6, (os.cpu_count() or 2) // 2))
-        files = [Path(scratch) / f"{number}.json" for number in range(count)]
-        processes = [
-            subprocess.Popen(
-                [*command, f"{number}/{count}", "--out", str(file)],
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "2"},
-            )
-            for number, file in enumerate(files)
-        ]
-        for number, (process, file) in enumerate(zip(processes, files, strict=True)):
-            code = process.wait()
-            rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
-            *others, last = rows or [{"what": "", "value": ""}]
-            if not last["what"].startswith("smoke: whole time"):
-                value = f"exit code {code} after {last['what']}"
-                report.exact(f"process {number} of {count}", value, "0", False)
-            for row in others:
-                if row["what"].startswith("answers "):
-                    found.count(row["what"], *map(int, row["value"].split(" of ")))
-                else:
-                    report.add(row["what"], row["value"], row["aim"], row["verdict"])
-    return found
 
 
 def recipes() -> list[str]:

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from end_to_end import RESULTS, UNFINISHED
+from harness import ROOT, UNFINISHED
 
-from vlmfast.eval.bench import provenance
 from vlmfast.eval.results import write_json
 
-ROOT = Path(__file__).resolve().parent.parent
 SPARE = 5.0  # seconds less than which no step is started
 
 
@@ -43,13 +42,13 @@ class Step:
     seconds : float
         It is ended after this time.
     words, dry : str
-        Arguments of Python on a GPU, and of a dry run.
+        Arguments of Python on a GPU, and of a dry run; without these it is left out there.
     """
 
     name: str
     seconds: float
     words: str
-    dry: str
+    dry: str = ""
 
 
 _SMALL = "--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
@@ -68,14 +67,13 @@ STEPS = (
          " --device cpu --out {folder}/speculation.json"),
     Step("serve", 80, "benchmarks/gpu_hour.py serve",
          "benchmarks/gpu_hour.py serve --dry --out {folder}/hour.json"),
-    Step("4-bit decode", 55, "benchmarks/kernels.py --kernel decode_mixed --shapes B --minutes 0.8",
-         "benchmarks/kernels.py --check --kernel swiglu --shapes small --out {folder}/k.json"),
+    Step("4-bit decode", 55,
+         "benchmarks/kernels.py --kernel decode_mixed --shapes B --minutes 0.8"),
     Step("guard bands", 65, "-m pytest -q -x -p no:cacheprovider tests/kernels/test_guard_bands.py",
          "-m pytest -q -x -p no:cacheprovider tests/kernels/test_guard_bands.py -k swiglu"),
     Step("bfloat16", 50, "benchmarks/gpu_hour.py bfloat16",
          "benchmarks/gpu_hour.py bfloat16 --dry --out {folder}/hour.json"),
-    Step("kernels never timed", 30, "benchmarks/kernels.py --missing --minutes 0.4",
-         "benchmarks/kernels.py --check --kernel swiglu --shapes odd --out {folder}/k.json"),
+    Step("kernels never timed", 30, "benchmarks/kernels.py --missing --minutes 0.4"),
 )  # fmt: skip
 
 
@@ -107,31 +105,29 @@ def run(step: Step, seconds: float, dry: bool, folder: Path) -> dict[str, Any]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, out=None)
     add, names = parser.add_argument, [step.name for step in STEPS]
     add("--minutes", type=float, default=12.0, help="time limit of all steps (%(default)s)")
     add("--only", action="append", choices=names, help="run this step; may be repeated")
     add("--again", action="store_true", help="also run steps that ended well before")
     add("--dry", action="store_true", help="use small sizes on a CPU to check the steps")
-    add("--out", type=Path, help="default: benchmarks/results/gpu_first-DEVICE.json")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.device = "cpu" if args.dry else "cuda"
+    return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args, start = parse(arguments), time.perf_counter()
+def main(argv: list[str]) -> int:
+    args, start = parse(argv), time.perf_counter()
     if not args.dry and not torch.cuda.is_available():
         print("no CUDA device found; --dry runs small sizes on a CPU", file=sys.stderr)
         return 2
-    about = provenance("gpu_first.py", arguments, "cpu" if args.dry else "cuda")
-    kind = about["device"].replace(" ", "-").lower()
-    out = args.out or RESULTS / f"gpu_first-{kind}.json"
+    about = harness.begin("gpu_first.py", argv, args)
+    out = harness.path_of(args, "gpu_first", about["device"])
     before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
     same = before.get("device") == about["device"] and before.get("dry") == args.dry
     done = before["steps"] if same else {}
     wanted = [step for step in STEPS if step.name in (args.only or [s.name for s in STEPS])]
+    wanted = [step for step in wanted if step.dry or not args.dry]
     steps = [s for s in wanted if args.again or done.get(s.name, {}).get("code") != 0]
     folder = (args.out.parent if args.out else ROOT / "runs") / "gpu_first"
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,4 +149,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,21 +13,17 @@ FAIL     an error or a wrong result, to be fixed first
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Bytes per second of a large copy, reads plus writes; a measured one may be 10 % below.
-COPY = {"H200": 4.3e12, "H100": 3.0e12}
-COPY_SHARE = 0.9
-
 # Floor over the time of a decode step at batch 1 with 2,944 tokens, at least.
 STEP_OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
-LAUNCHES_PER_LAYER = 16  # at most, of a fused decode step
 SHORT_CACHE = 1.8  # times that a step of 16 rows is faster with a fifth of the keys and values
 RAGGED = 0.7  # tokens per second with different answer lengths, over those with equal ones
 TTFT = 2.5  # times that the first token of hired:0.2 is earlier
 # Seconds, at most.
-FIRST_ANSWER, SECOND_ANSWER, THIRD_ANSWER, SECOND_REQUEST = 15.0, 1.5, 0.3, 0.5
+SECOND_REQUEST = 0.5
 CAPTURE, PREFILL = 0.15, 0.08
 IDLE_BYTES = 2e9  # reserved and not allocated after 20 requests, at most
 
@@ -86,6 +82,12 @@ LIMITS = (
 )
 
 Row = dict[str, Any]
+# Field of `Limit` -> the measured value in its unit.
+MEASURES: dict[str, Callable[[Row], float]] = {
+    "floors": lambda row: row["time"] * row["machine"]["copy"] / row["bytes"],
+    "seconds": lambda row: row["time"],
+    "over_least": lambda row: row["time"] - row["machine"]["least"],
+}
 
 
 def verdict(limit: Limit, rows: dict[str, Row]) -> tuple[Any, str, str]:
@@ -100,29 +102,16 @@ def verdict(limit: Limit, rows: dict[str, Row]) -> tuple[Any, str, str]:
     row = rows.get(limit.row, {})
     if "error" in row or not row.get("check", {"passed": True})["passed"]:
         return row.get("error") or row["check"]["why"], "no error, the reference's result", "FAIL"
-    value: float | None = None
     if limit.faster_than is not None:
         text = f">= {limit.times:.3g} x as fast as {limit.faster_than}"
         other = _time(limit.faster_than, limit.row, rows)
-        if "time" in row and other is not None:
-            value = other / row["time"]
-        return _judged(value, text, value is not None and value >= limit.times)
-    if limit.floors is not None:
-        text, most = f"<= {limit.floors:g} floors", limit.floors
-        if "time" in row:
-            value = row["time"] * row["machine"]["copy"] / row["bytes"]
-    elif limit.over_least is not None:
-        text, most = f"<= an empty graph + {1e6 * limit.over_least:g} us", limit.over_least
-        if "time" in row:
-            value = row["time"] - row["machine"]["least"]
+        value = other / row["time"] if "time" in row and other is not None else None
+        passed = value is not None and value >= limit.times
     else:
-        assert limit.seconds is not None
-        text, most = f"<= {1e6 * limit.seconds:g} us", limit.seconds
-        value = row.get("time")
-    return _judged(value, text, value is not None and value <= most)
-
-
-def _judged(value: float | None, text: str, passed: bool) -> tuple[Any, str, str]:
+        name, most = next((n, m) for n in MEASURES if (m := getattr(limit, n)) is not None)
+        text = f"{name} <= {most:g}"
+        value = MEASURES[name](row) if "time" in row else None
+        passed = value is not None and value <= most
     return "not measured" if value is None else value, text, "PASS" if passed else "MISS"
 
 

@@ -4,8 +4,8 @@ Shapes are one layer of A: LLaVA-1.5-7B at 640 tokens, B: LLaVA-NeXT-7B at 2,944
 Mistral's 8 KV heads, D: Qwen2.5-7B's language model at 8,192, E: the same at 32,768; bfloat16.
 
 For each case and shape the kernel's result is first compared with that of its PyTorch reference
-(``VLMFAST_KERNELS=torch``), with poisoned memory. If they differ, the row has no time. Otherwise
-the kernel is timed as the replay of a CUDA graph, with the L2 cache flushed before every replay.
+(``VLMFAST_KERNELS=torch``). If they differ, the row has no time. Otherwise the kernel is timed as
+the replay of a CUDA graph, with the L2 cache flushed before every replay.
 The reference and equivalent PyTorch functions, whose results are compared too, are timed in the
 same way. Bytes are the minimum that the task moves, and operations are those of its matrix
 products. Both are compared with the bandwidth of a large copy and the rate of a large matrix
@@ -13,47 +13,44 @@ product, measured in the same process.
 
 ============  =====================================================================================
 ``time``      median of the replays, on the device
-``call``      time per call from Python, including launches
 ``floor``     the larger of bytes over copy bandwidth and operations over matrix rate; the table
               shows the fraction of it that is reached
 ============  =====================================================================================
 
-Each kernel file runs in its own process, which is restarted after a case that crashes or hangs it.
-Rows are written immediately, and ``--missing`` runs those that are not in the result file. Without
-a GPU, ``--check`` compares kernels with their references at small sizes in Triton's interpreter,
-without times.
+The rows run in another process, which is replaced after a case that fails, crashes or hangs. Rows
+are written immediately, and ``--missing`` runs those that are not in the result file. It needs a
+GPU; ``vlmfast check`` compares kernels with their references without one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import math
 import os
-import statistics
-import subprocess
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from pathlib import Path
+from itertools import zip_longest
+from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
+import gpu_limits
+import harness
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-RESULTS = Path(__file__).resolve().parent / "results"
-# The interpreter truncates instead of rounding to bfloat16.
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+from vlmfast.eval.results import write_json
+
+HALF = torch.bfloat16
+START_S = 120.0  # seconds in which a process must start
 # Allowed relative error of a row, by the dtype of a result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-FLUSHED = 1 << 28  # bytes written before a replay: several times the L2 cache
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,7 @@ SHAPES = {
     "D": Shape(28, 4, 128, 8192, 3584, 18944),
     "E": Shape(28, 4, 128, 32768, 3584, 18944),
 }
+# These check the cases.
 SMALL_SHAPES = {
     "small": Shape(4, 2, 16, 48, 64, 96, small=True),
     "odd": Shape(2, 2, 24, 37, 40, 72, small=True),
@@ -269,7 +267,7 @@ def decode_mixed(s: Shape, parts: tuple[tuple[float, dict], ...], batch: int = 1
     query = randn(batch, s.hq, 1, s.d)
     keys, values = (randn(batch, s.hk, s.length, s.d) for _ in range(2))
     segments, at, coded = [], 0, s.length - min(32, s.length // 2)
-    with kernels("torch"):
+    with references():
         for share, how in parts:
             n = int(share * coded)
             rows = slice(at, at + n)
@@ -335,7 +333,7 @@ def tree_verify(s: Shape, nodes: int, how: dict[str, Any] | None = None) -> Work
     context = keys[:, :, : s.length].contiguous(), values[:, :, : s.length].contiguous()
     lengths, segments = torch.full((1, s.hk), s.length, device=query.device), []
     if how is not None:
-        with kernels("torch"):
+        with references():
             segments = [segment(*context, **how)]
         context, lengths = (context[0][:, :, :0], context[1][:, :, :0]), torch.zeros_like(lengths)
     moved = sum(map(read_bytes, segments)) + 2 * (context[0].nbytes + own[0].nbytes)
@@ -640,31 +638,9 @@ CASES = [
 # --- comparing -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def kernels(choice: str) -> Iterator[None]:
-    """Set ``VLMFAST_KERNELS`` temporarily."""
-    before = os.environ.get("VLMFAST_KERNELS")
-    os.environ["VLMFAST_KERNELS"] = choice
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["VLMFAST_KERNELS"]
-        else:
-            os.environ["VLMFAST_KERNELS"] = before
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill uninitialized memory with NaN, or the largest integer."""
-    before = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
+def references() -> Any:
+    """Inside the block, the PyTorch references run."""
+    return mock.patch.dict(os.environ, VLMFAST_KERNELS="torch")
 
 
 def tensors(of: Any) -> Iterator[Tensor]:
@@ -684,21 +660,13 @@ def tensors(of: Any) -> Iterator[Tensor]:
 
 def compared(got: Any, wanted: Any, work: Work) -> dict[str, Any]:
     """``passed``, the largest relative ``error`` of a tensor, and ``why`` if it failed."""
-    left, right = list(tensors(got)), list(tensors(wanted))
-    if len(left) != len(right) or not left:
-        return {"passed": False, "why": f"{len(left)} tensors, the reference has {len(right)}"}
+    pairs = list(zip_longest(tensors(got), tensors(wanted)))
+    kinds = [[None if t is None else (*t.shape, t.dtype) for t in pair] for pair in pairs]
+    if not pairs or any(a != b for a, b in kinds):
+        return {"passed": False, "why": f"other tensors than the reference: {kinds}"}
     worst = 0.0
-    for number, (a, b) in enumerate(zip(left, right, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            why = f"tensor {number}: {tuple(a.shape)} {a.dtype}, not {tuple(b.shape)} {b.dtype}"
-            return {"passed": False, "why": why}
-        if not a.numel():
-            continue
-        if a.dtype.is_floating_point:
-            error, far = _float_error(a, b, work.tolerance)
-        else:
-            far = ((a.long() - b.long()).abs() > work.off).double().mean().item()
-            error = far
+    for number, (a, b) in enumerate(pairs):
+        error, far = difference(a, b, work)
         worst = max(worst, error)
         if not far <= work.allow:
             why = f"tensor {number}: {far:.2%} of it differs, relative error {error:.1e}"
@@ -706,17 +674,19 @@ def compared(got: Any, wanted: Any, work: Work) -> dict[str, Any]:
     return {"passed": True, "error": worst}
 
 
-def _float_error(a: Tensor, b: Tensor, tolerance: float | None) -> tuple[float, float]:
+def difference(a: Tensor, b: Tensor, work: Work) -> tuple[float, float]:
     """Relative error of the whole tensor, and the fraction of rows beyond the tolerance."""
-    if tolerance is None:
-        tolerance = TOLERANCE[b.dtype]
+    if not a.numel():
+        return 0.0, 0.0
+    if not a.dtype.is_floating_point:
+        far = ((a.long() - b.long()).abs() > work.off).double().mean().item()
+        return far, far
+    tolerance = TOLERANCE[b.dtype] if work.tolerance is None else work.tolerance
     a, b = (x.double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (a, b))
     if not bool(a.isfinite().all()):
         return math.inf, 1.0
-    size = b.norm(dim=1)
-    off = (a - b).norm(dim=1)
-    usual = size.mean()
-    far = (off > tolerance * torch.maximum(size, usual)).double().mean().item()
+    size, off = b.norm(dim=1), (a - b).norm(dim=1)
+    far = (off > tolerance * size.clamp(min=size.mean())).double().mean().item()
     return (off.norm() / size.norm().clamp(min=1e-300)).item(), far
 
 
@@ -728,9 +698,8 @@ def checked(work: Work) -> dict[str, Any]:
             work.prepare()
         return [t.clone() for t in tensors(run())]
 
-    with poisoned():
-        got = result(work.run)
-    with kernels("torch"):
+    got = result(work.run)
+    with references():
         wanted = result(work.run)
     found = compared(got, wanted, work)
     found["others"] = {}
@@ -741,42 +710,13 @@ def checked(work: Work) -> dict[str, Any]:
         try:
             match = compared([t.clone() for t in tensors(other.run())], wanted, work)
         except Exception as error:  # not supported by this device or version
-            found["others"][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            found["others"][name] = harness.line(error, 160)
         else:
             found["others"][name] = "same" if match["passed"] else match["why"]
     return found
 
 
 # --- timing --------------------------------------------------------------------------------------
-
-
-class Timer:
-    """Times on the device, each with a cold L2 cache."""
-
-    def __init__(self) -> None:
-        self.dirt = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
-
-    def times(self, run: Callable[[], Any], seconds: float = 0.2) -> list[float]:
-        """Seconds of each run on the device, about ``seconds`` in total."""
-        first = self._once(run)
-        found = []
-        for _ in range(max(3, min(50, int(seconds / max(first, 1e-6))))):
-            found.append(self._once(run))
-        return found
-
-    def _once(self, run: Callable[[], Any]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.dirt.zero_()  # flushes the cache and hides the launch time
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def least(self) -> float:
-        """Time of an almost empty graph."""
-        one = torch.zeros(1, device="cuda")
-        return statistics.median(self.times(captured(lambda: one.add_(1))))
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -793,68 +733,49 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def timed(timer: Timer, run: Callable[[], Any]) -> dict[str, Any]:
-    """Median of the replays, or of eager calls if capturing fails or a call is slow."""
+def timed(run: Callable[[], Any]) -> dict[str, Any]:
+    """Median and quartiles of the replays, or of eager calls if a call is slow or not captured."""
+    from triton.testing import do_bench
+
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
     found: dict[str, Any] = {"captured": False}
-    replay = run
     if time.perf_counter() - begin < 0.2:  # launches are negligible for slower calls
         try:
-            replay = captured(run)
+            run = captured(run)
             found["captured"] = True
         except Exception as error:  # it synchronizes
-            found["not captured"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            found["not captured"] = harness.line(error)
             torch.cuda.synchronize()
-    taken = sorted(timer.times(replay))
-    found["time"] = statistics.median(taken)
-    found["spread"] = [taken[len(taken) // 4], taken[-1 - len(taken) // 4]]
+    quantiles = do_bench(run, rep=200, quantiles=[0.5, 0.25, 0.75])
+    found["time"], *found["spread"] = (ms / 1e3 for ms in quantiles)
     return found
 
 
-def called(run: Callable[[], Any], count: int = 20) -> float:
-    """Seconds per call from Python."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / count
-
-
-def machine() -> dict[str, float]:
+def machine(n: int = 8192) -> dict[str, float]:
     """Bytes per second of a copy (reads plus writes), operations per second of a matrix product.
 
     ``least``: seconds of an almost empty graph.
     """
-    timer = Timer()
-    return {"copy": _copy(timer), "matrix": _product(timer), "least": timer.least()}
+    x = torch.randn(1 << 28, device="cuda")
+    y, one = torch.empty_like(x), torch.zeros(1, device="cuda")
+    a, b = randn(n, n), randn(n, n)
+    return {
+        "copy": 2 * x.nbytes / timed(lambda: y.copy_(x))["time"],
+        "matrix": 2 * n**3 / timed(lambda: a @ b)["time"],
+        "least": timed(lambda: one.add_(1))["time"],
+    }
 
 
-def _copy(timer: Timer, count: int = 1 << 28) -> float:
-    x = torch.randn(count, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.nbytes / statistics.median(timer.times(lambda: y.copy_(x)))
-
-
-def _product(timer: Timer, n: int = 8192) -> float:
-    a, b = (torch.randn(n, n, device="cuda").to(HALF) for _ in range(2))
-    return 2 * n**3 / statistics.median(timer.times(lambda: a @ b))
-
-
-def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str, Any]:
-    """One row: the comparison, and times if it passed and ``rates`` are known."""
+def measured(case: Case, shape: str, rates: dict[str, float]) -> dict[str, Any]:
+    """One row: the comparison, and times if it passed."""
     torch.manual_seed(0)
-    work = case.make((SHAPES | SMALL_SHAPES)[shape])
+    work = case.make(SHAPES[shape])
     row = {"file": case.file, "bytes": work.bytes, "flop": work.flop, "check": checked(work)}
-    if rates is None or not row["check"]["passed"]:
+    if not row["check"]["passed"]:
         return row
-    timer = Timer()
-    row |= timed(timer, work.run)
-    row["call"] = called(work.run)
+    row |= timed(work.run)
     row["bandwidth"] = work.bytes / row["time"]
     row["rate"] = work.flop / row["time"]
     row["floor"] = max(work.bytes / rates["copy"], work.flop / rates["matrix"])
@@ -863,9 +784,9 @@ def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str
     for name, other in work.others.items():
         # Do not time functions with a different result.
         if row["check"]["others"][name] in ("same", "works on other storage, not compared"):
-            row["others"][name] = timed(timer, other.run)
-    with kernels("torch"):
-        row["reference"] = timed(timer, work.run)
+            row["others"][name] = timed(other.run)
+    with references():
+        row["reference"] = timed(work.run)
     return row
 
 
@@ -873,72 +794,60 @@ def measured(case: Case, shape: str, rates: dict[str, float] | None) -> dict[str
 
 
 Pair = tuple[str, str]  # of a case's name and a shape
-BROKEN = ("CUDA error", "Triton Error [CUDA]")  # in the message of an error
 
 
-def row_of(pair: Pair, rates: dict[str, float] | None) -> dict[str, Any]:
+def row_of(pair: Pair, rates: dict[str, float]) -> dict[str, Any]:
     """`measured`; for an exception, a row with the error."""
     case = next(case for case in CASES if case.name == pair[0])
     begin = time.perf_counter()
     try:
         row = measured(case, pair[1], rates)
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        row = {"file": case.file, "error": why}
-        # The process cannot use the device after such an error.
-        row |= {"fatal": True} if any(text in why for text in BROKEN) else {}
+        row = {"file": case.file, "error": harness.line(error, 400)}
     return row | {"took": time.perf_counter() - begin}
 
 
-def child(check: bool) -> None:
-    """Print the rows of the pairs in stdin, one line of JSON each."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the libraries must not mix with the lines
-    rates = None if check else machine()
-    for pair in json.load(sys.stdin):
-        row = row_of(tuple(pair), rates)
-        print(json.dumps({"pair": pair, "row": row}), file=replies, flush=True)
-        if row.get("fatal"):
-            return
+def child(pairs: Any) -> None:
+    """Answer each pair that comes with its row."""
+    rates = machine()
+    for pair in iter(pairs.recv, None):
+        pairs.send(row_of(pair, rates))
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
-def spawned(pairs: list[Pair], check: bool, seconds: float) -> Iterator[tuple[Pair, dict]]:
-    """Yield rows from a separate process, which is restarted if it crashes or hangs.
+def spawned(
+    pairs: list[Pair], seconds: float, target: Callable[..., None] = child
+) -> Iterator[tuple[Pair, dict]]:
+    """Yield rows from another process, which is replaced if a case fails, crashes or hangs.
 
     ``seconds``: time limit of a row.
     """
-    command = [sys.executable, __file__, "--child", *(["--check"] if check else [])]
-    waiting = list(pairs)
-    while waiting:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        reply: dict[str, Any] | None = None
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(waiting))
-                process.stdin.close()
-            while waiting:
-                watch = threading.Timer(seconds, process.kill)
-                watch.start()
-                line = process.stdout.readline()
-                watch.cancel()
-                reply = json.loads(line) if line else None
-                if reply is None:
-                    break
-                yield waiting.pop(0), reply["row"]
-                if reply["row"].get("fatal"):
-                    break
-        finally:
-            if waiting:
+    context, process = get_context("spawn"), None
+    try:
+        for pair in pairs:
+            begins = 0.0
+            if process is None:
+                begins = START_S
+                own, theirs = context.Pipe()
+                process = context.Process(target=target, args=(theirs,))
+                process.start()
+                theirs.close()
+            own.send(pair)
+            try:
+                row = {"error": f"no row after {seconds:.0f} s"}
+                if own.poll(seconds + begins):
+                    row = own.recv()
+            except EOFError:
+                process.join()
+                row = {"error": f"its process exited with {process.exitcode}"}
+            if "error" in row:
                 process.kill()
-            code = process.wait()
-        if waiting and reply is None:
-            why = f"its process exited with {code}, after at most {seconds:.0f} s"
-            yield waiting.pop(0), {"error": why}
+                process = None
+            yield pair, row
+    finally:
+        if process is not None:
+            process.kill()
 
 
 def micro(seconds: float) -> str:
@@ -946,167 +855,81 @@ def micro(seconds: float) -> str:
     return f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
 
 
-def markdown(rows: dict[str, dict[str, Any]]) -> str:
-    """Table of all timed rows; a ratio above 1 means that the kernel is faster."""
-    from vlmfast.eval.report import markdown_table
-
-    lines = []
-    for name, row in rows.items():
-        if "time" not in row or not row["check"]["passed"]:
-            continue
-        rates, now = row["machine"], row["time"]
-        of_copy, of_matrix = row["bandwidth"] / rates["copy"], row["rate"] / rates["matrix"]
-        others = [
-            f"{other} {micro(found['time'])} ({found['time'] / now:.2f}x)"
-            for other, found in row["others"].items()
-        ]
-        reference = row["reference"]["time"]
-        cells = [
-            *name.split(" | "),
-            micro(now) + ("" if row["captured"] else " (eager)"),
-            micro(row["call"]),
-            f"{row['bandwidth'] / 1e9:,.0f} GB/s ({of_copy:.0%})",
-            f"{row['rate'] / 1e12:,.1f} TFLOP/s ({of_matrix:.0%})" if row["flop"] else "",
-            f"{row['floor'] / now:.0%} of {micro(row['floor'])}",
-            f"{micro(reference)} ({reference / now:.2f}x)",
-            ", ".join(others),
-        ]
-        lines.append(cells)
-    head = ["kernel", "shape", "time", "call", "bandwidth", "rate", "of the floor", "reference"]
-    return markdown_table([*head, "others"], lines)
-
-
-def aims(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Compare the results with the targets for an H200."""
-    lines = []
-    row = rows.get("col_stats, 64 rows | B", {})
-    if "time" in row:
-        floor = row["bytes"] / row["machine"]["copy"]
-        word = "PASS" if row["time"] <= 2 * floor else "MISS"
-        lines.append(
-            f"{word}: col_stats on 64 rows of 2,944 keys takes {row['time'] / floor:.2f} times "
-            "what its bytes do, aim 2"
-        )
-    row = rows.get("decode, 4 bit | E", {})
-    if "time" in row and "SDPA in bf16" in row["others"]:
-        gain = row["others"]["SDPA in bf16"]["time"] / row["time"]
-        word = "PASS" if gain >= 2.5 else "MISS"
-        lines.append(
-            f"{word}: decode in 4 bit over 32,768 keys is {gain:.2f} times as fast as SDPA in "
-            "bf16, aim 2.5"
-        )
-    return lines
-
-
 def verdict(row: dict[str, Any]) -> str:
-    """Status of a row, with the reason or the error."""
+    """Status of a row: the error, or the times; a ratio above 1 means that the kernel is faster."""
     if "error" in row:
         return f"BROKEN  {row['error']}"
-    check = row["check"]
-    if not check["passed"]:
-        return f"WRONG   {check['why']}; not timed"
-    text = f"ok      relative error {check['error']:.1e}"
-    return text + (f", {micro(row['time'])}" if "time" in row else "")
+    if not row["check"]["passed"]:
+        return f"WRONG   {row['check']['why']}; not timed"
+    now = row["time"]
+    others = [f"{name} {of['time'] / now:.2f}x" for name, of in row["others"].items()]
+    reference = f"reference {row['reference']['time'] / now:.2f}x"
+    floor = f"{row['floor'] / now:.0%} of the floor"
+    return f"ok      {', '.join([micro(now), floor, reference, *others])}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, minutes=9.0, out=None)
     add = parser.add_argument
     add(
         "--kernel", action="append", help="a kernel's file or part of a case's name; all by default"
     )
     add("--shapes", help="comma-separated; all of a case by default")
-    add("--check", action="store_true", help="only compare, without times")
     add("--missing", action="store_true", help="run only rows that are not in the result file")
-    add("--minutes", type=float, default=9.0, help="stop after this time (%(default)s)")
     add("--row-seconds", type=float, default=120.0, help="time limit of a row (%(default)s)")
-    add("--out", type=Path, help="default: benchmarks/results/kernels-GPU.json")
-    add("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    return parser.parse_args(argv, argparse.Namespace(device=harness.DEVICE))
 
 
-def chosen(args: argparse.Namespace, cuda: bool) -> dict[str, list[Pair]]:
-    """Pairs by file; with ``--check`` the small shapes come first, without a GPU only these."""
+def chosen(args: argparse.Namespace) -> list[Pair]:
     wanted = None if args.shapes is None else args.shapes.split(",")
-    found: dict[str, list[Pair]] = {}
-    for case in CASES:
-        if args.kernel and not any(k == case.file or k in case.name for k in args.kernel):
-            continue
-        shapes = [*(SMALL_SHAPES if args.check else ()), *(case.shapes if cuda else ())]
-        pairs = [(case.name, shape) for shape in shapes if wanted is None or shape in wanted]
-        found.setdefault(case.file, []).extend(pairs)
-    return found
+    return [
+        (case.name, shape)
+        for case in CASES
+        if not args.kernel or any(k == case.file or k in case.name for k in args.kernel)
+        for shape in case.shapes
+        if wanted is None or shape in wanted
+    ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    cuda = torch.cuda.is_available()
-    if not cuda and not args.check:
-        print("no GPU: cannot measure times; --check compares at small sizes", file=sys.stderr)
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    if not torch.cuda.is_available():
+        print("no GPU; `vlmfast check` compares kernels without one", file=sys.stderr)
         return 2
     os.environ["VLMFAST_KERNELS"] = "triton"
-    if not cuda:  # before anything imports Triton
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    if args.child:
-        child(args.check)
-        return 0
-    from vlmfast.eval.bench import provenance
-    from vlmfast.eval.results import write_json
-
-    name = torch.cuda.get_device_name().replace(" ", "-").lower() if cuda else "cpu"
-    out = args.out or (None if args.check else RESULTS / f"kernels-{name}.json")
+    about = harness.begin("kernels.py", argv, args)
+    out = harness.path_of(args, "kernels", about["device"])
     report: dict[str, Any] = {"rows": {}}
-    if out is not None and out.is_file():
+    if out.is_file():
         report = json.loads(out.read_text(encoding="utf-8"))
-    report |= provenance("kernels.py", arguments, "cuda" if cuda else "cpu")
+    report |= about
     have = report["rows"] if args.missing else {}
-    todo = {
-        file: [pair for pair in pairs if "time" not in have.get(" | ".join(pair), {})]
-        for file, pairs in chosen(args, cuda).items()
-    }
-    end = time.perf_counter() + 60 * args.minutes
+    todo = [pair for pair in chosen(args) if "time" not in have.get(" | ".join(pair), {})]
+    rows, end = spawned(todo, args.row_seconds), time.perf_counter() + 60 * args.minutes
     fresh: dict[str, dict[str, Any]] = {}
-    for pairs in todo.values():
-        rows = (
-            spawned(pairs, args.check, args.row_seconds)
-            if cuda
-            else ((pair, row_of(pair, None)) for pair in pairs)
-        )
-        for pair, row in rows:
-            key = " | ".join(pair)
-            fresh[key] = report["rows"][key] = row | {"date": report["date"]}
-            print(f"{key:42} {verdict(row)}", file=sys.stderr)
-            if out is not None:
-                write_json(out, report)
-            if time.perf_counter() > end:
-                rows.close()
-                break
+    for pair, row in rows:
+        key = " | ".join(pair)
+        fresh[key] = report["rows"][key] = row | {"date": report["date"]}
+        print(f"{key:42} {verdict(row)}", file=sys.stderr)
+        write_json(out, report)
         if time.perf_counter() > end:
             break
-    late = sum(map(len, todo.values())) - len(fresh)
-    timed_rows = {key: row for key, row in fresh.items() if "time" in row}
-    if timed_rows:
-        rates = next(iter(timed_rows.values()))["machine"]
-        print(markdown(timed_rows))
-        print("", *aims(timed_rows), sep="\n")
+    rows.close()
+    late = len(todo) - len(fresh)
+    for limit in gpu_limits.LIMITS:
+        if limit.row in fresh:
+            print(limit.row, *gpu_limits.verdict(limit, report["rows"]))
+    for rates in [row["machine"] for row in fresh.values() if "machine" in row][:1]:
         print(
-            f"\n{name}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
+            f"\n{about['device']}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
             f"{rates['matrix'] / 1e12:.0f} TFLOP/s, an empty graph {micro(rates['least'])}"
         )
-    elif args.check:
-        how = "on the GPU" if cuda else "in Triton's interpreter, at small sizes"
-        print(f"kernels compared with their references {how}; no times measured")
     bad = [key for key, row in fresh.items() if "error" in row or not row["check"]["passed"]]
     print(f"{len(fresh) - len(bad)} of {len(fresh)} agree", *bad, sep="\n  ")
     if late:
         print(f"{late} rows were left for another run with --missing", file=sys.stderr)
-    if out is not None:
-        print(f"written: {out}", file=sys.stderr)
     return 1 if bad or late else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -29,16 +29,18 @@ import copy
 import gc
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ask
+import harness
 import torch
+from shapes import after_tower
 from torch import Tensor
 
 from vlmfast import VLM
+from vlmfast.core.display import markdown_table
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
@@ -48,18 +50,13 @@ from vlmfast.engine.opening import reading
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
-from vlmfast.eval.bench import spread, turns
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
+from vlmfast.eval.bench import spread
 
 RECIPES = ("none", "lookm:0.2", "snapkv:0.2", "zipvl", "zipcache", "kivi")
-# Target for the size of a cache, as a fraction of the full one in bfloat16.
-AIMS = {"lookm:0.2": 0.21, "zipvl": 0.27}
 HF = "hf DynamicCache"
 QUANTIZED = {
     "hf QuantizedCache quanto 4 bit": {"backend": "quanto", "nbits": 4},
     "hf QuantizedCache quanto 2 bit": {"backend": "quanto", "nbits": 2},
-    "hf QuantizedCache hqq 2 bit": {"backend": "hqq", "nbits": 2, "axis_key": 1, "axis_value": 1},
     "hf QuantizedCache fp8": {"backend": "fp8"},
 }
 BEFORE, AFTER = 20, 40  # text tokens before and after the image
@@ -93,31 +90,42 @@ class Variant:
     own: bool = True
 
 
-def prompt(vlm: VLM, tokens: int) -> Prompt:
-    """Random embeddings of text around one long image."""
-    device, dtype = vlm.adapter.device, vlm.adapter.dtype
-    width = vlm.model.config.text_config.hidden_size
-    embeds = 0.02 * torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
-    order = torch.arange(tokens, device=device)
-    visual = (order >= BEFORE) & (order < tokens - AFTER)
+def prompt(vlm: VLM, embeds: Tensor, first: int, last: int) -> Prompt:
+    """Embeddings (N, D), of which those from ``first`` to before ``last`` are an image's."""
+    order = torch.arange(len(embeds), device=embeds.device)
+    visual = (order >= first) & (order < last)
     kind = torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
-    layout = TokenLayout.text(order, order[None]).replace(kind=kind)
-    return Prompt(embeds.to(device, dtype), layout, tokens, tokens)
+    axes = len(vlm.adapter.positions(text_ids(vlm)))
+    layout = TokenLayout.text(order, order.expand(axes, -1)).replace(kind=kind)
+    return Prompt(embeds, layout, len(embeds), len(embeds))
 
 
-def prefilled(vlm: VLM, recipe: Recipe, tokens: int, **more: Any) -> tuple[Sequence, Tensor]:
-    """A request after the prefill of a `prompt`, and its logits (1, V)."""
-    engine, asked = Engine(vlm.adapter), prompt(vlm, tokens)
-    inputs = Inputs({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    sequence = reading(vlm.adapter, inputs, recipe, clock(vlm.adapter.device))
+def text_ids(vlm: VLM) -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)}
+
+
+def noise(vlm: VLM, tokens: int) -> Prompt:
+    """Random embeddings of text around one long image."""
+    width = vlm.model.config.get_text_config().hidden_size
+    embeds = 0.02 * torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+    embeds = embeds.to(vlm.adapter.device, vlm.adapter.dtype)
+    return prompt(vlm, embeds, BEFORE, tokens - AFTER)
+
+
+def prefilled(
+    vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256, **more: Any
+) -> tuple[Sequence, Tensor]:
+    """A request after the prefill of a prompt, and its logits (1, V)."""
+    sequence = reading(vlm.adapter, Inputs(text_ids(vlm)), recipe, clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        return sequence, engine.prefiller.prefill(sequence, asked, 256, **more)
+        logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room, **more)
+    return sequence, logits
 
 
 def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     """One prefill under a recipe."""
-    sequence, logits = prefilled(vlm, Recipe.parse(recipe), tokens)
+    sequence, logits = prefilled(vlm, Recipe.parse(recipe), noise(vlm, tokens))
 
     def start(requests: int) -> tuple[Step, int, int]:
         batch = Batch(requests)
@@ -146,7 +154,7 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     from transformers import DynamicCache, QuantizedCache
 
     begin, read = clock(vlm.adapter.device), DynamicCache()
-    embeds = prompt(vlm, tokens).embeds[None]
+    embeds = noise(vlm, tokens).embeds[None]
     hidden = vlm.adapter.decoder(inputs_embeds=embeds, past_key_values=read, use_cache=True)
     first = vlm.adapter.logits(hidden.last_hidden_state[:, -1]).argmax(-1)[:, None]
     prefill = clock(vlm.adapter.device) - begin
@@ -202,75 +210,61 @@ def _size(value: Any) -> int:
 # --- the benchmark -------------------------------------------------------------------------------
 
 
-@dataclass
-class Row:
-    """Results of one variant with one batch size."""
-
-    held: int = 0
-    taken: int = 0
-    prefill: float = 0.0
-    steps: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-
-
 @torch.no_grad()
-def turn(vlm: VLM, variant: Variant, requests: int, count: int, row: Row) -> None:
+def turn(vlm: VLM, variant: Variant, requests: int, count: int) -> dict[str, Any]:
     """Decode ``count`` tokens for every request from fresh copies of the cache."""
     device = vlm.adapter.device
     with switched(vlm.model) if variant.own else contextlib.nullcontext():
         step, held, taken = variant.start(requests)
-        ids, times, tokens = variant.first.repeat(requests, 1), [], []
+        ids, steps, tokens = variant.first.repeat(requests, 1), [], []
         for _ in range(WARM + count):
             begin = clock(device)
             ids = step(ids).argmax(-1)[:, None]
-            times.append(clock(device) - begin)
-            tokens.append(ids[:, 0].tolist())
-    row.held, row.taken, row.prefill = held, taken, variant.prefill
-    row.steps += times[WARM:]
-    row.tokens = tokens
+            steps.append(clock(device) - begin)
+            tokens += ids[:, 0].tolist()
+    return {"held": held, "taken": taken, "steps": steps[WARM:], "tokens": tokens}
 
 
 @torch.no_grad()
 def bench(
     vlm: VLM, tokens: int, batches: list[int], args: argparse.Namespace
-) -> tuple[dict[int, dict[str, Row]], dict[str, str]]:
+) -> tuple[dict[int, dict[str, dict[str, Any]]], dict[str, str]]:
     """Rows of all variants for one prompt length, by batch size; and the variants that fail."""
     variants = huggingface(vlm, tokens)
     for recipe in args.recipes:
         variants[recipe] = vlmfast(vlm, recipe, tokens)
         print(f"{tokens} tokens: {recipe} prefilled", file=sys.stderr)
     missing = {name: reason for name, reason in variants.items() if isinstance(reason, str)}
-    running = [(name, v) for name, v in variants.items() if isinstance(v, Variant)]
-    found: dict[int, dict[str, Row]] = {}
+    running = {name: v for name, v in variants.items() if isinstance(v, Variant)}
+    found = {}
     for requests in batches:
-        rows = found[requests] = {name: Row() for name, _ in running}
-        for (name, variant), _ in turns(running, args.repeats):
-            turn(vlm, variant, requests, args.new_tokens, rows[name])
-            gc.collect()
+        turns = {n: partial(turn, vlm, v, requests, args.new_tokens) for n, v in running.items()}
+        samples = harness.interleaved(turns, args.repeats)
+        full = requests * tokens * vlm.adapter.bytes_per_token()
+        found[requests] = numbers(samples, {n: v.prefill for n, v in running.items()}, full)
         print(f"{tokens} tokens: batch of {requests} done", file=sys.stderr)
     return found, missing
 
 
-def numbers(rows: dict[str, Row], full: int) -> dict[str, dict[str, Any]]:
+def numbers(
+    samples: dict[str, list[dict[str, Any]]], prefill: dict[str, float], full: int
+) -> dict[str, dict[str, Any]]:
     """JSON values; ``full`` are the bytes of the full cache."""
-    reference, base = rows[HF].tokens, spread(rows[HF].steps)["median"]
-    found = {}
-    for name, row in rows.items():
-        pairs = [
-            (a, b)
-            for left, right in zip(row.tokens, reference, strict=True)
-            for a, b in zip(left, right, strict=True)
-        ]
-        step = spread(row.steps)
+    found: dict[str, dict[str, Any]] = {}
+    reference = samples[HF][-1]["tokens"]
+    for name, own in samples.items():
+        last = own[-1]
+        step = spread([second for sample in own for second in sample["steps"]])
+        same = sum(a == b for a, b in zip(last["tokens"], reference, strict=True))
         found[name] = {
-            "held": row.held,
-            "share": row.held / full,
-            "taken": row.taken,
-            "prefill": row.prefill,
+            "held": last["held"],
+            "share": last["held"] / full,
+            "taken": last["taken"],
+            "prefill": prefill[name],
             "step": step,
-            "ratio": base / step["median"],
-            "same": sum(a == b for a, b in pairs) / len(pairs),
+            "same": same / len(reference),
         }
+        found[name]["ratio"] = found[HF]["step"]["median"] / step["median"]
     return found
 
 
@@ -278,73 +272,46 @@ def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
     """One table per batch: medians with quartiles, and the ratio to Hugging Face's own cache."""
     lines = []
     for name, row in rows.items():
-        step = {key: 1e3 * value for key, value in row["step"].items()}
-        cells = [f"`{name}`" if name != HF and not name.startswith("hf") else name]
+        cells = [name if name.startswith("hf") else f"`{name}`"]
         cells += [f"{1e-6 * row['held']:,.1f} MB", f"{row['share']:.1%}"]
-        cells += [f"{1e-6 * row['taken']:,.1f} MB"]
-        cells += [f"{step['median']:,.1f} ms [{step['q1']:,.1f}, {step['q3']:,.1f}]"]
+        cells += [f"{1e-6 * row['taken']:,.1f} MB", harness.quartiles(row["step"])]
         cells[-1] += "" if name == HF else f" ({row['ratio']:.2f}x)"
         lines.append([*cells, f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"])
     head = [title, "held", "of the full cache", "taken", "step", "same", "prefill of one"]
     return markdown_table(head, lines)
 
 
-def verdicts(rows: dict[str, dict[str, Any]], dtype: str) -> list[str]:
-    """Compare the cache sizes with their targets, which are for bfloat16."""
-    if dtype != "bfloat16":
-        return []
-    return [
-        f"{'PASS' if rows[name]['share'] <= aim else 'FAIL'}: {name} uses "
-        f"{rows[name]['share']:.2%} of the full cache, target at most {aim:.0%}"
-        for name, aim in AIMS.items()
-        if name in rows
-    ]
-
-
 def load(args: argparse.Namespace, layers: int) -> VLM:
-    model, processor = ask.qwen_shaped("small", layers)
-    return VLM(model.to(args.device, getattr(torch, args.dtype)), processor, prefix_cache_bytes=0)
+    made = after_tower("small", layers, torch.device(args.device), getattr(torch, args.dtype))
+    return VLM(*made, prefix_cache_bytes=0)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(
+        __doc__, recipe=None, layers=24, new_tokens=8, repeats=3, dtype="bfloat16",
+        device=harness.DEVICE, threads=0, quick=False, out=None,
+    )  # fmt: skip
     add = parser.add_argument
-    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
     add("--tokens", type=int, default=2900, help="prompt length (default: %(default)s)")
     add("--requests", default="1,8,16,32", help="batch sizes (default: %(default)s)")
     add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
-    add("--layers", type=int, default=24, help="language model layers (default: %(default)s)")
     add("--long-layers", type=int, default=2, help="layers for the long prompt (%(default)s)")
-    add("--new-tokens", type=int, default=8, help="measured steps per run (default: %(default)s)")
-    add("--repeats", type=int, default=3, help="runs (default: %(default)s)")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=0, help="0: PyTorch's default")
-    add("--quick", action="store_true", help="checks the script, measures nothing")
-    add("--out", type=Path, help="default: benchmarks/results/kv-....json")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(tower="small"))
     if args.quick:
         args.tokens, args.requests, args.long, args.repeats = 320, "1,2", 640, 1
         args.layers, args.long_layers, args.new_tokens = 2, 2, 3
     args.requests = [int(number) for number in args.requests.split(",")]
     args.recipes = args.recipes or list(RECIPES)
-    args.tower = "small"
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report = ask.heading("kv.py", arguments, args) | {
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    report = ask.heading("kv.py", argv, args) | {
         "threads": torch.get_num_threads(),
         "new_tokens": args.new_tokens,
         "cases": [],
     }
-    failed = False
     for tokens, batches, layers in (
         (args.tokens, args.requests, args.layers),
         (args.long, [1], args.long_layers),
@@ -354,24 +321,18 @@ def main(argv: list[str] | None = None) -> int:
         vlm = load(args, layers)
         found, missing = bench(vlm, tokens, batches, args)
         for requests, rows in found.items():
-            full = requests * tokens * vlm.adapter.bytes_per_token()
-            case = numbers(rows, full)
-            about = {"tokens": tokens, "requests": requests, "layers": layers, "full": full}
-            lines = verdicts(case, args.dtype)
-            report["cases"].append({**about, "rows": case, "missing": missing, "verdicts": lines})
+            about = {"tokens": tokens, "requests": requests, "layers": layers}
+            about["full"] = requests * tokens * vlm.adapter.bytes_per_token()
+            report["cases"].append({**about, "rows": rows, "missing": missing})
             title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
-            print(f"\n{markdown(title, case)}\n")
-            print("\n".join(lines + [f"not run: {name}: {why}" for name, why in missing.items()]))
-            failed = failed or any(line.startswith("FAIL") for line in lines)
+            print(f"\n{markdown(title, rows)}\n")
+            print(*(f"not run: {name}: {why}" for name, why in missing.items()), sep="\n")
         del vlm, found
         gc.collect()
-    if args.quick and args.out is None:
-        return 0
-    out = args.out or ask.RESULTS / f"kv-{args.device.partition(':')[0]}-{args.dtype}.json"
-    write_json(out, report)
-    print(f"\nwritten: {out}", file=sys.stderr)
-    return int(failed)
+    if args.out or not args.quick:
+        harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

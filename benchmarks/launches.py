@@ -20,17 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-from shapes import Shape, build
+from shapes import Shape, build, with_tests
 
-from kernels import RESULTS
 from vlmfast.check.launches import Launches, counted
 from vlmfast.core.registry import stage_names
-from vlmfast.eval.bench import provenance
-from vlmfast.eval.results import write_json
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = RESULTS / "launches.json"
+RESULT = harness.RESULTS / "launches.json"
 DTYPE = "bfloat16"
 LLAVA = Shape(
     "llama", 32, 64, 128, 4, 2, 512, (224, 224), ((112, 224), (224, 112), (224, 224)),
@@ -53,7 +50,7 @@ def recipes() -> list[str]:
 
 def qwen(folder: Path) -> None:
     """Save a model with the tower of Qwen2.5-VL-7B, narrow, and two layers."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    with_tests()
     import tiny_families
 
     model, processor = tiny_families.build_qwen2_5_vl(
@@ -94,13 +91,12 @@ def _counted(model: str, names: Any, size: tuple[int, int]) -> dict[str, Any]:
     return Launches(size, counted(model, names, size, DTYPE)).to_dict()
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+def main(argv: list[str]) -> None:
+    parser = harness.parser(__doc__, recipe=None)
     parser.add_argument("--label", required=True, help="name of these counts in the result file")
-    parser.add_argument("--recipe", action="append", help="count these alone, and save nothing")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     found = {}
-    for name, part in parts(args.recipe or []):
+    for name, part in parts(args.recipes or []):
         found[name] = part
         for request in part["requests"]:
             first, step = request["first_token"], request["step"]
@@ -110,14 +106,13 @@ def main(argv: list[str] | None = None) -> None:
                 f"{step['launches']}, {sum(step['reads'].values())}",
                 flush=True,
             )
-    if args.recipe:
+    if args.recipes:  # saves nothing
         return
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    arguments = sys.argv[1:] if argv is None else argv
-    counts = {**provenance("launches.py", arguments, "cpu"), "parts": found}
+    counts = {**harness.begin("launches.py", argv, args), "parts": found}
     labels = known.get("labels", {}) | {args.label: counts}
-    write_json(RESULT, {"dtype": DTYPE, "labels": labels})
+    harness.written(RESULT, {"dtype": DTYPE, "labels": labels})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

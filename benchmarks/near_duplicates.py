@@ -20,18 +20,15 @@ import argparse
 import random
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
-from vlmfast.eval.bench import provenance
-from vlmfast.eval.results import write_json
 from vlmfast.eval.shapes import Shapes
 from vlmfast.scenes.drawing import Scene, make_image_scene, paint, quadrant
 from vlmfast.scenes.examples import image_example
 
-RESULT = Path(__file__).parent / "results" / "near-duplicates.json"
 SIDE, NEAR = 16, 8.0
 SCENES, LIMIT, SEED = 90_000, 100, 15
 _AT_ONCE = 2000
@@ -88,18 +85,17 @@ def count(scenes: int, limit: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--scenes", type=int, default=SCENES, metavar="N", help="of the training")
-    parser.add_argument("--limit", type=int, default=LIMIT, metavar="N", help="questions of a type")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the evaluation")
-    parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE")
-    args = parser.parse_args(arguments)
+def main(argv: list[str]) -> None:
+    parser = harness.parser(__doc__, out=harness.RESULTS / "near-duplicates.json")
+    add = parser.add_argument
+    add("--scenes", type=int, default=SCENES, metavar="N", help="of the training")
+    add("--limit", type=int, default=LIMIT, metavar="N", help="questions of a type")
+    add("--seed", type=int, default=SEED, help="of the evaluation")
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     found = count(args.scenes, args.limit, args.seed)
-    write_json(args.json, provenance("near_duplicates.py", arguments, "cpu") | found)
+    harness.written(args.out, harness.begin("near_duplicates.py", argv, args) | found)
     print(found)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

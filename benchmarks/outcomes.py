@@ -4,7 +4,6 @@
 ``record``  answers one question about each of 4,000 generated scenes with the full model and under
             24 recipes, in blocks that an interrupted run continues with
 ``pack``    writes the blocks that exist as one matrix: `benchmarks/results/outcomes-tiny.npz`
-``unpack``  writes the blocks that a matrix has, for ``record`` to continue with the others
 ``prove``   runs the race of `vlmfast tune` on 20 draws of 400 scenes of the matrix, and measures
             the recipes that it chooses on all other scenes: `benchmarks/results/tune-tiny.json`
 ==========  ====================================================================================
@@ -14,18 +13,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
+import torch
 
-from vlmfast.core.files import make_folder, replace_text, replacing
+import vlmfast
+from vlmfast import Request
+from vlmfast.core.env import environment
+from vlmfast.core.files import make_folder, replacing
 from vlmfast.eval.scores import normalise
 from vlmfast.scenes.examples import (
     EVAL_SEED_STOP,
@@ -106,10 +110,6 @@ def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str
         ``outcome`` uint8, ``equivalent_tokens`` float32 and ``kv_bytes`` int32, all of shape
         (recipes + 1, questions) with the full model first, and ``seed`` int64, (questions,).
     """
-    import torch
-
-    from vlmfast import Request
-
     shape = (len(recipes) + 1, len(numbers))
     found = {
         "outcome": np.zeros(shape, np.uint8),
@@ -143,10 +143,6 @@ def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str
 
 def record(folder: Path, scenes: int) -> None:
     """Record the blocks that do not exist, in order."""
-    import torch
-
-    import vlmfast
-
     torch.set_num_threads(1)
     make_folder(folder)
     vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
@@ -161,8 +157,6 @@ def record(folder: Path, scenes: int) -> None:
 
 def pack(folder: Path, path: Path) -> None:
     """Join the blocks from the first to the first that is missing."""
-    from vlmfast.core.env import environment
-
     blocks = []
     for start in range(0, SCENES, BLOCK):
         if not (folder / f"{start:05}.npz").exists():
@@ -185,20 +179,6 @@ def pack(folder: Path, path: Path) -> None:
     with replacing(path) as file:
         np.savez_compressed(file, about=np.array(json.dumps(about)), **joined)
     print(f"{path}: {joined['outcome'].shape[1]} scenes, {path.stat().st_size} bytes")
-
-
-def unpack(path: Path, folder: Path) -> None:
-    """Write the full blocks of a matrix; the inverse of `pack`."""
-    make_folder(folder)
-    with np.load(path) as file:
-        recipes = json.loads(str(file["about"]))["recipes"]
-        joined = {key: file[key] for key in file.files if key != "about"}
-    scenes = joined["outcome"].shape[1]
-    for start in range(0, scenes - BLOCK + 1, BLOCK):
-        block = {key: values[..., start : start + BLOCK] for key, values in joined.items()}
-        with replacing(folder / f"{start:05}.npz") as out:
-            np.savez_compressed(out, recipes=np.array(recipes), **block)
-    print(f"{folder}: {scenes // BLOCK} blocks of {BLOCK} scenes")
 
 
 @dataclass(frozen=True)
@@ -274,48 +254,27 @@ def prove(matrix: Matrix, seeds: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def print_proof(found: dict[str, Any]) -> None:
-    print(f"{found['scenes']} scenes, {DRAWN} of them drawn; bound {MAX_LOSS:.0%}")
-    for objective in OBJECTIVES:
-        about = found[objective]
-        print(f"\n{objective}")
-        for one in about["each"]:
-            print(
-                f"  draw {one['seed']:>4}  loss {100 * one['loss_on_rest']:+5.2f}  cost "
-                f"{one['cost']:6.1%}  ({one['cost_over_cheapest']:.2f} x the cheapest)  "
-                f"{'certified' if one['certified'] else 'estimated'}  {one['chosen']}"
-            )
-        print(
-            f"  within the bound: {about['within_bound']} of {about['draws']}; certified: "
-            f"{about['certified']}; median cost over the cheapest that holds: "
-            f"{about['median_cost_over_cheapest']:.2f}"
-        )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("record", "pack", "unpack", "prove"))
-    parser.add_argument("--blocks", type=Path, default=BLOCKS, metavar="DIR")
-    parser.add_argument("--scenes", type=int, default=SCENES, metavar="N")
-    parser.add_argument("--matrix", type=Path, default=MATRIX, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where prove writes its result")
-    parser.add_argument(
-        "--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws"
-    )
+def main(argv: list[str]) -> None:
+    parser = harness.parser(__doc__)
+    add = parser.add_argument
+    add("what", choices=("record", "pack", "prove"))
+    add("--blocks", type=Path, default=BLOCKS, metavar="DIR")
+    add("--scenes", type=int, default=SCENES, metavar="N")
+    add("--matrix", type=Path, default=MATRIX, metavar="FILE")
+    add("--json", type=Path, metavar="FILE", help="where prove writes its result")
+    add("--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws")
     args = parser.parse_args(argv)
     if args.what == "record":
         record(args.blocks, args.scenes)
     elif args.what == "pack":
         pack(args.blocks, args.matrix)
-    elif args.what == "unpack":
-        unpack(args.matrix, args.blocks)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
         found = prove(Matrix.load(args.matrix), seeds)
-        print_proof(found)
+        print(json.dumps(found, indent=1))
         if args.json is not None:
-            replace_text(args.json, json.dumps(found, indent=2) + "\n")
+            harness.written(args.json, found)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -17,35 +17,21 @@ other load changes what caches of the processor hold.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
+from functools import partial
+from itertools import count
 from typing import Any
 
 import ask
+import harness
 import numpy as np
-from draft_views import ratio
+from shapes import SHAPED, TOWERS
 
-from vlmfast.core.progress import Progress
-from vlmfast.eval.bench import provenance, turns
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
+from vlmfast.check.commands import size
+from vlmfast.core.display import markdown_table
 
 NONE, PARTS = "none", ("first", "per token")
-
-
-class Tokens:
-    """A streamer that notes the CPU time of every token, and that of the prompt where it comes."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.process_time())
-
-    def end(self) -> None:
-        pass
 
 
 def image_of(original: Any, number: int) -> Any:
@@ -55,36 +41,36 @@ def image_of(original: Any, number: int) -> Any:
     return image
 
 
-def run(vlm: Any, name: str, image: Any, count: int) -> dict[str, Any]:
-    """CPU seconds of one answer of ``count`` tokens, and its tokens."""
-    streamer, start = Tokens(), time.process_time()
-    more = {"max_new_tokens": count, "do_sample": False, "streamer": streamer}
+def run(vlm: Any, name: str, image: Any, length: int) -> dict[str, Any]:
+    """CPU seconds of one answer of ``length`` tokens, and its tokens."""
+    streamer, start = ask.Times(time.process_time), time.process_time()
+    more = {"max_new_tokens": length, "do_sample": False, "streamer": streamer}
     if name == ask.HF:
         inputs = vlm.inputs(ask.QUESTION, images=image)
         ids = vlm.model.generate(**inputs, **more)
         tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
     else:
         tokens = vlm.ask(ask.QUESTION, images=image, recipe=name, **more).token_ids
-    first, *_, last = streamer.times[-count:]
-    return {"first": first - start, "per token": (last - first) / (count - 1), "tokens": tokens}
+    first, *_, last = streamer.times[-length:]
+    return {"first": first - start, "per token": (last - first) / (length - 1), "tokens": tokens}
 
 
 def measured(vlm: Any, original: Any, args: argparse.Namespace) -> dict[str, Any]:
     """All pairs of one model."""
-    samples: dict[str, list[dict[str, Any]]] = {ask.HF: [], NONE: []}
-    steps = turns(list(samples), args.pairs, warmup=args.warmup)
-    with Progress(args.model, 2 * (args.pairs + args.warmup), "answers") as bar:
-        for number, (name, counts) in enumerate(steps):
-            found = run(vlm, name, image_of(original, number // 2), args.new_tokens)
-            if counts:
-                samples[name].append(found)
-            bar.update()
-    theirs, own = samples[ask.HF], samples[NONE]
+    numbers = count()
+
+    def one(name: str) -> dict[str, Any]:
+        return run(vlm, name, image_of(original, next(numbers) // 2), args.new_tokens)
+
+    variants = {name: partial(one, name) for name in (ask.HF, NONE)}
+    samples = harness.interleaved(variants, args.pairs, warmup=args.warmup, name=args.model)
+    theirs, own = samples.values()
     equal = all(a["tokens"] == b["tokens"] for a, b in zip(theirs, own, strict=True))
     row: dict[str, Any] = {"same_tokens": equal, "pairs": args.pairs}
     for part in PARTS:
         seconds = {name: [one[part] for one in of] for name, of in samples.items()}
-        row[part] = {"ratio": ratio(list(zip(*seconds.values(), strict=True))), "seconds": seconds}
+        pairs = list(zip(*seconds.values(), strict=True))
+        row[part] = {"ratio": harness.ratio(pairs), "seconds": seconds}
     return row
 
 
@@ -99,46 +85,34 @@ def markdown(row: dict[str, Any]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        __doc__, pairs=20, warmup=2, new_tokens=33, dtype="float32", layers=24, out=None
     )
     add = parser.add_argument
-    add("--model", default="tiny", help=f"also {ask.SHAPED}, folders and hub ids")
-    add("--pairs", type=int, default=20)
-    add("--warmup", type=int, default=2)
-    add("--new-tokens", type=int, default=33)
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--tower", default="clip-vit-l-14-336", choices=tuple(ask.TOWERS))
-    add("--layers", type=int, default=24, help=f"of {ask.SHAPED}")
-    add("--size", type=ask.size, help="WIDTHxHEIGHT of the image, by default as ask.py")
+    add("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
+    add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS))
+    add("--size", type=size, help="WIDTHxHEIGHT of the image, by default as ask.py")
     add("--prefix-cache", action="store_true", help="hash and store images and prompts")
-    add("--out", type=Path, help="write the result there")
-    args = parser.parse_args(argv)
-    args.device, args.frames = "cpu", 0
+    # The time of all threads counts.
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu", threads=1))
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    import torch
-
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    torch.set_num_threads(1)  # the time of all threads counts
-    vlm, media = ask.load(args)
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    report, (vlm, image) = harness.begin("overhead.py", argv, args), ask.load(args)
     if args.prefix_cache:
         vlm.prefix_cache.limit = 2**30
-    row = measured(vlm, media["images"], args)
-    report = provenance("overhead.py", arguments, args.device) | {"model": args.model, "row": row}
+    row = measured(vlm, image, args)
     print(f"{args.model}, {args.dtype}, {args.pairs} pairs\n\n{markdown(row)}")
     if args.out is not None:
-        write_json(args.out, report)
+        harness.written(args.out, report | {"model": args.model, "row": row})
     if not row["same_tokens"]:
         print("the tokens of none differ from Hugging Face's", file=sys.stderr)
     return int(not row["same_tokens"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

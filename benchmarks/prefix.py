@@ -19,25 +19,23 @@ exit code is 1.
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ask
+import harness
+import shapes
 import torch
-from engine import conditions
+from harness import Row
 
 from vlmfast import VLM, RecipeError, Request
+from vlmfast.core.help import count
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
-from vlmfast.eval.bench import provenance
-from vlmfast.eval.report import markdown_table
 from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
@@ -54,31 +52,6 @@ SHORT = {
 }
 
 
-@dataclass
-class Row:
-    """One line of the table.
-
-    Parameters
-    ----------
-    name : str
-        As in ``--only``.
-    what : str
-    values : list of float
-        One for each repeat.
-    wrong : bool
-        Whether answers with and without the cache differ.
-    """
-
-    name: str
-    what: str
-    values: list[float]
-    wrong: bool = False
-
-    def report(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self) | {"median": None if self.wrong else statistics.median(self.values)}
-
-
 # --- sessions ------------------------------------------------------------------------------------
 
 
@@ -93,7 +66,7 @@ def methods() -> Iterator[str]:
 
 
 def sessions(args: argparse.Namespace) -> Iterator[Row]:
-    sys.path.insert(0, str(ask.ROOT / "tests"))
+    shapes.with_tests()
     import tiny_families
     from tiny_models import make_image
 
@@ -133,18 +106,9 @@ def first_token(vlm: VLM, question: str, image: Any) -> tuple[float, int]:
 
 def second(args: argparse.Namespace) -> Iterator[Row]:
     for model in args.models:
-        about = argparse.Namespace(
-            model=model,
-            device=args.device,
-            dtype=args.dtype,
-            tower="clip-vit-l-14-336",
-            layers=24,
-            size=None,
-            frames=0,
-        )
-        vlm, media = ask.load(about)
-        image = media["images"]
-        questions = QUESTIONS if model != ask.SHAPED else WORDS
+        about = {"model": model, "tower": "clip-vit-l-14-336", "layers": 24}
+        vlm, image = ask.load(argparse.Namespace(**vars(args) | about))
+        questions = QUESTIONS if model != shapes.SHAPED else WORDS
         ratios = []
         vlm.ask(questions[2], image, max_new_tokens=1)  # warm-up
         vlm.prefix_cache.limit = 1 << 32
@@ -176,25 +140,22 @@ PLACES = tuple(f"{y} {x}" for y in ("top", "bottom") for x in ("left", "right"))
 def batch(args: argparse.Namespace) -> Iterator[Row]:
     asked = requests(args)
     vlm = VLM.from_pretrained("tiny", device=args.device, dtype=torch.float32)
-    vlm.prefix_cache.limit = 1 << 32
+    found: list[list[list[int]]] = []
 
-    def run(warm: bool) -> tuple[float, list[list[int]]]:
-        vlm.prefix_cache.clear()
-        limit, vlm.prefix_cache.limit = vlm.prefix_cache.limit, (1 << 32) * warm
-        begin = time.perf_counter()
-        tokens = [answer.token_ids for answer in vlm.ask_many(asked, batch_size=16)]
-        spent = time.perf_counter() - begin
+    def run(limit: int) -> float:
         vlm.prefix_cache.limit = limit
-        return spent, tokens
+        vlm.prefix_cache.clear()
+        begin = time.perf_counter()
+        answers = vlm.ask_many(asked, batch_size=16)
+        spent = time.perf_counter() - begin
+        found.append([answer.token_ids for answer in answers])
+        return spent
 
-    run(False)
-    ratios, wrong = [], False
-    for _ in range(args.repeat):
-        (without, wanted), (with_cache, tokens) = run(False), run(True)
-        wrong |= tokens != wanted
-        ratios.append(with_cache / without)
+    times = harness.interleaved({n: partial(run, n) for n in (0, 1 << 32)}, args.repeat, warmup=1)
+    wrong = any(tokens != found[0] for tokens in found)
+    ratios = [with_cache / without for without, with_cache in zip(*times.values(), strict=True)]
     what = f"{args.questions} questions on each of {args.images} images: with over without"
-    yield Row("batch", what, [] if wrong else ratios, wrong)
+    yield Row("batch", what, [] if wrong else ratios, wrong=wrong)
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
@@ -216,50 +177,30 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
 MEASURED = {"sessions": sessions, "second": second, "batch": batch, "memory": memory}
 
 
-def markdown(table: list[Row]) -> str:
-    lines = []
-    for row in table:
-        value = "WRONG" if row.wrong else f"{statistics.median(row.values):.3g}"
-        lines.append([f"`{row.name}`", row.what, value])
-    return markdown_table(["", "what", "measured"], lines)
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: list[str]) -> int:
+    parser = harness.parser(
+        __doc__, repeat=5, dtype="bfloat16", device=harness.DEVICE, threads=0, out=None
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    add("--models", nargs="+", default=["tiny", ask.SHAPED], help="of `second` (%(default)s)")
-    add("--sessions", type=int, default=40, help="on each family (%(default)s)")
-    add("--turns", type=int, default=5, help="of a conversation (%(default)s)")
-    add("--images", type=int, default=32)
+    add("--models", nargs="+", default=["tiny", shapes.SHAPED], help="of `second` (%(default)s)")
+    add("--sessions", type=count, default=40, help="on each family (%(default)s)")
+    add("--turns", type=count, default=5, help="of a conversation (%(default)s)")
+    add("--images", type=count, default=32)
     add("--questions", type=int, default=10, choices=range(1, 11), help="about each image")
-    add("--repeat", type=int, default=5, help="runs of each variant (%(default)s)")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of `second`")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--threads", type=int, default=0, help="0: PyTorch's default (%(default)s)")
-    add("--out", type=Path, help="default: benchmarks/results/prefix-....json")
-    args = parser.parse_args(arguments)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    report = provenance("prefix.py", arguments, args.device)
-    report["threads"] = torch.get_num_threads()
-    out = args.out or ask.RESULTS / f"prefix-{args.device.partition(':')[0]}.json"
-    table: list[Row] = []
-    for name, measure in MEASURED.items():
-        if name in (args.only or NAMES):
-            for row in measure(args):
-                table.append(row)
-                print(f"{row.name}: {row.what}: {row.values}", file=sys.stderr)
-                report["rows"] = [row.report() for row in table]
-                write_json(out, report)
-    print(f"\n{conditions(report)}\n\n{markdown(table)}")
+    args = parser.parse_args(argv)
+    report = harness.begin("prefix.py", argv, args) | {"threads": torch.get_num_threads()}
+    out, table = harness.path_of(args, "prefix", args.device), []
+    for name in args.only or NAMES:
+        for row in MEASURED[name](args):
+            table.append(row)
+            print(f"{row.name}: {row.what}: {row.ratios}", file=sys.stderr)
+            report["rows"] = [row.report() for row in table]
+            write_json(out, report)
+    print(f"\n{harness.conditions(report)}\n\n{harness.table(table)}")
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(any(row.wrong for row in table))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +195,8 @@ def slots_of(cache: DynamicCache) -> list[int]:
     return [layer.keys.shape[2] for layer in cache.layers]
 
 
-def held_bytes(cache: DynamicCache) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-class Run:
-    """Measures texts and logs what is missing.
+class Run(texts.Run):
+    """kvpress' side.
 
     Parameters
     ----------
@@ -210,86 +205,50 @@ class Run:
     """
 
     def __init__(self, decoder: Decoder, log: Log, slots: Callable[..., Any]) -> None:
-        self.decoder, self.log, self.slots = decoder, log, slots
+        super().__init__(log)
+        self.decoder, self.slots, self.methods = decoder, slots, tuple(METHODS)
+        self.known: dict[tuple[str, bool], Prefilled] = {}  # of one text
 
-    def scores(self, text: Text) -> None:
-        """Log the scores of all presses on a text."""
-        key = {"part": text.part, "prompt": text.digest}
-        missing = [
-            (name, keep)
-            for keep in texts.KEEPS
-            for name in METHODS
-            if self.log.missing(**key, method=name, keep=keep)
-        ]
-        if not missing and not self.log.missing(**key, method="none", keep=1):
-            return
-        plain, eager, full = self.decoder.prefill(text.ids[: text.prefix]), None, None
-        for name, keep in [("none", 1), *missing]:
-            method = METHODS.get(name)
-            press, source = None, plain
-            if method is not None:
-                given = self.slots(text.part, text.digest, method.same, keep)
-                if method.same and given is None:  # vlmfast has not measured it yet
-                    continue
-                press = press_of(method, keep, text.prefix, given)
-                if method.eager:
-                    eager = source = eager or self.decoder.prefill(
-                        text.ids[: text.prefix], eager=True
-                    )
-            cache = source.compressed(press)
-            rotated = method is not None and method.rotated
-            logits = self._logits(text, cache, source.logits, rotated)
-            if name == "none" and not text.questions:
-                full = texts.Reference(logits[0])
-            if self.log.missing(**key, method=name, keep=keep):
-                self.log.add(
-                    **key,
-                    method=name,
-                    keep=keep,
-                    prefix=text.prefix,
-                    slots=slots_of(cache),
-                    **texts.scored(text, full, logits),
-                )
+    def given(self, text: Text, method: str, keep: float) -> Any:
+        same = METHODS[method].same
+        return self.slots(text.part, text.digest, same, keep) if same else ()
 
-    def _logits(
-        self, text: Text, cache: DynamicCache, before: Tensor, rotated: bool
-    ) -> list[Tensor]:
-        """Logits before each token that is scored, by question."""
-        found = []
+    def ready(self, text: Text, method: str, keep: float) -> bool:
+        return method == "none" or self.given(text, method, keep) is not None
+
+    def press(self, text: Text, method: str, keep: float) -> Any:
+        if method == "none":
+            return None
+        given = self.given(text, method, keep)
+        return press_of(METHODS[method], keep, text.prefix, given)
+
+    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
+        eager = method != "none" and METHODS[method].eager
+        if (text.digest, eager) not in self.known:
+            self.known = {key: of for key, of in self.known.items() if key[0] == text.digest}
+            found = self.decoder.prefill(text.ids[: text.prefix], eager=eager)
+            self.known[text.digest, eager] = found
+        source = self.known[text.digest, eager]
+        cache = source.compressed(self.press(text, method, keep))
+        rotated = method != "none" and METHODS[method].rotated
+        logits = []
         for ids, count in text.chains():
             hidden = self.decoder.read(cache, ids, text.prefix, rotated=rotated)[-count:]
-            found.append(self.decoder.model.lm_head(hidden))
-        return found if text.questions else [torch.cat([before[None], found[0]])]
+            logits.append(self.decoder.model.lm_head(hidden))
+        if not text.questions:
+            logits = [torch.cat([source.logits[None], logits[0]])]
+        return slots_of(cache), logits
 
-    def cost(self, text: Text) -> None:
-        """Log time and memory of a prefill with each press, in the way of kvpress."""
-        key, keep = {"part": "cost", "prompt": text.digest}, texts.COST
-        every: list[tuple[str, Method | None]] = [("none", None), *METHODS.items()]
-        for turn, (name, method) in product(range(texts.ROUNDS), every):
-            share = 1 if method is None else keep
-            if not self.log.missing(**key, method=name, keep=share, round=turn):
-                continue
-            press = None
-            if method is not None:
-                given = self.slots(text.part, text.digest, method.same, keep)
-                if method.same and given is None:
-                    continue
-                press = press_of(method, keep, text.prefix, given)
-            with texts.measured() as took:
-                found = self.decoder.prefill(
-                    text.ids[: text.prefix], press, eager=method is not None and method.eager
-                )
-            self.log.add(
-                **key,
-                method=name,
-                keep=share,
-                round=turn,
-                prefix=text.prefix,
-                slots=slots_of(found.cache),
-                bytes=held_bytes(found.cache),
-                **took,
-            )
-            del found
+    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
+        press = self.press(text, method, keep)
+        eager = method != "none" and METHODS[method].eager
+
+        def run() -> tuple[list[int], int]:
+            cache = self.decoder.prefill(text.ids[: text.prefix], press, eager=eager).cache
+            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            return slots_of(cache), held
+
+        return run
 
 
 def given_slots(path: Path, *key: Any) -> list[int] | None:
@@ -307,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
     log = Log(args.logs / texts.KVPRESS, settings)
     tokens = AutoTokenizer.from_pretrained(args.folder)
     run = Run(Decoder(args.folder), log, partial(given_slots, args.logs / texts.VLMFAST))
-    texts.over(run, tokens, args)
+    run.over(tokens, args)
     return 0
 
 

@@ -15,20 +15,18 @@ import argparse
 import statistics
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ask
-import torch
+import harness
+from shapes import SHAPED, TOWERS
 
 from vlmfast import VLM
-from vlmfast.core.progress import Progress
+from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.eval.axes import shrinks_cache
-from vlmfast.eval.bench import turns
-from vlmfast.eval.report import markdown_table
-from vlmfast.eval.results import write_json
 from vlmfast.train.stages import add_arguments, training_class
 
 TIMES = ("time_vision_s", "time_reduce_s", "time_prefill_s", "ttft_s")
@@ -73,43 +71,27 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        __doc__, repeats=3, dtype="bfloat16", device=harness.DEVICE, layers=24, out=None
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tower", default="small", choices=tuple(ask.TOWERS))
-    parser.add_argument("--layers", type=int, default=24, help="of the language model")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/reduce-....json")
-    return parser.parse_args(argv)
+    parser.add_argument("--tower", default="small", choices=tuple(TOWERS))
+    return parser.parse_args(argv, argparse.Namespace(model=SHAPED))
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
-    args.model, args.size, args.frames = ask.SHAPED, None, 0
-    vlm, media = ask.load(args)
-    image = media["images"]
-    plans = recipes(vlm)
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in plans}
-    with Progress("reduce", (args.repeats + 1) * len(plans), "answers") as bar:
-        for name, counts in turns(list(plans), args.repeats, warmup=1):
-            sample = measure(vlm, image, plans[name])
-            if counts:
-                samples[name].append(sample)
-            bar.update()
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    report, (vlm, image) = ask.heading("reduce.py", argv, args), ask.load(args)
+    plans = {name: partial(measure, vlm, image, plan) for name, plan in recipes(vlm).items()}
+    samples = harness.interleaved(plans, args.repeats, warmup=1, name="reduce")
     rows = {
         name: {key: statistics.median(s[key] for s in taken) for key in taken[0]}
         for name, taken in samples.items()
     }
     print(table(rows))
-    report = ask.heading("reduce.py", arguments, args) | {"rows": rows, "samples": samples}
-    out = args.out or ask.RESULTS / f"reduce-{args.device.partition(':')[0]}-{args.dtype}.json"
-    write_json(out, report)
-    print(f"\nwritten: {out}", file=sys.stderr)
+    report |= {"rows": rows, "samples": samples}
+    harness.written(harness.path_of(args, "reduce", args.device, args.dtype), report)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -27,12 +27,9 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
 * ``transformers serve`` runs with ``--continuous-batching``. Where it cannot use it for a model it
   answers one request after the other, which the results say. It has no ``gap``: it reads the images
   after the stream has ended.
-* ``--only client --vllm PYTHON`` measures throughput with ``vllm bench serve`` as the client, over
-  images in files. Its time to the first token is left out: it takes the first event for a token,
-  which has a role and no text.
 * ``--vllm`` adds ``vllm serve`` for each of ``--recipes``, with its plug-in where the recipe is
   not `none`, to ``throughput``. It runs in an environment of its own.
-* For ``memory`` the prefix cache has ``--prefix-cache-bytes``, so that it is full after the first
+* For ``memory`` the prefix cache has 32 MiB, so that it is full after the first
   200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
 
 If another project's server cannot run, the results contain the reason instead of its rows.
@@ -46,7 +43,6 @@ import re
 import shlex
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -55,22 +51,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ask
+import harness
 import httpx2
 import numpy as np
-import torch
-from engine import Row, conditions, markdown
+from ask import TINY
+from harness import Row
 from PIL import Image
 from servers import Answer, Load, Requests, Server, ServerFailed, Spec, load, stalled
 
-from vlmfast.eval.bench import provenance, rotated, spread
-from vlmfast.eval.report import markdown_table
+from vlmfast.core.display import markdown_table
+from vlmfast.core.help import count
+from vlmfast.eval.bench import rotated, spread
 from vlmfast.eval.results import write_json
 from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("throughput", "memory", "gap")
-CLIENT = "client"  # only if it is asked for
 TRANSFORMERS = "transformers serve"
 VLLM = "vllm serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
@@ -78,7 +74,9 @@ VLLM_MODULE = "vllm.entrypoints.cli.main"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
 AIMS = {4: 2.5, 16: 3}
 GROWN = 1.05  # largest ratio of `memory`
-MEMORY_CLIENTS = 4
+MEMORY_REQUESTS = 200, 2000  # of `memory`: requests before each look
+MEMORY_CLIENTS, CACHE_BYTES = 4, 32 << 20
+IMAGES = 8  # of the request of `gap`
 STREAM = 2048  # most tokens of the stream of `gap`
 PERCENTILES = (25, 50, 75, 95, 99)
 FELL_BACK = "does not support continuous batching"
@@ -173,7 +171,7 @@ class Job:
     @property
     def folder(self) -> str:
         """The model, as ``transformers serve`` names it."""
-        return str(ask.TINY) if self.args.model == "tiny" else self.args.model
+        return str(TINY) if self.args.model == "tiny" else self.args.model
 
     def requests(self, model: str | None = None) -> Requests:
         return Requests(self.scenes, model or self.folder)
@@ -351,78 +349,15 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
     return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
 
 
-# --- vllm bench serve ----------------------------------------------------------------------------
-
-
-def client(job: Job) -> list[Row]:
-    """Answers per second of this project's servers, as ``vllm bench serve`` measures them."""
-    args, requests = job.args, job.requests()
-    found: dict[tuple[str, int], list[float]] = {}
-    samples = job.details["client"] = []
-    with ExitStack() as stack:
-        servers: list[Server] = []
-        for spec in specs(
-            args, args.model, job.folder, "--allowed-local-media-path", str(job.scratch)
-        ):
-            if spec.is_own:
-                server = stack.enter_context(job.started(spec, requests, max(args.clients)))
-                assert server is not None
-                server.pause()
-                servers.append(server)
-        for number in range(args.rounds):
-            for clients in args.clients:
-                dataset = requests.files(job.scratch / f"images-{number}-{clients}", args.requests)
-                for server in rotated(servers, number):
-                    with server.awake():
-                        sample = vllm_bench(job, server.url, dataset, clients)
-                    samples.append({"server": server.spec.name, "clients": clients, **sample})
-                    key = server.spec.name, clients
-                    found.setdefault(key, []).append(sample["request_throughput"])
-    return [
-        Row(
-            CLIENT,
-            f"answers per second, {clients} clients over 1, `{name}`, by `vllm bench serve`",
-            [a / b for a, b in zip(rates, found[name, 1], strict=True)],
-        )
-        for (name, clients), rates in sorted(found.items(), key=lambda item: order(args, item[0]))
-        if clients > 1
-    ]
-
-
-def vllm_bench(job: Job, url: str, dataset: Path, clients: int) -> dict[str, float]:
-    """One run of ``vllm bench serve``.
-
-    Its ``random-mm`` data set cannot be used: it sends ``ignore_eos``, which is refused.
-    """
-    args, result = job.args, job.scratch / "client.json"
-    result.unlink(missing_ok=True)
-    server = ("--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions")
-    data = ("--dataset-name", "custom_mm", "--dataset-path", str(dataset), "--model", job.folder)
-    size = ("--num-prompts", str(args.requests), "--max-concurrency", str(clients))
-    answer = ("--custom-output-len", str(args.max_tokens), "--temperature", "0")
-    times = ("--percentile-metrics", "e2el", "--metric-percentiles", "50,95,99", "--disable-tqdm")
-    saved = ("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name)
-    command = (str(args.vllm), "-m", VLLM_MODULE, "bench", "serve")
-    options = (*server, *data, *size, *answer, *times, *saved)
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    if done.returncode or not result.is_file():
-        raise ServerFailed(f"vllm bench serve: code {done.returncode}: {done.stderr[-300:]}")
-    found = json.loads(result.read_text(encoding="utf-8"))
-    if found["completed"] != args.requests:
-        raise ServerFailed(f"vllm bench serve: {found['completed']} of {args.requests} answers")
-    keys = ("request_throughput", "output_throughput", *(f"p{p}_e2el_ms" for p in (50, 95, 99)))
-    return {key: found[key] for key in keys}
-
-
 # --- memory, gap ---------------------------------------------------------------------------------
 
 
 def memory(job: Job) -> list[Row]:
     """Resident memory after many requests over that after few."""
     args, table = job.args, []
-    few, many = args.memory_requests
+    few, many = MEMORY_REQUESTS
     sizes = job.details["memory"] = []
-    cache = ("--prefix-cache-bytes", str(args.prefix_cache_bytes))
+    cache = ("--prefix-cache-bytes", str(CACHE_BYTES))
     for spec in specs(args, args.model, job.folder, *cache):
         requests, after = job.requests(), []
         with job.started(spec, requests, MEMORY_CLIENTS) as server:
@@ -461,12 +396,12 @@ def gap(job: Job) -> list[Row]:
             found[spec.name] = []
         for number in range(args.rounds):
             (stream,) = requests.bodies(1, STREAM)
-            (other,) = requests.bodies(1, 1, args.images)
+            (other,) = requests.bodies(1, 1, IMAGES)
             for server in rotated(servers, number):
                 with server.awake():
                     found[server.spec.name].append(stalled(server.url, stream, other))
     return [
-        Row("gap", f"largest gap over median gap, {args.images} images, `{name}`", ratios)
+        Row("gap", f"largest gap over median gap, {IMAGES} images, `{name}`", ratios)
         for name, ratios in found.items()
     ]
 
@@ -491,7 +426,6 @@ MEASURED: dict[str, Callable[[Job], list[Row]]] = {
     "throughput": throughput,
     "memory": memory,
     "gap": gap,
-    CLIENT: client,
 }
 
 
@@ -510,28 +444,15 @@ def loads_markdown(loads: list[dict[str, Any]]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, dtype="bfloat16", device=harness.DEVICE, threads=2, out=None)
     add = parser.add_argument
-    names = (*NAMES, CLIENT)
-    add("--only", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)}")
+    add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
     add("--model", default="tiny", help="tiny, a folder or a hub id (%(default)s)")
     add("--recipes", nargs="+", default=["none", "balanced"], help="a server each (%(default)s)")
-    add("--clients", nargs="+", type=int, default=[1, 4, 16], help="1 among them (%(default)s)")
-    add("--requests", type=int, default=96, help="for each number of clients (%(default)s)")
-    add("--rounds", type=int, default=3, help="(%(default)s)")
-    add("--max-tokens", type=int, default=64, help="of an answer (%(default)s)")
-    add(
-        "--memory-requests",
-        nargs=2,
-        type=int,
-        default=[200, 2000],
-        metavar=("FEW", "MANY"),
-        help="requests before each look at the memory (%(default)s)",
-    )
-    add("--prefix-cache-bytes", type=int, default=32 << 20, help="of `memory` (%(default)s)")
-    add("--images", type=int, default=8, help="of the request of `gap` (%(default)s)")
+    add("--clients", nargs="+", type=count, default=[1, 4, 16], help="1 among them (%(default)s)")
+    add("--requests", type=count, default=96, help="for each number of clients (%(default)s)")
+    add("--rounds", type=count, default=3, help="(%(default)s)")
+    add("--max-tokens", type=count, default=64, help="of an answer (%(default)s)")
     add("--transformers", action=argparse.BooleanOptionalAction, default=True)
     add(
         "--vllm",
@@ -545,46 +466,28 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=True,
         help="prefix caches, and vLLM's of processed images",
     )
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--threads",
-        type=int,
-        default=2,
-        help="of each server but vLLM's, which binds its own; 0: PyTorch's default (%(default)s)",
-    )
-    add("--out", type=Path, help="default: benchmarks/results/serve-....json")
     args = parser.parse_args(argv)
-    few, many = args.memory_requests
-    for name in ("requests", "rounds", "max_tokens", "images"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if min(args.clients) < 1 or 1 not in args.clients:
-        parser.error("--clients must be positive numbers, 1 among them")
-    if not 1 <= few < many:
-        parser.error("--memory-requests must be two increasing numbers")
+    if 1 not in args.clients:
+        parser.error("--clients must have 1 among them")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
     args.only = args.only or NAMES
-    if CLIENT in args.only and args.vllm is None:
-        parser.error("client needs --vllm")
     if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
         parser.error("gap needs the folder of a model: choose others with --only")
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args = parse(arguments)
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     if args.vllm is not None and not args.vllm.is_file():
-        print(f"serve.py: --vllm {args.vllm} is no Python interpreter", file=sys.stderr)
-        return 2
-    report = provenance("serve.py", arguments, args.device) | {
+        raise SystemExit(f"--vllm {args.vllm} is no Python interpreter")
+    # The threads are those of the servers.
+    report = harness.begin("serve.py", argv, argparse.Namespace(device=args.device)) | {
         "dtype": args.dtype,
         "threads": args.threads,
         "rounds": args.rounds,
         "requests": args.requests,
     }
-    out = args.out or ask.RESULTS / f"serve-{args.device.partition(':')[0]}-{args.dtype}.json"
+    out = harness.path_of(args, "serve", args.device, args.dtype)
     scenes = [image_example(EVAL_SEED_START + number).image for number in range(args.requests)]
     table: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -599,10 +502,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: done", file=sys.stderr)
             report |= job.details | {"rows": [row.report() for row in table]}
             write_json(out, report)
-    print(f"\n{args.model}, {args.dtype}, {conditions(report)}\n")
+    print(f"\n{args.model}, {args.dtype}, {harness.conditions(report)}\n")
     if "loads" in job.details:
         print(loads_markdown(job.details["loads"]) + "\n")
-    print(markdown(table))
+    print(harness.table(table))
     for name, reason in job.unavailable.items():
         print(f"\n{name} is left out: {reason}")
     print(f"\nwritten: {out}", file=sys.stderr)
@@ -610,4 +513,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -22,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import ask
 import httpx2
+from harness import ROOT, gap_ratio
 from PIL import Image
 
 from vlmfast.scenes.examples import CAPTION_QUESTION
@@ -73,18 +72,6 @@ class Requests:
             "stream_options": {"include_usage": True},
         }
         return json.dumps(body).encode()
-
-    def files(self, folder: Path, count: int) -> Path:
-        """A data set ``custom_mm`` of vLLM with the same scenes, in an empty folder."""
-        folder.mkdir()
-        lines = []
-        for number in range(count):
-            file = folder / f"{number}.png"
-            file.write_bytes(self._png(number))
-            lines.append(json.dumps({"prompt": CAPTION_QUESTION, "image_files": [str(file)]}))
-        dataset = folder / "requests.jsonl"
-        dataset.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return dataset
 
     def _url(self, scene: int) -> str:
         return "data:image/png;base64," + base64.b64encode(self._png(scene)).decode()
@@ -275,7 +262,7 @@ def load(url: str, bodies: Many[bytes], clients: int) -> Load:
 
 
 def stalled(url: str, stream: bytes, other: bytes) -> float:
-    """`gap_ratio` of a stream, during which another request is sent."""
+    """`harness.gap_ratio` of a stream, during which another request is sent."""
 
     async def run() -> float:
         async with client_of(url) as client, aclosing(parts(client, stream)) as response:
@@ -296,21 +283,6 @@ def stalled(url: str, stream: bytes, other: bytes) -> float:
         return gap_ratio(times, inserted.begin, inserted.times[0])
 
     return asyncio.run(run())
-
-
-def gap_ratio(times: list[float], begin: float, end: float) -> float:
-    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
-
-    Parameters
-    ----------
-    times : list of float
-        Of the pieces of a stream.
-    begin, end : float
-        When another request was sent, and when its first text came.
-    """
-    within = [b - a for a, b in pairwise(times) if b > begin and a < end]
-    others = [b - a for a, b in pairwise(times) if b <= begin or a >= end]
-    return max(within) / statistics.median(others)
 
 
 # --- processes ---------------------------------------------------------------------------------
@@ -366,7 +338,7 @@ class Server:
     """
 
     def __init__(self, spec: Spec, threads: int, log: Path) -> None:
-        paths = [str(ask.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         variables["HF_HUB_OFFLINE"] = "1"  # which also keeps transformers from looking for updates
         if threads and not spec.binds_threads:
@@ -412,7 +384,7 @@ class Server:
         """The last line of the output, without folders of this machine."""
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
         line = lines[-1] if lines else "no output"
-        for path, name in ((sys.executable, "python"), (sys.prefix, "."), (str(ask.ROOT), ".")):
+        for path, name in ((sys.executable, "python"), (sys.prefix, "."), (str(ROOT), ".")):
             line = line.replace(path, name)
         return line[:300]
 

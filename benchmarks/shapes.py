@@ -5,9 +5,11 @@ llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
 llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
 qwen2.5-vl-7b-shape   a language model of Qwen2.5-VL-7B's shape with 8,192 prompt tokens; vision
                       tower and projector are LLaVA-NeXT's
+qwen2-0.5b            LLaVA-1.5 on Qwen2-0.5B's shape, 576 visual tokens
 tiny-shape            a small LLaVA-NeXT: checks a script on any machine
 qwen2.5-vl-7b,        the families' own modules, towers included; `QWEN`
 qwen3-vl-8b
+qwen2-0.5b-shape      a language model of Qwen2-0.5B's shape after one of `TOWERS`; `after_tower`
 ====================  =============================================================================
 
 Nothing is downloaded. Attention with random weights is nearly uniform, so methods that choose their
@@ -16,16 +18,15 @@ number of tokens by it keep almost all. Times only depend on the number of kept 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 TESTS = str(Path(__file__).resolve().parent.parent / "tests")
+SHAPED = "qwen2-0.5b-shape"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Shape:
 
     ``tower``: layers, width, heads, image size, patch size. ``canvases``: grid sizes (height,
     width) of LLaVA-NeXT; LLaVA-1.5 has none. ``prompt``: minimum prompt length in tokens; the
-    question is padded to it.
+    question is padded to it. ``tied``: whether the output head is the embedding.
     """
 
     language: str
@@ -48,14 +49,23 @@ class Shape:
     canvases: tuple[tuple[int, int], ...] = ()
     tower: tuple[int, int, int, int, int] = (24, 1024, 16, 336, 14)
     prompt: int = 0
+    tied: bool = False
 
 
-CANVASES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
+def canvases(side: int) -> tuple[tuple[int, int], ...]:
+    """Canvases of crops: up to 2 x 2, 1 x 3 and 3 x 1 views."""
+    grids = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+    return tuple((rows * side, columns * side) for rows, columns in grids)
+
+
 MODELS = {
     "llava-1.5-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (336, 336)),
-    "llava-next-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (672, 672), CANVASES),
+    "llava-next-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (672, 672), canvases(336)),
     "qwen2.5-vl-7b-shape": Shape(
         "qwen2", 28, 3584, 18944, 28, 4, 152064, (1344, 1008), ((1344, 1008),), prompt=8192
+    ),
+    "qwen2-0.5b": Shape(
+        "qwen2", 24, 896, 4864, 14, 2, 151936, (336, 336), tower=(6, 384, 6, 336, 14)
     ),
     "tiny-shape": Shape(
         "llama", 4, 64, 128, 4, 2, 512, (64, 64), ((32, 64), (64, 32), (64, 64)),
@@ -69,7 +79,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 
     import transformers as hf
     from transformers.models.clip import CLIPImageProcessor
 
-    _with_tests()
+    with_tests()
     import tiny_models
 
     depth, width, heads, edge, patch = shape.tower
@@ -94,26 +104,21 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.tied,
     )
-    both = {"vision_config": vision, "text_config": text, "tie_word_embeddings": False}
+    both = {"vision_config": vision, "text_config": text, "tie_word_embeddings": shape.tied}
     both |= {"image_token_id": tiny_models.IMAGE_ID}
     crop = {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
     if shape.canvases:
         canvases = [list(size) for size in shape.canvases]
         config = hf.LlavaNextConfig(**both, image_grid_pinpoints=canvases)
         images = hf.LlavaNextImageProcessor(**crop, image_grid_pinpoints=canvases)
-        of_model, of_processor = hf.LlavaNextForConditionalGeneration, hf.LlavaNextProcessor
+        of_processor = hf.LlavaNextProcessor
     else:
         config = hf.LlavaConfig(**both, image_seq_length=(edge // patch) ** 2)
         images = CLIPImageProcessor(**crop)
-        of_model, of_processor = hf.LlavaForConditionalGeneration, hf.LlavaProcessor
-    torch.manual_seed(0)
-    with torch.device(device), _default(dtype):
-        model = of_model(config)
-    model.eval().requires_grad_(False)
-    # Every variant decodes the same number of tokens.
-    model.generation_config.eos_token_id = None
+        of_processor = hf.LlavaProcessor
+    model = created(config, device, dtype)
     model.generation_config.pad_token_id = tiny_models.PAD_ID
     processor = of_processor(
         image_processor=images,
@@ -126,30 +131,66 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 
     return model, processor
 
 
-@contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def created(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model with random weights, all of whose answers have the same number of tokens."""
+    import transformers
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval().requires_grad_(False)
 
 
-# --- Qwen's own modules --------------------------------------------------------------------------
+# --- other families ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Qwen:
-    """Changes to the configuration of a small model of ``family`` (`tests/tiny_families.py`)."""
-
-    family: str
-    vision: dict[str, Any]
-    text: dict[str, Any]
+def with_tests() -> None:
+    """Let scripts import the small models of the tests."""
+    if TESTS not in sys.path:
+        sys.path.append(TESTS)
 
 
-QWEN = {
-    "qwen2.5-vl-7b": Qwen(
+def family(name: str) -> tuple[Any, Any]:
+    """A small model of a family with random weights, and its processor."""
+    with_tests()
+    import tiny_families
+
+    return tiny_families.builders()[name]()
+
+
+def sized(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    vision: dict[str, Any],
+    text: dict[str, Any],
+    top: dict[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """A family with other values in its configurations; ``top`` is that of the whole model.
+
+    The processor keeps its sizes.
+    """
+    small, processor = family(name)
+    config = small.config
+    text = {**text, "max_position_embeddings": 32768}
+    layers, rope = text["num_hidden_layers"], text.pop("rope", {})
+    if hasattr(config.text_config, "layer_types"):
+        text["layer_types"] = ["full_attention"] * layers
+    for part, changes in (
+        (config, top or {}),
+        (config.vision_config, vision),
+        (config.text_config, text),
+    ):
+        for key, value in changes.items():
+            setattr(part, key, value)
+    config.text_config.rope_parameters |= rope
+    return created(config, device, dtype), processor
+
+
+# Family of `tests/tiny_families.py`, and other values of its tower and its language model.
+QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2.5-vl-7b": (
         "qwen2_5_vl",
         {
             "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
@@ -158,10 +199,10 @@ QWEN = {
         {
             "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
             "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-            "mrope_section": [16, 24, 24],
+            "rope": {"mrope_section": [16, 24, 24]},
         },
     ),
-    "qwen3-vl-8b": Qwen(
+    "qwen3-vl-8b": (
         "qwen3_vl",
         {
             "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
@@ -171,57 +212,123 @@ QWEN = {
         {
             "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-            "head_dim": 128, "mrope_section": [24, 20, 20],
+            "head_dim": 128, "rope": {"mrope_section": [24, 20, 20]},
         },
     ),
 }  # fmt: skip
 LARGEST = 12_845_056  # pixels of an image that Qwen's processors accept unscaled
 
 
-def family(name: str) -> tuple[Any, Any]:
-    """A small model of a family with random weights, and its processor."""
-    _with_tests()
-    import tiny_families
-
-    return tiny_families.builders()[name]()
-
-
 def qwen(
     name: str, device: torch.device, dtype: torch.dtype, small: bool = False, layers: int = 0
 ) -> tuple[Any, Any]:
-    """Model and processor of a shape in `QWEN`.
+    """Model and processor of a shape in `QWEN`; ``small`` those of `family`: checks a script.
+
+    ``layers``: of the language model, 0 for all.
+    """
+    kind, vision, text = QWEN[name]
+    if small:
+        model, processor = family(kind)
+        model.generation_config.eos_token_id = None
+        return model.to(device, dtype).requires_grad_(False), processor
+    vision = vision | {"out_hidden_size": text["hidden_size"]}
+    text = text | {"num_hidden_layers": layers or text["num_hidden_layers"]}
+    model, processor = sized(kind, device, dtype, vision, text)
+    _resize(processor.image_processor, size={"shortest_edge": 3136, "longest_edge": LARGEST})
+    processor.image_processor.patch_size = vision["patch_size"]
+    return model, processor
+
+
+def _resize(images: Any, size: dict[str, int]) -> None:
+    images.size = type(images)(size=size).size
+
+
+# --- a small language model after a tower --------------------------------------------------------
+
+
+class Tower(NamedTuple):
+    """The shape of a vision tower.
 
     Parameters
     ----------
-    small : bool
-        Those of `family`: checks a script.
-    layers : int
-        Of the language model, all by default.
+    name : str
+    layers, width, heads, mlp, side, patch : int
+        ``side`` is that of a view in pixels.
+    kind : {"clip", "siglip", "qwen2_5_vl"}
     """
-    shape = QWEN[name]
-    model, processor = family(shape.family)
-    if not small:
-        config, text = model.config, dict(shape.text)
-        sections = {"mrope_section": text.pop("mrope_section")}
-        text["num_hidden_layers"] = layers or text["num_hidden_layers"]
-        vision = shape.vision | {"out_hidden_size": text["hidden_size"]}
-        for part, changes in ((config.vision_config, vision), (config.text_config, text)):
-            for key, value in changes.items():
-                setattr(part, key, value)
-        config.text_config.rope_parameters |= sections
-        if hasattr(config.text_config, "layer_types"):
-            kinds = ["full_attention"] * text["num_hidden_layers"]
-            config.text_config.layer_types = kinds
-        with torch.device(device), _default(dtype):
-            model = type(model)(config)
-        images = processor.image_processor
-        images.patch_size = shape.vision["patch_size"]
-        images.size = type(images)(size={"shortest_edge": 3136, "longest_edge": LARGEST}).size
-    # Every variant decodes the same number of tokens.
-    model.generation_config.eos_token_id = None
-    return model.to(device, dtype).eval().requires_grad_(False), processor
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    side: int
+    patch: int = 14
+    kind: str = "clip"
 
 
-def _with_tests() -> None:
-    if TESTS not in sys.path:
-        sys.path.append(TESTS)
+TOWERS = {
+    "clip-vit-l-14-336": Tower("CLIP ViT-L/14-336", 24, 1024, 16, 4096, 336),
+    "siglip-so400m-14-384": Tower("SigLIP-so400m/14-384", 27, 1152, 16, 4304, 384, kind="siglip"),
+    "qwen2.5-vl": Tower("tower of Qwen2.5-VL", 32, 1280, 16, 3420, 448, kind="qwen2_5_vl"),
+    "small": Tower("small tower, of no model", 6, 384, 6, 1536, 336),
+}
+# Qwen2-0.5B.
+TEXT = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rope": {"rope_theta": 1e6},
+}
+
+
+def after_tower(
+    name: str, layers: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """A language model of Qwen2-0.5B's shape after one of `TOWERS`.
+
+    LLaVA-NeXT after CLIP, LLaVA-OneVision after SigLIP, Qwen2.5-VL after its own.
+    """
+    tower = TOWERS[name]
+    if tower.kind == "clip":
+        sizes = (tower.layers, tower.width, tower.heads, tower.side, tower.patch)
+        side, keys = 2 * tower.side, ("hidden_size", "intermediate_size", "num_attention_heads")
+        widths = [TEXT[key] for key in (*keys, "num_key_value_heads", "vocab_size")]
+        grids = canvases(tower.side)
+        shape = Shape("qwen2", layers, *widths, (side, side), grids, sizes, tied=True)
+        return build(shape, device, dtype)
+    text = {**TEXT, "num_hidden_layers": layers, "tie_word_embeddings": True}
+    vision: dict[str, Any] = {
+        "hidden_size": tower.width,
+        "intermediate_size": tower.mlp,
+        "patch_size": tower.patch,
+    }
+    top: dict[str, Any] = {"tie_word_embeddings": True}
+    if tower.kind == "siglip":
+        vision |= {"num_hidden_layers": tower.layers, "num_attention_heads": tower.heads}
+        grids = [list(size) for size in canvases(tower.side)]
+        most = {"vision_aspect_ratio": "anyres_max_9"}
+        top |= {"image_grid_pinpoints": grids, **most}
+        model, processor = sized(
+            "llava_onevision", device, dtype, vision | {"image_size": tower.side}, text, top
+        )
+        size = {"height": tower.side, "width": tower.side}
+        for images in (processor.image_processor, processor.video_processor):
+            _resize(images, size)
+        processor.image_processor.image_grid_pinpoints = grids
+        processor.num_image_tokens = (tower.side // tower.patch) ** 2
+        processor.vision_aspect_ratio = most["vision_aspect_ratio"]
+        return model, processor
+    depth = tower.layers
+    vision |= {"depth": depth, "num_heads": tower.heads, "window_size": 112}
+    vision |= {"fullatt_block_indexes": list(range(depth // 4 - 1, depth, depth // 4))}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    text["rope"] = {**text["rope"], "mrope_section": [8, 12, 12]}
+    model, processor = sized("qwen2_5_vl", device, dtype, vision, text, top)
+    _resize(processor.image_processor, {"shortest_edge": 56 * 56, "longest_edge": 1344 * 1344})
+    processor.image_processor.patch_size = tower.patch
+    processor.video_processor = type(processor.video_processor)(patch_size=tower.patch)
+    return model, processor

@@ -47,9 +47,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import gc
 import json
-import os
 import random
 import sys
 import time
@@ -60,13 +58,13 @@ from typing import Any, ClassVar
 
 import draft_views
 import end_to_end
-import shapes
+import harness
 import torch
-from draft_views import RECORDED_VIEW, accepted_file, ratio
-from end_to_end import RESULTS, ended, measured, opened
+from draft_views import ACCEPTED, RECORDED_VIEW
 from torch import Tensor, nn
 
 from vlmfast import VLM, Request
+from vlmfast.core.display import markdown_table
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
@@ -78,20 +76,13 @@ from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_layerskip import kept
 from vlmfast.engine.stats import Stats, clock
 from vlmfast.errors import RecipeError
-from vlmfast.eval.bench import NEAR, Referee, drawn, load_average, numerics, provenance, rotated
-from vlmfast.eval.report import markdown_table
+from vlmfast.eval.bench import NEAR, Referee, load_average, numerics, rotated
 from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "vlmfast" / "weights"
 TINY = "tiny"
-SHAPES = {
-    "qwen2-0.5b": shapes.Shape(
-        "qwen2", 24, 896, 4864, 14, 2, 151936, (336, 336), tower=(6, 384, 6, 336, 14)
-    ),
-    "llava-1.5-7b": shapes.MODELS["llava-1.5-7b"],
-    "tiny-shape": shapes.MODELS["tiny-shape"],
-}
+SHAPES = ("qwen2-0.5b", "llava-1.5-7b", "tiny-shape")
 RECIPES = ("none", "hired:0.2", "pyramiddrop")
 WORKLOADS = ("captions", "second question", "caption again")
 BRANCHES = ("prune", "pool", "conv", "resample", "text", "weighted", "concat", "select")
@@ -119,8 +110,7 @@ VIEWS = (
 )
 KEEPS = (0.1, 0.2, 0.5)
 CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
-HF, LOOKUP, HALF, EXIT = "hf", "hf prompt lookup", "hf half the layers", "hf early exit"
-UNFINISHED = end_to_end.UNFINISHED  # exit code
+HF, LOOKUP, HALF = "hf", "hf prompt lookup", "hf half the layers"
 LAYER, AUTO = " + layer", "draft-auto over "
 # Number of pairs, and maximum length of an answer.
 USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2-0.5b": (5, 64)}
@@ -310,19 +300,11 @@ Answer = Callable[[Dialogue, int], Said]  # the dialogue and the number of the p
 
 
 @dataclass
-class Job:
+class Job(end_to_end.Job):
     """A model and the settings of its answers."""
 
-    shape: str
-    model: Any
-    processor: Any
-    generation: dict[str, Any]
-    image: Any = None
-    decoding: str = "auto"
-
-    def vlm(self) -> VLM:
-        """A new VLM without statistics of earlier drafts."""
-        return VLM(self.model, self.processor, decoding=self.decoding, prefix_cache_bytes=0)
+    shape: str = TINY
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -331,15 +313,13 @@ class Job:
 
 def prepared(args: argparse.Namespace) -> Job:
     dtype = getattr(torch, args.dtype)
-    generation = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    if args.shape == TINY:
-        vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype, prefix_cache_bytes=0)
-        return Job(TINY, vlm.model, vlm.processor, generation, decoding=args.decoding)
-    shape = SHAPES[args.shape]
-    model, processor = shapes.build(shape, torch.device(args.device), dtype, args.layers)
-    height, width = shape.image
-    image = drawn(max(shape.image)).resize((width, height))
-    return Job(args.shape, model, processor, generation, image, args.decoding)
+    own = {"shape": args.shape, "generation": {"max_new_tokens": args.new_tokens}}
+    own["generation"]["do_sample"] = False
+    if args.shape != TINY:
+        made = end_to_end.prepared(args.shape, torch.device(args.device), dtype, args)
+        return Job(**vars(made), **own)
+    vlm = VLM.from_pretrained(TINY, device=args.device, dtype=dtype, prefix_cache_bytes=0)
+    return Job(vlm.model, vlm.processor, None, "", args.decoding, **own)
 
 
 def plainly(vlm: VLM, plan: Recipe) -> Answer:
@@ -367,15 +347,9 @@ def recorded(
 def huggingface(job: Job, name: str) -> Answer:
     """Hugging Face's ``generate``, plain or with one of its own drafters."""
     vlm, calls = job.vlm(), 0
-    layers = vlm.model.config.get_text_config().num_hidden_layers
+    more = {"prompt_lookup_num_tokens": 10} if name == LOOKUP else {}
     if name == HALF:
         more = {"assistant_model": halved(job.model)}
-    else:
-        more = {
-            LOOKUP: {"prompt_lookup_num_tokens": 10},
-            EXIT: {"assistant_early_exit": layers // 2},
-        }
-        more = more.get(name, {})
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -466,7 +440,7 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
             except Exception as error:
                 if not name.startswith(HF):
                     raise
-                found.crashes.append(f"{type(error).__name__}: {_line(error)}")
+                found.crashes.append(harness.line(error))
         if number >= 0 and len(pair) == 2:
             found.plain.append(pair["plain"])
             found.drafted.append(pair["drafted"])
@@ -475,10 +449,6 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
     if not found.plain:
         return {"failed": found.crashes[0]}
     return numbers(found)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def numbers(pairs: Pairs) -> dict[str, Any]:
@@ -502,14 +472,14 @@ def numbers(pairs: Pairs) -> dict[str, Any]:
         "calls": calls,
         "plain_calls": plain_calls,
         "samples": {"wall": wall},
-        "wall": None if bugs else ratio(wall),
+        "wall": None if bugs else harness.ratio(wall),
         "decode": None,
     }
     if not stats:
         return row
     decode = [[_decode(a), _decode(b)] for a, b in zip(plain, stats, strict=True)]
     row["samples"]["decode"] = decode
-    row["decode"] = None if bugs else ratio(decode)
+    row["decode"] = None if bugs else harness.ratio(decode)
     rounds = sum(s.rounds for s in stats)
     draft, verify = sum(s.time_draft_s for s in stats), sum(s.time_verify_s for s in stats)
     row |= {
@@ -550,7 +520,7 @@ def accepted(args: argparse.Namespace, arguments: list[str]) -> int:
     trained = [name for pair in TRAINED.items() for name in pair]
     others = [CHAIN.format(view="topk", keep=1), RECORDED_VIEW.format(view="topk", keep=0.1)]
     every = [*trained, *views, *others, "draft-layerskip"]
-    out = args.out or accepted_file()
+    out = args.out or ACCEPTED
     report: dict[str, Any] = {"parts": {}}
     if out.is_file() and not args.fresh:
         report |= json.loads(out.read_text(encoding="utf-8"))
@@ -586,7 +556,7 @@ def accepted(args: argparse.Namespace, arguments: list[str]) -> int:
             "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
             "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
         }
-        report |= provenance("speculation.py", arguments, args.device)
+        report |= harness.begin("speculation.py", arguments, args)
         write_json(out, report)
         print(f"{name}: {took / rounds:.2f}", file=sys.stderr)
     print(accepted_table(report["parts"]))
@@ -651,10 +621,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         found = row[name]
         if row["bugs"]:
             cells.append("WRONG")
-        elif found is None:
-            cells.append("-")
         else:
-            cells.append(f"{found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]")
+            cells.append(harness.interval(found))
     same = f"{row['identical']} of {row['pairs']}"
     if row["crashes"]:
         same += f", {len(row['crashes'])} crashed: {_short(row['crashes'][0])}"
@@ -665,31 +633,6 @@ def _short(text: str) -> str:
     return text.replace("|", "/")[:120]
 
 
-def aims(parts: dict[str, dict[str, Any]]) -> list[str]:
-    """Compare the results with their targets; only parts with correct answers."""
-    lines = []
-
-    def aim(what: str, value: float, bound: float, *, least: bool = True) -> None:
-        word = "PASS" if (value >= bound if least else value <= bound) else "MISS"
-        sign = "at least" if least else "at most"
-        lines.append(f"{word}: {what}: {value:.2f}, aim {sign} {bound:.2f}")
-
-    for key, row in parts.items():
-        workload, recipe, name = key.split(" | ")
-        if "failed" in row or row["bugs"]:
-            continue
-        if (workload, recipe, name) == ("captions", "none", "draft-eagle"):
-            aim("draft-eagle, captions: mean accepted", row["mean_accepted"], 2.5)
-            share = row["calls"] / row["plain_calls"]
-            aim("draft-eagle, captions: calls over plain", share, 1 / 3, least=False)
-        if name.startswith("draft-auto") and row["wall"]:
-            what = f"{name}, {workload}, {recipe}: lower bound of the wall clock's ratio"
-            aim(what, row["wall"]["low"], 0.9)
-        if name.startswith("recorded") and row["wall"]:  # of the shapes
-            aim(f"{name}, {workload}, {recipe}: wall clock over plain", row["wall"]["value"], 1)
-    return lines
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -697,7 +640,7 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """All parts: workload, recipe, drafter."""
     if args.shape == TINY:
         found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
-        reference = [HF, LOOKUP, HALF, EXIT]
+        reference = [HF, LOOKUP, HALF]
     else:
         plays = [f"recorded {rate:g}" for rate in args.rates]
         every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
@@ -714,30 +657,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options of this script, or those of ``views``."""
     if argv[:1] == ["views"]:
         return draft_views.parse(argv[1:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(
+        __doc__, recipe=None, pairs=None, new_tokens=None, layers=0, decoding="auto", dtype=None,
+        device=harness.DEVICE, minutes=9.0, again=False, fresh=False, out=None,
+    )  # fmt: skip
     add = parser.add_argument
     add("--shape", default=TINY, choices=(TINY, *SHAPES))
     add("--workload", action="append", dest="workloads", choices=WORKLOADS, help="for tiny (all)")
-    add("--recipe", action="append", dest="recipes", help=f"default: {', '.join(RECIPES)}")
     add("--drafter", action="append", dest="drafters", help="default: all")
     add("--rates", default="0.6,0.8", help="simulated acceptance (%(default)s)")
     add("--depth", type=int, default=4, help="depth of simulated drafts (%(default)s)")
     add("--nodes", type=int, default=26, help="nodes of trees with a layer (%(default)s)")
-    add("--pairs", type=int, help="measured pairs (tiny 20, other shapes 5, tiny-shape 2)")
-    add("--new-tokens", type=int, help="maximum answer length (tiny and qwen2-0.5b 64, 7b 128)")
     add("--no-hf", action="store_true", help="leave Hugging Face out")
-    add("--layers", type=int, default=0, help="layers of a shape's model, for a quick test")
-    add("--decoding", default="auto", choices=("auto", "graph", "compile", "eager"))
-    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on a GPU, float32 elsewhere")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--accepted", action="store_true", help="count accepted tokens of all drafters on tiny")
     add("--eagle3", type=Path, help="of --accepted: folder of EAGLE-3 weights, none are shipped")
-    add("--minutes", type=float, default=9.0, help="start no part that may exceed this limit")
-    add("--again", action="store_true", help="measure these parts again, keep the others")
-    add("--fresh", action="store_true", help="discard the contents of the result file")
-    add("--out", type=Path, help="default: benchmarks/results/speculation-SHAPE-DEVICE.json")
     args = parser.parse_args(argv)
     pairs, tokens = USUAL[args.shape]
     args.pairs, args.new_tokens = args.pairs or pairs, args.new_tokens or tokens
@@ -754,52 +687,43 @@ def _is_hf(key: str) -> bool:
     return key.split(" | ")[2].startswith(HF)
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["views"]:
-        return draft_views.main(arguments[1:])
-    args, start = parse(arguments), time.perf_counter()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["views"]:
+        return draft_views.main(argv[1:])
+    args, start = parse(argv), time.perf_counter()
     if args.accepted:
-        return accepted(args, arguments)
-    about = provenance("speculation.py", arguments, args.device)
-    kind = about["device"].replace(" ", "-").lower()
-    out = args.out or RESULTS / f"speculation-{args.shape}-{kind}.json"
+        return accepted(args, argv)
+    about = harness.begin("speculation.py", argv, args)
     keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
-    report = opened(out, about, args, *keys)
-    if report is None:
-        return 2
-    parts = report["parts"]
+    parts = harness.Parts(
+        harness.path_of(args, "speculation", args.shape, about["device"]),
+        about,
+        {key: getattr(args, key) for key in keys},
+        args.fresh,
+    )
     wanted = [" | ".join(of) for of in named(args)]
-    tried = {key for key, row in parts.items() if "failed" not in row or _is_hf(key)}
-    missing = wanted if args.again else [key for key in wanted if key not in tried]
+    missing = wanted if args.again else parts.missing(wanted)
+    missing = [k for k in missing if args.again or not (_is_hf(k) and k in parts.rows)]
     if missing:
         job = prepared(args)
-        report |= {**about, "near": NEAR, "numerics": numerics(job.vlm())}
-        report["threads"] = torch.get_num_threads()
+        parts.report |= {"near": NEAR, "numerics": numerics(job.vlm())}
+        parts.report["threads"] = torch.get_num_threads()
 
     def measure(key: str) -> dict[str, Any]:
-        try:
-            row = part(job, *key.split(" | "), args)
-        except Exception as error:  # other drafters may work
-            row = {"failed": f"{type(error).__name__}: {_line(error)}"}
-        gc.collect()
-        return row | {"load_average": load_average()}
+        return part(job, *key.split(" | "), args) | {"load_average": load_average()}
 
-    left = measured(missing, measure, report, out, start + 60 * args.minutes)
-    print(f"\n{args.shape}, {args.dtype}, {about['device']}\n\n{markdown(parts)}\n")
-    if args.shape != "tiny-shape":  # too small for the aims
-        print("\n".join(aims(parts)))
+    left = parts.measure(missing, measure, start + 60 * args.minutes)
+    print(f"\n{args.shape}, {args.dtype}, {about['device']}\n\n{markdown(parts.rows)}\n")
     wrong = 0
-    for key, row in parts.items():
+    for key, row in parts.rows.items():
         for divergence in row.get("divergences", ()):
             print(f"{'WRONG' if divergence['bug'] else 'near tie'}: {key}: {divergence}")
         wrong += bool(row.get("bugs"))
         if "failed" in row and not _is_hf(key):
             wrong += 1
             print(f"FAILED: {key}: {row['failed']}")
-    return ended(out, left, wrong)
+    return parts.ended(left, wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

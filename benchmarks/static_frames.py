@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 from PIL import Image
 
 import vlmfast
-from vlmfast.eval.bench import provenance
-from vlmfast.eval.results import write_json
 from vlmfast.eval.scores import normalise
 from vlmfast.scenes.examples import EVAL_SEED_START, EVAL_SEED_STOP, video_example
 
-RESULT = Path(__file__).parent / "results" / "static-frames-tiny.json"
 THRESHOLDS = (0.0, 0.1, 0.3, 1.0)
 NOISE = 2.0  # standard deviation, of 255
 VERSIONS = ("scene", "slow", "still")
@@ -84,23 +81,18 @@ def measure(vlm: vlmfast.VLM, videos: int, start: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def main(argv: list[str]) -> None:
+    parser = harness.parser(__doc__, out=harness.RESULTS / "static-frames-tiny.json")
     parser.add_argument("--videos", type=int, default=30)
     parser.add_argument("--seed", type=int, default=14, help="0 to 15: which held-out videos")
-    parser.add_argument("--out", type=Path, default=RESULT)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu", prefix_cache_bytes=0)
     start = EVAL_SEED_START + args.seed * ((EVAL_SEED_STOP - EVAL_SEED_START) // 16)
-    result = provenance("static_frames.py", arguments, "cpu") | {
-        "noise": NOISE,
-        "rows": measure(vlm, args.videos, start),
-    }
-    write_json(args.out, result)
-    for row in result["rows"]:
-        print(row)
+    rows = measure(vlm, args.videos, start)
+    about = harness.begin("static_frames.py", argv, args)
+    harness.written(args.out, about | {"noise": NOISE, "rows": rows})
+    print(*rows, sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

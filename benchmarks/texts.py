@@ -14,9 +14,10 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean, median
@@ -322,15 +323,66 @@ def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[s
     }
 
 
-def over(run: Any, tokens: Any, args: argparse.Namespace) -> None:
-    """Let ``run`` measure the scores of all texts, and the cost of some."""
-    read = read_texts(tokens, args.documents, args.follow)
-    for text in [*read, *passkey_texts(tokens, args.passkeys)]:
-        run.scores(text)
-        print(f"{run.log.path}: {text.part} {text.prefix} {text.digest}", flush=True)
-    first = {text.prefix: text for text in reversed(read)}
-    for prefix in args.cost:
-        run.cost(first[prefix])
+class Run:
+    """Measures texts and logs what is missing.
+
+    Subclasses have the names of their ``methods`` and three functions, each of a text, a method
+    and a share of slots; ``none`` is the full model.
+    """
+
+    methods: Sequence[str]
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def ready(self, text: Text, method: str, keep: float) -> bool:
+        """Whether a method can be measured yet."""
+        return True
+
+    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
+        """Slots by layer, and the logits before each scored token, by question."""
+        raise NotImplementedError
+
+    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
+        """What prefills, and returns the slots by layer and the bytes of the cache."""
+        raise NotImplementedError
+
+    def scores(self, text: Text) -> None:
+        """Log the scores of all methods on a text."""
+        key, full = {"part": text.part, "prompt": text.digest}, None
+        every = [("none", 1), *((method, keep) for keep in KEEPS for method in self.methods)]
+        missing = [of for of in every if self.log.missing(**key, method=of[0], keep=of[1])]
+        for method, keep in dict.fromkeys([*every[: bool(missing)], *missing]):
+            if not self.ready(text, method, keep):
+                continue
+            slots, logits = self.logits(text, method, keep)
+            if method == "none" and not text.questions:
+                full = Reference(logits[0])
+            if (method, keep) in missing:
+                about = {**key, "method": method, "keep": keep, "prefix": text.prefix}
+                self.log.add(**about, slots=slots, **scored(text, full, logits))
+
+    def cost(self, text: Text) -> None:
+        """Log time and memory of a prefill with each method."""
+        for turn, method in product(range(ROUNDS), ("none", *self.methods)):
+            keep = 1 if method == "none" else COST
+            key = {"part": "cost", "prompt": text.digest, "method": method, "keep": keep}
+            if not self.log.missing(**key, round=turn) or not self.ready(text, method, keep):
+                continue
+            prefill = self.prefill(text, method, keep)
+            with measured() as took:
+                slots, held = prefill()
+            self.log.add(**key, round=turn, prefix=text.prefix, slots=slots, bytes=held, **took)
+
+    def over(self, tokens: Any, args: argparse.Namespace) -> None:
+        """Measure the scores of all texts, and the cost of some."""
+        read = read_texts(tokens, args.documents, args.follow)
+        for text in [*read, *passkey_texts(tokens, args.passkeys)]:
+            self.scores(text)
+            print(f"{self.log.path}: {text.part} {text.prefix} {text.digest}", flush=True)
+        first = {text.prefix: text for text in reversed(read)}
+        for prefix in args.cost:
+            self.cost(first[prefix])
 
 
 # --- joining -------------------------------------------------------------------------------------

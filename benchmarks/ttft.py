@@ -27,27 +27,24 @@ models.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import harness
 import shapes
 import torch
-from end_to_end import HF, QUESTION, RESULTS, Job, ended, measured, opened
+from end_to_end import HF, QUESTION, Job
 
-import kernels
+from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, look
 from vlmfast.engine.stats import Stats, Trace, clock
-from vlmfast.eval.bench import drawn, provenance, spread
-from vlmfast.eval.report import markdown_table
+from vlmfast.eval.bench import drawn, spread
 
 RECIPES = ("none", "hired:0.2", "hired:0.2+pyramiddrop+zipvl")
 SIZES = ((448, 448), (672, 672), (1344, 1008))  # width, height
@@ -100,7 +97,7 @@ def _inside(event: Any) -> bool:
     return parent is not None
 
 
-def union(spans: Iterator[tuple[float, float]] | list[tuple[float, float]]) -> float:
+def union(spans: Iterable[tuple[float, float]]) -> float:
     """The time that is covered by any of the spans."""
     covered, until = 0.0, -float("inf")
     for begin, end in sorted(spans):
@@ -119,24 +116,18 @@ class Bench:
     repeats: int
 
     def compared(self, variants: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        """Time variants in turn; each must have run before, ratios are to the first."""
-        times: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(self.repeats):
-            for name, call in variants.items():
-                begin = clock(self.device)
-                call()
-                times[name].append(clock(self.device) - begin)
-        base = next(iter(times.values()))
-        found = {}
+        """Time variants in turn; ratios are to the first."""
+        calls = {name: partial(self.per_call, call) for name, call in variants.items()}
+        times = harness.interleaved(calls, self.repeats, warmup=WARM)
+        base, found = next(iter(times.values())), {}
         for name, taken in times.items():
             ratios = [a / b for a, b in zip(base, taken, strict=True)]
             found[name] = {"time": spread(taken), "ratio": spread(ratios)}
             found[name] |= anatomy(variants[name], self.device)
         return found
 
-    def per_call(self, call: Callable[[], Any], count: int) -> float:
+    def per_call(self, call: Callable[[], Any], count: int = 1) -> float:
         """Seconds of one of many calls in a row, which the device may work off later."""
-        call()
         begin = clock(self.device)
         for _ in range(count):
             call()
@@ -147,7 +138,10 @@ class Bench:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
+    import kernels
+
     one = torch.ones(1, device=bench.device)
+    one.add_(1).item()
     return ({} if bench.dry else kernels.machine()) | {
         "launch": bench.per_call(lambda: one.add_(1), 2000),
         "read": bench.per_call(lambda: one.add_(1).item(), 500),
@@ -164,19 +158,16 @@ def answers(bench: Bench, name: str) -> dict[str, Any]:
         model, processor = shapes.build(shape, bench.device, bench.dtype)
         size = shape.image[::-1]
     job = Job(model, processor, drawn(max(size)).resize(size), QUESTION)
-    read, vlm = job.reader(), job.vlm()
+    vlm = job.vlm()
 
     def generate() -> Any:
-        ids = model.generate(**read(), max_new_tokens=1, do_sample=False)
-        return ids[0, -1].item()
+        inputs = harness.padded(vlm, QUESTION, [job.image])
+        return model.generate(**inputs, max_new_tokens=1, do_sample=False)[0, -1].item()
 
     def ask(recipe: str) -> Any:
         return vlm.ask(QUESTION, job.image, recipe=recipe, max_new_tokens=1)
 
     variants = {HF: generate} | {recipe: partial(ask, recipe) for recipe in RECIPES}
-    for call in variants.values():
-        for _ in range(WARM):
-            call()
     found = bench.compared(variants)
     for recipe in RECIPES:
         stats = ask(recipe).stats
@@ -200,11 +191,11 @@ def layer(bench: Bench) -> dict[str, Any]:
         run = partial(decoder.layers[0], x, position_embeddings=tables)
         variants: dict[str, Callable[[], Any]] = {"as it is": run}
         if not bench.dry:
+            import kernels
+
             variants["captured"] = kernels.captured(run)
         backend = "aot_eager" if bench.dry else "inductor"
         variants["compiled"] = torch.compile(run, dynamic=False, backend=backend)
-        for call in variants.values():
-            call()
         for name, row in bench.compared(variants).items():
             found[f"{name}, {rows} rows"] = row
     return found
@@ -217,7 +208,8 @@ def towers(bench: Bench, name: str) -> dict[str, Any]:
     found = {}
     for size in [(64, 64)] if bench.dry else SIZES:
         job = Job(model, processor, drawn(max(size)).resize(size), QUESTION)
-        adapter, tensors = job.vlm().adapter, job.reader()()
+        vlm = job.vlm()
+        adapter, tensors = vlm.adapter, harness.padded(vlm, QUESTION, [job.image])
         inputs = Inputs(tensors, [size[::-1]])
         pixels = {key: tensors[key] for key in ("pixel_values", "image_grid_thw")}
 
@@ -226,9 +218,6 @@ def towers(bench: Bench, name: str) -> dict[str, Any]:
                 look(adapter, inputs, Recipe(), Stats(), Trace())
 
         variants = {HF: partial(model.get_image_features, **pixels), "vlmfast": own}
-        for call in variants.values():
-            for _ in range(WARM):
-                call()
         for variant, row in bench.compared(variants).items():
             found[f"{variant}, {size[0]} x {size[1]}"] = row
     return found
@@ -264,59 +253,39 @@ def markdown(rows: dict[str, Any]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__, repeats=10, minutes=4.0, fresh=False, out=None)
     add = parser.add_argument
     add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
-    add("--repeats", type=int, default=10, help="measured turns (%(default)s)")
-    add("--minutes", type=float, default=4.0, help="time limit (%(default)s)")
     add("--dry", action="store_true", help="use small models on a CPU to check the script")
-    add("--fresh", action="store_true", help="discard the contents of the result file")
-    add("--out", type=Path, help="default: benchmarks/results/ttft-DEVICE.json")
     args = parser.parse_args(argv)
     if unknown := [part for part in args.parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
     args.parts = args.parts or list(PARTS)
+    args.device = "cpu" if args.dry else "cuda"
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    args, start = parse(arguments), time.perf_counter()
+def main(argv: list[str]) -> int:
+    args, start = parse(argv), time.perf_counter()
     if not args.dry and not torch.cuda.is_available():
         print("no CUDA device found; --dry runs small models on a CPU", file=sys.stderr)
         return 2
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    device = torch.device("cpu" if args.dry else "cuda")
-    about = provenance("ttft.py", arguments, device.type)
-    out = args.out or RESULTS / f"ttft-{about['device'].replace(' ', '-').lower()}.json"
-    report = opened(out, about, args, "repeats", "dry")
-    if report is None:
-        return 2
-    report |= about
+    about = harness.begin("ttft.py", argv, args)
+    settings = {"repeats": args.repeats, "dry": args.dry}
+    parts = harness.Parts(
+        harness.path_of(args, "ttft", about["device"]), about, settings, args.fresh
+    )
     dtype = torch.float32 if args.dry else torch.bfloat16
-    bench = Bench(device, dtype, args.dry, args.repeats)
+    bench = Bench(torch.device(args.device), dtype, args.dry, args.repeats)
     wanted = [name for name in WORK if name.partition(":")[0] in args.parts]
-    missing = [name for name in wanted if "failed" in report["parts"].get(name, {"failed": ""})]
-
-    def measure(name: str) -> dict[str, Any]:
-        try:
-            return WORK[name](bench)
-        except Exception as error:  # other parts may work
-            return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-        finally:
-            gc.collect()
-            if not args.dry:
-                torch.cuda.empty_cache()
-
-    left = measured(missing, measure, report, out, start + 60 * args.minutes)
-    print(f"\n{about['device']}\n\n{markdown(report['parts'])}")
-    failed = {name: row["failed"] for name, row in report["parts"].items() if "failed" in row}
+    end = start + 60 * args.minutes
+    left = parts.measure(parts.missing(wanted), lambda name: WORK[name](bench), end)
+    print(f"\n{about['device']}\n\n{markdown(parts.rows)}")
+    failed = {name: row["failed"] for name, row in parts.rows.items() if "failed" in row}
     for name, why in failed.items():
         print(f"FAIL  {name}: {why}")
-    return ended(out, left, len(failed))
+    return parts.ended(left, len(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

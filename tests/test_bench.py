@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import sys
@@ -14,19 +13,10 @@ import pytest
 import torch
 
 import vlmfast
+from bench_script import script
 from vlmfast.cli import main as cli
 from vlmfast.eval import bench
 from vlmfast.kernels import compile as offline
-
-
-def script(name: str) -> Any:
-    """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""
-    file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 kernels, shapes, end_to_end = map(script, ("kernels", "shapes", "end_to_end"))
 RATES = {"copy": 4e12, "matrix": 8e14, "least": 1e-6}
@@ -59,23 +49,6 @@ def test_every_case_runs(case: kernels.Case, small: str) -> None:
     assert all(t.isfinite().all() for t in results)
 
 
-def test_a_case_on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("VLMFAST_KERNELS", "triton")
-    row = kernels.row_of(("swiglu, 1 token", "odd"), None)
-    assert row["check"]["passed"], row
-    assert "time" not in row
-
-
-@pytest.mark.slow
-def test_interpreter_runs_in_a_separate_process() -> None:
-    pytest.importorskip("triton")
-    pairs = [("swiglu, 1 token", "small"), ("swiglu, 1 token", "odd")]
-    rows = list(kernels.spawned(pairs, True, 120))
-    assert [pair for pair, _ in rows] == pairs
-    assert all(row["check"]["passed"] for _, row in rows), rows
-
-
 # --- kernels: comparing --------------------------------------------------------------------------
 
 
@@ -100,26 +73,11 @@ def test_differences_are_found() -> None:
     assert not kernels.compared((), (), work())["passed"]
     wrong[0, 0] = torch.nan
     assert not kernels.compared(wrong, wanted, work(allow=0.5))["passed"]
-
-
-def test_integers_have_their_own_tolerance() -> None:
-    wanted = torch.arange(10)
-    off = wanted + (wanted == 4)
-    assert not kernels.compared(off, wanted, work())["passed"]
-    assert kernels.compared(off, wanted, work(off=1))["passed"]
-    assert kernels.compared(off, wanted, work(allow=0.1))["passed"]
-    assert not kernels.compared(2 * off, 2 * wanted, work(off=1))["passed"]
-
-
-def test_unwritten_memory_is_found() -> None:
-    def run() -> torch.Tensor:
-        out = torch.empty(64)
-        out[: 64 if os.environ["VLMFAST_KERNELS"] == "torch" else 63] = 1.0
-        return out
-
-    os.environ["VLMFAST_KERNELS"] = "triton"  # undone by the fixture
-    assert not kernels.checked(work(run))["passed"]
-    assert not torch.are_deterministic_algorithms_enabled()
+    whole = torch.arange(10)
+    off = whole + (whole == 4)
+    assert not kernels.compared(off, whole, work())["passed"]
+    assert kernels.compared(off, whole, work(off=1))["passed"]
+    assert kernels.compared(off, whole, work(allow=0.1))["passed"]
 
 
 def test_reused_buffer_is_not_compared_with_itself() -> None:
@@ -131,8 +89,7 @@ def test_reused_buffer_is_not_compared_with_itself() -> None:
         return buffer
 
     os.environ["VLMFAST_KERNELS"] = "triton"
-    prepare = lambda: buffer.fill_(-7)  # noqa: E731
-    assert not kernels.checked(work(run, prepare=prepare))["passed"]
+    assert not kernels.checked(work(run, prepare=lambda: buffer.fill_(-7)))["passed"]
 
 
 # --- kernels: times ------------------------------------------------------------------------------
@@ -143,11 +100,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[str] = []
-        monkeypatch.setattr(kernels, "Timer", lambda: None)
         monkeypatch.setattr(kernels, "timed", self.timed)
-        monkeypatch.setattr(kernels, "called", lambda run: 3e-5)
 
-    def timed(self, timer: None, run: Any) -> dict[str, Any]:
+    def timed(self, run: Any) -> dict[str, Any]:
         slow = os.environ["VLMFAST_KERNELS"] == "torch"
         self.asked.append("reference" if slow else getattr(run, "__name__", "kernel"))
         return {"captured": True, "time": 4e-5 if slow else 1e-5, "spread": [1e-5, 1e-5]}
@@ -182,10 +137,9 @@ def test_correct_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["others"]) == {"as good", "other storage"}
     assert clock.asked == ["right", "right", "two", "reference"]
     assert row["floor"] == 1e9 / 8e14
-    table = kernels.markdown({"made up | A": row})
-    assert "(4.00x)" in table
-    assert "as good" in table
-    assert "another result" not in table
+    shown = kernels.verdict(row)
+    assert "reference 4.00x" in shown and "as good 1.00x" in shown
+    assert "another result" not in shown
     assert "ZeroDivisionError" in row["check"]["others"]["not here"]
 
 
@@ -195,32 +149,18 @@ def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     row = kernels.measured(case(wrong), "A", RATES)
     assert clock.asked == []
     assert "time" not in row
-    assert "made up" not in kernels.markdown({"made up | A": row | {"time": 1.0}})
-    assert "WRONG" in kernels.verdict(row)
-    assert "not timed" in kernels.verdict(row)
-
-
-def test_kernel_targets() -> None:
-    stats = {"time": 1e-5, "bytes": 24 * 10**6, "machine": RATES}
-    coded = {"time": 1e-5, "others": {"SDPA in bf16": {"time": 2e-5}}}
-    rows = {"col_stats, 64 rows | B": stats, "decode, 4 bit | E": coded}
-    assert [line[:5] for line in kernels.aims(rows)] == ["PASS:", "MISS:"]
-    assert set(rows) <= {f"{case.name} | {s}" for case in kernels.CASES for s in case.shapes}
-    assert kernels.aims({key: {"error": "broken"} for key in rows}) == []
+    assert "WRONG" in kernels.verdict(row) and "not timed" in kernels.verdict(row)
 
 
 CHILD = """
-import json, sys, time
-for name, shape in json.load(sys.stdin):
-    if name == "dies":
-        sys.exit(7)
-    if name == "hangs":
-        time.sleep(60)
-    row = {"check": {"passed": True, "error": 0.0}}
-    row |= {"fatal": True, "error": "CUDA error"} if name == "breaks" else {}
-    print(json.dumps({"pair": [name, shape], "row": row}), flush=True)
-    if "fatal" in row:
-        break
+import os, time
+def child(pairs):
+    for name, shape in iter(pairs.recv, None):
+        if name == "dies":
+            os._exit(7)
+        if name == "hangs":
+            time.sleep(60)
+        pairs.send({"error": "broken"} if name == "breaks" else {"process": os.getpid()})
 """
 
 
@@ -228,23 +168,19 @@ for name, shape in json.load(sys.stdin):
 def test_broken_case_does_not_affect_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(kernels, "__file__", str(script))
-    names = ["dies", "one", "breaks", "two", "hangs", "three"]
-    rows = {pair[0]: row for pair, row in kernels.spawned([(n, "A") for n in names], False, 5)}
-    assert list(rows) == names
-    assert [name for name, row in rows.items() if "error" in row] == ["dies", "breaks", "hangs"]
-    assert "exited with 7" in rows["dies"]["error"]
+    (tmp_path / "child_of_kernels.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kernels, "START_S", 10.0)
+    from child_of_kernels import child
 
-
-def test_closing_the_rows_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(kernels, "__file__", str(script))
-    rows = kernels.spawned([("one", "A"), ("hangs", "A")], False, 60)
-    assert next(rows)[0] == ("one", "A")
+    names = ["dies", "one", "two", "breaks", "three", "hangs", "four", "hangs"]
+    rows = kernels.spawned([(name, "A") for name in names], 5, child)
+    found = [next(rows)[1] for _ in names[:-1]]
     rows.close()  # ends the process; otherwise this would wait for it
+    failed = [name for name, row in zip(names, found, strict=False) if "error" in row]
+    assert failed == ["dies", "breaks", "hangs"]
+    assert "exited with 7" in found[0]["error"] and "no row after 5 s" in found[5]["error"]
+    assert found[1]["process"] == found[2]["process"] != found[4]["process"]
 
 
 def test_no_time_without_a_gpu(
@@ -252,9 +188,7 @@ def test_no_time_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.main([]) == 2
-    assert "cannot measure times" in capsys.readouterr().err
-    assert kernels.main(["--check", "--kernel", "swiglu", "--shapes", "odd"]) == 0
-    assert "no times measured" in capsys.readouterr().out
+    assert "vlmfast check" in capsys.readouterr().err
 
 
 # --- end to end ----------------------------------------------------------------------------------
@@ -271,11 +205,6 @@ def judge(job: end_to_end.Job) -> end_to_end.Judge:
     return end_to_end.Judge.of(job)
 
 
-def test_prompt_has_the_announced_length(job: end_to_end.Job) -> None:
-    ids = job.vlm().inputs(job.question, images=job.image)["input_ids"]
-    assert ids.shape[1] == shapes.MODELS["tiny-shape"].prompt
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", [end_to_end.HF, end_to_end.STATIC, "none", "hired:0.2"])
@@ -289,14 +218,10 @@ def test_every_variant_passes_the_check(
 
 
 def test_different_computation_is_refused(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
+    assert job.model.config._attn_implementation == "sdpa" and judge.own < judge.allowed
     check = judge.check("none", end_to_end.own(job, "random:0.5"), 1)
     assert not check["passed"]
     assert check["error"] > 3 * check["allowed"]
-
-
-def test_attention_is_restored(job: end_to_end.Job, judge: end_to_end.Judge) -> None:
-    assert job.model.config._attn_implementation == "sdpa"
-    assert judge.own < judge.allowed
 
 
 def test_watch_records_round_times() -> None:
@@ -308,53 +233,20 @@ def test_watch_records_round_times() -> None:
     assert counts == [0, 1, 1, 2, 2, 2]
 
 
-@pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    return [
-        "--model", "tiny-shape", "--device", "cpu", "--batches", "1,2", "--recipe", "none",
-        "--recipe", "hired:0.2", "--no-hf", "--new-tokens", "3", "--repeats", "1",
-        "--out", str(tmp_path / "out.json"),
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
-def test_run_resumes_where_it_stopped(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = Path(command[-1])
-    measure, names = end_to_end.part, []
-
-    def part(job: Any, judge: Any, name: str, batch: int, args: Any) -> dict[str, Any]:
-        names.append((name, batch))
-        if len(names) == 2:
-            raise RuntimeError("did not work")
-        if len(names) == 3:
-            raise KeyboardInterrupt
-        return measure(job, judge, name, batch, args)
-
-    monkeypatch.setattr(end_to_end, "part", part)
-    with pytest.raises(KeyboardInterrupt):
-        end_to_end.main(command)
-    report = json.loads(out.read_text())
-    assert list(report["parts"]) == ["none | 1", "hired:0.2 | 1"]
-    assert report["parts"]["hired:0.2 | 1"]["failed"] == "RuntimeError: did not work"
+def test_command_measures_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    argv = "--model tiny-shape --device cpu --batches 1,2 --recipe none --recipe hired:0.2 --no-hf"
+    command = [*argv.split(), "--new-tokens", "3", "--repeats", "1", "--out", str(out)]
     assert end_to_end.main(command) == 0
-    assert names[3:] == [("none", 2), ("hired:0.2", 2), ("hired:0.2", 1)]
     report = json.loads(out.read_text())
+    assert list(report["parts"]) == ["none | 1", "hired:0.2 | 1", "none | 2", "hired:0.2 | 2"]
     assert {"driver", "device", "date", "command", "environment", "settings"} <= set(report)
     for row in report["parts"].values():
         assert row["check"]["passed"]
         assert row["rate"] > 0
         assert row["first"] > row["parts"]["prefill"] > 0
     assert "x none)" in capsys.readouterr().out
-    assert end_to_end.main(command) == 0
-    assert len(names) == 6
-    assert end_to_end.main([*command, "--decoding", "eager"]) == 2
-    assert "use --fresh" in capsys.readouterr().err
-
-
-def test_run_ends_at_its_time_limit(command: list[str]) -> None:
-    assert end_to_end.main([*command, "--minutes", "0"]) == end_to_end.UNFINISHED
 
 
 def row(rate: float, *, passed: bool = True, kv: int = 10**9) -> dict[str, Any]:
@@ -375,34 +267,22 @@ def test_no_ratio_with_a_wrong_result() -> None:
         "parts": {"hf sdpa | 1": row(50), "none | 1": row(250), "hired:0.2 | 1": row(260)},
     }
     assert "(5.00x HF)" in end_to_end.markdown(report)
-    assert [line[:5] for line in end_to_end.aims(report)] == ["PASS:", "PASS:", "PASS:"]
     spoiled = copy.deepcopy(report)
     spoiled["parts"]["none | 1"]["check"]["passed"] = False
     table = end_to_end.markdown(spoiled)
     assert "WRONG" in table
     assert "5.00x" not in table
     assert "none)" not in table
-    assert end_to_end.aims(spoiled) == []
-
-
-def test_targets_of_the_larger_model() -> None:
-    parts = {"none | 1": row(100), "hired:0.2 | 1": row(300), "none | 16": row(400)}
-    parts["zipvl | 16"] = row(600, kv=2 * 10**8)
-    report = {"settings": {"model": "llava-next-7b"}, "weights": 10**10, "parts": parts}
-    lines = end_to_end.aims(report)
-    assert [line[:5] for line in lines] == ["PASS:", "MISS:", "MISS:"]
-    assert "1.50, aim 1.80" in lines[2]
-    assert "20% of the KV" in lines[2]
 
 
 # --- ask.py --------------------------------------------------------------------------------------
 
 
-def test_towers_have_the_shapes_of_their_names(ask: Any) -> None:
+def test_towers_have_the_shapes_of_their_names() -> None:
     """Parameters of CLIP ViT-L/14-336, SigLIP-so400m/14-384 without head, Qwen2.5-VL's tower."""
     wanted = {"clip-vit-l-14-336": 304e6, "siglip-so400m-14-384": 412e6, "qwen2.5-vl": 669e6}
     for name, expected in wanted.items():
-        of = ask.TOWERS[name]
+        of = shapes.TOWERS[name]
         matrices = 3 if of.kind == "qwen2_5_vl" else 2  # its MLP is gated
         block = 4 * of.width**2 + matrices * of.width * of.mlp
         embedding = 3 * of.patch**2 * of.width * (2 if of.kind == "qwen2_5_vl" else 1)
@@ -414,11 +294,9 @@ def test_towers_have_the_shapes_of_their_names(ask: Any) -> None:
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark with small models of each kind."""
-    module = script("ask")
-    text_of = module.text_of
     small = {"vocab_size": 512, "intermediate_size": 64}
-    monkeypatch.setattr(module, "text_of", lambda layers, **more: text_of(layers, **more) | small)
-    return module
+    monkeypatch.setattr(shapes, "TEXT", shapes.TEXT | small)
+    return script("ask")
 
 
 @pytest.mark.cases(3)
@@ -432,13 +310,16 @@ def test_parts_of_the_time_to_the_first_token(
 ) -> None:
     layers, width, side = grid
     monkeypatch.setitem(
-        ask.TOWERS,
+        shapes.TOWERS,
         name,
-        ask.TOWERS[name]._replace(layers=layers, width=width, heads=2, mlp=32, side=side),
+        shapes.TOWERS[name]._replace(layers=layers, width=width, heads=2, mlp=32, side=side),
     )
-    args = ask.parse(["--models", ask.SHAPED, "--tower", name, "--layers", "1", "--device", "cpu"])
-    args.model, args.frames = ask.SHAPED, frames
-    vlm, media = ask.load(args)
+    args = ask.parse(["--tower", name, "--layers", "1", "--device", "cpu"])
+    args.model = ask.SHAPED
+    vlm, image = ask.load(args)
+    media = {"images": image}
+    if frames:
+        media = {"video": ask.clip_of(image, frames, True), "num_frames": frames}
     full = ask.run_huggingface(vlm, media, ask.QUESTION, 3)
     same = ask.run_vlmfast(vlm, media, ask.QUESTION, 3, "none")
     assert same["tokens"] == full["tokens"]
@@ -459,17 +340,6 @@ def test_parts_of_the_time_to_the_first_token(
         "a model", "TTFT", "media", "tower", "stages", "prefill", "decode, per token"
     ]  # fmt: skip
     assert "(1.50x)" not in lines[0] and "(1.50x)" in lines[1]
-
-
-def test_clips(ask: Any) -> None:
-    import numpy as np
-    from PIL import Image
-
-    image = Image.new("RGB", (64, 64))
-    moving, static = ask.clip_of(image, 4, True), ask.clip_of(image, 4, False)
-    assert len(moving) == len(static) == 4
-    assert all(np.array_equal(frame, static[0]) for frame in static)
-    assert len({frame.tobytes() for frame in moving}) == 4
 
 
 # --- vlmfast bench -------------------------------------------------------------------------------
@@ -547,13 +417,6 @@ def test_provenance_names_command_and_device(monkeypatch: pytest.MonkeyPatch) ->
     assert about["command"] == "python benchmarks/ask.py --recipe 'a b'"
     assert (about["date"], about["device"]) == ("today", "cpu")
     assert bench.provenance("ask.py", [], "cuda:0")["device"] == "a GPU"
-
-
-def test_drawn_image_is_deterministic() -> None:
-    image = bench.drawn(96)
-    assert image.size == (96, 96)
-    assert len(image.getcolors(96 * 96)) > 10
-    assert bench.drawn(96).tobytes() == image.tobytes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere peaks cannot be forgotten")

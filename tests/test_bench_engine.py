@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,25 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench_script import script
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.sequence import Sequence
-from vlmfast.errors import RecipeError
 
 pytestmark = pytest.mark.cold
 
-
-def script(name: str) -> Any:
-    """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""
-    file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script("ask")
 engine = script("engine")
 LENGTHS = (3, 9, 5, 6)
 PAUSE = 0.3  # seconds
@@ -48,7 +36,7 @@ def loaded(*_: Any) -> VLM:
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collection before each repeat: it takes long in the process of the tests."""
-    monkeypatch.setattr(engine, "gc", SimpleNamespace(collect=lambda: None))
+    monkeypatch.setattr(engine.harness, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture
@@ -102,60 +90,19 @@ def test_command_reports_all_rows(
     assert engine.main(argv) == 0
     report = json.loads(out.read_text())
     assert report["threads"] == threads and report["device"] == "cpu" and report["repeat"] == 1
-    version = report["environment"]["packages"]["torch"]
-    assert torch.__version__.startswith(version)
     assert {"date", "driver", "load_average", "dtype", "captions"} <= set(report)
     assert report["command"].startswith("python benchmarks/engine.py --quick")
     rows = report["rows"]
     assert list(dict.fromkeys(row["name"] for row in rows)) == engine.NAMES
-    bounds = {name: {row["bound"] for row in rows if row["name"] == name} for name in engine.NAMES}
-    assert bounds["joins"] == {0.03} and bounds["overhead"] == {0.04, None}
-    assert bounds["batching"] == {1.9} and bounds["padded"] == {1.3} and bounds["classes"] == {1.3}
-    assert bounds["gap"] <= {15, 6}
     for row in rows:
         assert row["least"] is (row["name"] in ("batching", "padded"))
         assert row["q1"] == row["median"] == row["q3"] == row["ratios"][0] > 0
         assert row["verdict"] in (("ok", "missed") if row["bound"] else ("",))
-    recipes = [row["what"] for row in rows if row["name"] == "gap"]
-    assert "`none`" in recipes[0] and "`snapkv:0.5`" in recipes[1]
+    gaps = [row["what"] for row in rows if row["name"] == "gap"]
+    ends = ("`none`", "`snapkv:0.5`", "chunks of 512", "chunks of 256")
+    assert all(what.endswith(end) for what, end in zip(gaps, ends, strict=True))
     printed = capsys.readouterr().out.splitlines()
-    assert f"torch {version}" in printed[1] and report["date"] in printed[1]
     assert len([line for line in printed if line.startswith("| `")]) == len(rows)
-
-
-def test_command_measures_only_what_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(engine, "load", loaded)
-    for name in ("variants_of", "gap", "step"):
-        monkeypatch.setattr(engine, name, lambda *_: pytest.fail("not asked for"))
-    argv = ["--quick", "--device", "cpu", "--threads", "0", "--only", "joins"]
-    assert engine.main(argv) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
-    assert len(lines) == 1 and lines[0].startswith("| `joins` | ")
-    for wrong in (["--only", "jions"], ["--rows", "0"], ["--repeat", "0"], ["--captions", "0"]):
-        with pytest.raises(SystemExit):
-            engine.parse(wrong)
-        assert wrong[0] in capsys.readouterr().err
-
-
-def test_verdicts() -> None:
-    def verdict(ratio: float, bound: float | None, **more: Any) -> str:
-        return engine.Row("gap", "", [ratio], bound, **more).verdict
-
-    assert verdict(2.0, 2.0) == verdict(2.0, 2.0, least=True) == "ok"
-    assert verdict(2.1, 2.0) == verdict(1.9, 2.0, least=True) == "missed"
-    assert verdict(1.9, 2.0) == verdict(2.1, 2.0, least=True) == "ok"
-    assert verdict(9.0, None) == ""
-    assert verdict(2.0, 2.0, wrong=True) == "WRONG"
-
-
-def test_variants_are_interleaved(job: Any) -> None:
-    called: list[str] = []
-    variants = {name: lambda name=name: called.append(name) or len(called) for name in "ABC"}
-    found = engine.interleaved(job, variants, warmup=1)
-    assert called == list("ABCABCBCA")
-    assert found == {"A": [4, 9], "B": [5, 7], "C": [6, 8]}
 
 
 # --- joins, overhead -----------------------------------------------------------------------------
@@ -232,7 +179,7 @@ def test_other_tokens_are_wrong(job: Any, monkeypatch: pytest.MonkeyPatch, exact
     for row in table:
         assert len(row.ratios) == (0 if row.wrong else job.repeat)
         assert row.report()["verdict"] == ("WRONG" if row.wrong else row.verdict)
-    assert engine.markdown(table).count("WRONG") == len(wrong)
+    assert engine.harness.table(table).count("WRONG") == len(wrong)
 
 
 def test_captions_end_where_the_model_ends_them(tiny: VLM) -> None:
@@ -247,16 +194,8 @@ def test_captions_end_where_the_model_ends_them(tiny: VLM) -> None:
 # --- gap -----------------------------------------------------------------------------------------
 
 
-def test_gaps_of_a_stream() -> None:
-    times = [0.0, 1.0, 2.0, 12.0, 17.0, 19.0, 20.0, 21.0]  # 10 s before the prompt is submitted
-    found = engine.StreamTimes(times, opened=2.5, submitted=13.0, first=18.0)
-    assert (found.largest, found.median) == (5.0, 1.0)
-    found = engine.StreamTimes(times, opened=2.5, submitted=11.0, first=18.0)
-    assert (found.largest, found.median) == (10.0, 1.0)
-
-
 def test_pause_in_prefill_is_a_gap(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, paused = Engine._read, []
+    read, paused, seen = Engine._read, [], []
 
     def pausing(self: Engine, sequence: Sequence) -> bool:
         if sequence.max_new_tokens == 1 and not paused:
@@ -265,11 +204,13 @@ def test_pause_in_prefill_is_a_gap(job: Any, monkeypatch: pytest.MonkeyPatch) ->
         return read(self, sequence)
 
     monkeypatch.setattr(Engine, "_read", pausing)
-    found = engine.streamed(job.vlm, job.captions[0], job.long(1))
-    assert paused and found.largest >= PAUSE
-    assert found.times[0] < found.opened < found.submitted < found.first < found.times[-1]
-    assert found.times == sorted(found.times)
-    assert engine.BEFORE + engine.AFTER <= len(found.times) < engine.STREAM
+    monkeypatch.setattr(engine.harness, "gap_ratio", lambda *given: seen.extend(given) or 9.0)
+    assert engine.streamed(job.vlm, job.captions[0], job.long(1)) == 9.0
+    times, submitted, first, opened = seen
+    within = [b - a for a, b in pairwise(times) if b > submitted and a < first]
+    assert paused and max(within) >= PAUSE
+    assert times[0] < opened < submitted < first < times[-1] and times == sorted(times)
+    assert engine.BEFORE + engine.AFTER <= len(times) < engine.STREAM
     assert not job.vlm.engine._unfinished
 
 
@@ -280,29 +221,14 @@ def test_short_stream_is_an_error(job: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert not job.vlm.engine._unfinished
 
 
-@pytest.mark.slow
-def test_chunk_sizes_have_rows_where_the_engine_has_them(
-    job: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, int | None]] = []
-    monkeypatch.setattr(engine, "gap", lambda job, *key: asked.append(key) or 2.0)
-    job.vlm, job.repeat = SimpleNamespace(engine=SimpleNamespace()), 1
-    whole = [(recipe, None) for recipe in engine.RECIPES]
-    assert {row.bound for row in engine.gaps(job)} == {engine.GAP} and asked == whole
-    job.vlm.engine.prefill_chunk_size = None
-    table = engine.gaps(job)
-    assert asked == [*whole, *whole, ("none", 512), ("none", 256)]
-    assert [row.bound for row in table[-2:]] == [engine.CHUNKED_GAP] * 2
-
-
-def test_chunk_size_is_restored() -> None:
-    chunked, whole = SimpleNamespace(prefill_chunk_size=7), SimpleNamespace()
-    with engine.chunked(chunked, 512), engine.chunked(whole, 512):
-        assert chunked.prefill_chunk_size == 512 and not vars(whole)
-    assert chunked.prefill_chunk_size == 7 and not vars(whole)
-    with pytest.raises(RecipeError), engine.chunked(chunked, 512):
-        raise RecipeError("")
-    assert chunked.prefill_chunk_size == 7
+def test_chunk_size_is_restored(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int | None] = []
+    monkeypatch.setattr(
+        engine, "streamed", lambda vlm, *_: used.append(vlm.engine.prefill_chunk_size) or 2.0
+    )
+    before = job.vlm.engine.prefill_chunk_size
+    assert engine.gap(job, "none", 512) == 2.0
+    assert used == [512] and job.vlm.engine.prefill_chunk_size == before
 
 
 # --- classes -------------------------------------------------------------------------------------

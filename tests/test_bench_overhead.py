@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-if not FOLDER.is_dir():
-    pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
+from bench_script import script
 
 
 @pytest.fixture
-def overhead(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location("overhead", FOLDER / "overhead.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def overhead() -> Any:
+    return script("overhead")
 
 
 @pytest.mark.slow
@@ -38,12 +30,6 @@ def test_pairs_are_the_same_answers(overhead: Any, tmp_path: Path, more: list[st
         theirs, own = seconds.values()
         assert len(theirs) == len(own) == 2
         assert found["value"] == pytest.approx(sum(theirs) / sum(own))
-
-
-def test_too_few_tokens_are_refused(overhead: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        overhead.parse(["--new-tokens", "1"])
-    assert "at least 2" in capsys.readouterr().err
 
 
 def test_images_of_pairs_differ(overhead: Any) -> None:

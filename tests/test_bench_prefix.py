@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_families
+from bench_script import script
 from vlmfast.engine.prefixes import Prefixes
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import prefix
-
+prefix = script("prefix")
 LITTLE = ["--sessions", "1", "--turns", "2", "--images", "5", "--questions", "2", "--repeat", "1"]
 
 

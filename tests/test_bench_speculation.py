@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench_script import script
 from fake_drafters import Knows
 from tiny_models import SPECIAL_TOKENS, build_llava
 from vlmfast import VLM
@@ -26,19 +25,6 @@ from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
 from vlmfast.eval import bench
 
-
-def script(name: str) -> Any:
-    """A benchmark as a module, loaded from its file: `tests` has a folder of the same name."""
-    file = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-for name in ("kernels", "end_to_end", "ask", "kv"):
-    script(name)
-draft_views = script("draft_views")
 speculation = script("speculation")
 AUDITED = {"count": 4, "new_tokens": 32}
 
@@ -243,78 +229,6 @@ def test_steered_answers_are_judged_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(compared) == 2 and row["bugs"] == 0 and row["identical"] == 1
 
 
-# --- views ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def viewed() -> dict[str, Any]:
-    """A case of `draft_views` on a small model."""
-    argv = ["--rates", "1,0", "--new-tokens", "12", "--pairs", "1", "--keep", "0.25"]
-    vlm = VLM(*build_llava(dtype=torch.float32), prefix_cache_bytes=0)
-    return draft_views.case(vlm, 3, 150, draft_views.parse([*argv, "--device", "cpu"]))
-
-
-@pytest.mark.slow
-def test_rehearsed_drafts_meet_their_rate(viewed: dict[str, Any]) -> None:
-    right, wrong = viewed["rows"]["1"], viewed["rows"]["0"]
-    assert right["identical"] == wrong["identical"] == 1
-    assert right["emitted_per_round"] == 11 / 3  # rounds of 5, 5 and 1
-    assert right["drafted_per_round"] == 8 / 3
-    assert wrong["emitted_per_round"] == 1 and wrong["drafted_per_round"] > 2
-    step, draft = right["step_bytes"], right["draft_bytes"]
-    assert right["predicted"] == 11 / 3 * step / (8 / 3 * draft + step)
-    assert 0 < draft < step
-
-
-@pytest.mark.slow
-def test_cases_as_a_table(viewed: dict[str, Any]) -> None:
-    lines = draft_views.markdown(viewed).splitlines()
-    assert lines[0].startswith("| 3 x 150 tokens") and len(lines) == 4
-    assert lines[2].startswith("| 1 | 3.67 |") and lines[3].endswith("| 1 of 1 |")
-    wrong = viewed | {"rows": {"1": viewed["rows"]["1"] | {"ratio": None, "identical": 0}}}
-    assert draft_views.markdown(wrong).endswith("| - | 0 of 1 |")
-    assert draft_views.verdicts(viewed) == []  # not one of the aims
-
-
-def test_time_on_paper() -> None:
-    model = draft_views.Model(draft_views.shapes.MODELS["llava-1.5-7b"])
-    assert model.weights == pytest.approx(6.6e9, rel=0.01)
-    assert model.cache == 2 * 32 * 4096
-    device = draft_views.Device("", 141e9, 1e12, 1e15)
-    assert model.seconds(device, 1, 1, 0) == 2 * model.weights / 1e12
-    many = model.seconds(device, 4096, 1, 0)  # limited by operations
-    assert many == 4096 * 2 * model.weights / 1e15
-    # Without a cache every draft reads as much as a step, so that none pays.
-    assert draft_views.best(model, 1, 0, 0.1, [0.9])[0] == 0
-    plain = model.seconds(draft_views.H200, 16, 1, 2900)
-    steps, each = draft_views.best(model, 16, 2900, 0.1, [0.9])
-    assert steps > 1 and each < 0.8 * plain
-    table = draft_views.on_paper([0.9], 0.1)
-    assert table.startswith("Computed, not measured")
-    assert "| llava-1.5-7b | 32,768 | 16 | 13.2 GB | 274.9 GB | does not fit |" in table
-
-
-def test_recorded_acceptance_comes_from_the_result(tmp_path, monkeypatch) -> None:
-    file = tmp_path / "accepted.json"
-    monkeypatch.setattr(draft_views, "accepted_file", lambda: file)
-    with pytest.raises(SystemExit, match=r"--accepted --drafter 'draft-self:view=topk"):
-        draft_views.recorded("topk", 0.1)
-    name = "draft-self:view=topk,keep=0.1,steps=8,confidence=0"
-    row = {"drafted_at_depth": [10, 8, 0], "accepted_at_depth": [8, 2, 0]}
-    file.write_text(json.dumps({"parts": {f"captions | none | {name}": row}}))
-    assert draft_views.recorded("topk", 0.1) == [0.8, 0.25]
-
-
-def test_accepted_tokens_as_a_table() -> None:
-    parts = {
-        "captions | none | draft-vispec": {"mean_accepted": 2.0},
-        "captions | none | draft-self:view=hired,keep=0.2,confidence=0": {"mean_accepted": 3.0},
-    }
-    lines = speculation.accepted_table(parts).splitlines()
-    assert "| `draft-vispec` | 2.00 | – | – | – | – |" in lines
-    assert "| `draft-self:view=hired` | – | – | – | 3.00 | – |" in lines
-
-
 # --- reports -------------------------------------------------------------------------------------
 
 
@@ -369,61 +283,25 @@ def test_hugging_face_is_compared(
     assert "features / tokens" in speculation.markdown({"question | none | hf": row})
 
 
-def test_ratios() -> None:
-    same = speculation.ratio([[2.0, 1.0]] * 5)
-    assert same == {"value": 2.0, "low": 2.0, "high": 2.0}
-    found = speculation.ratio([[2.0, 1.0], [1.0, 1.0], [1.0, 2.0], [3.0, 1.0]])
-    assert found["value"] == 7 / 5  # sums of whole numbers
-    assert found["low"] < 7 / 5 < found["high"]
-    assert speculation.ratio([[0.0, 0.0]]) is None
-
-
-def test_targets() -> None:
-    def row(accepted: float, calls: int, low: float) -> dict[str, Any]:
-        wall = {"value": low + 0.1, "low": low, "high": low + 0.2}
-        told = {"mean_accepted": accepted, "calls": calls, "plain_calls": 90, "wall": wall}
-        return told | {"bugs": 0}
-
-    parts = {
-        "captions | none | draft-eagle": row(2.6, 30, 1.0),
-        "captions | none | draft-auto": row(1.0, 60, 0.89),
-        "question | none | recorded 0.8": row(2.0, 40, 0.95),
-    }
-    lines = speculation.aims(parts)
-    assert [line[:4] for line in lines] == ["PASS", "PASS", "MISS", "PASS"]
-    for of in parts.values():
-        of["bugs"] = 1
-    assert speculation.aims(parts) == []
-
-
 @pytest.mark.slow
-def test_run_resumes_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, measure, names = tmp_path / "out.json", speculation.part, []
-    argv = ["--shape", "tiny-shape", "--device", "cpu", "--recipe", "none", "--rates", "1"]
-    argv += ["--no-hf", "--pairs", "1", "--new-tokens", "6", "--out", str(out)]
-
-    def part(job: Any, workload: str, recipe: str, name: str, args: Any) -> dict[str, Any]:
-        names.append(name)
-        if len(names) == 2:
-            raise RuntimeError("did not work")
-        if len(names) == 3:
-            raise KeyboardInterrupt
-        return measure(job, workload, recipe, name, args)
-
-    monkeypatch.setattr(speculation, "part", part)
-    with pytest.raises(KeyboardInterrupt):
-        speculation.main(argv)
-    parts = json.loads(out.read_text())["parts"]
-    assert [key.split(" | ")[2] for key in parts] == ["recorded 1", "recorded 1 + layer"]
-    assert parts["question | none | recorded 1 + layer"]["failed"] == "RuntimeError: did not work"
-    assert speculation.main(argv) == 0
-    assert names[3:] == ["recorded 1 + layer", "draft-auto over recorded 1 + layer"]
+def test_command_measures_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    argv = [
+        "--shape",
+        "tiny-shape",
+        "--device",
+        "cpu",
+        "--recipe",
+        "none",
+        "--rates",
+        "1",
+        "--no-hf",
+        "--pairs",
+        "1",
+    ]
+    assert speculation.main([*argv, "--new-tokens", "6", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
+    names = ("recorded 1", "recorded 1 + layer", "draft-auto over recorded 1 + layer")
+    assert list(report["parts"]) == [f"question | none | {name}" for name in names]
     assert {"date", "command", "environment", "settings", "numerics", "device"} <= set(report)
     assert "| question, `none` | accepted |" in capsys.readouterr().out
-    assert speculation.main(argv) == 0 and len(names) == 5
-    assert speculation.main([*argv, "--decoding", "compile"]) == 2
-    assert "use --fresh" in capsys.readouterr().err
-    assert speculation.main([*argv, "--fresh", "--minutes", "0"]) == speculation.UNFINISHED

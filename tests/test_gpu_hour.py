@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,36 +11,11 @@ from typing import Any
 
 import pytest
 
+from bench_script import script
+
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ["probe", "smoke", "bfloat16", "kernels", "step", "serve"]
-
-
-def script(name: str) -> Any:
-    """A file of the benchmarks as a module; `tests` has a folder named as one of them."""
-    file = ROOT / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sys.path.append(str(ROOT / "benchmarks"))  # which import each other
+PARTS = ["smoke", "step", "serve"]
 limits = script("gpu_limits")
-
-SCRIPT = """
-import json, sys
-import gpu_hour
-
-broken, codes = sys.argv[1:]
-
-def planted(bench):
-    raise RuntimeError("planted")
-
-gpu_hour.probe, gpu_hour.serve = planted, lambda bench: None
-first = gpu_hour.main(["probe", "serve", "--dry", "--out", broken])
-second = gpu_hour.main(["serve", "--dry", "--out", broken])
-json.dump([first, second], open(codes, "w"))
-"""
 
 
 def python(*words: str | Path) -> None:
@@ -54,16 +27,6 @@ def python(*words: str | Path) -> None:
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], dict[str, Any]]:
-    """Exit codes and result file of a run whose first part fails, and of one that adds to it."""
-    folder = tmp_path_factory.mktemp("gpu_hour")
-    files = [folder / name for name in ("broken.json", "codes.json")]
-    python("-c", SCRIPT, *files)
-    result, codes = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    return codes, result
 
 
 @pytest.mark.slow
@@ -79,32 +42,15 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     assert whole == PARTS
     told = {part: [row["what"] for row in rows if row["part"] == part] for part in PARTS}
     expected = {
-        "probe": ["bandwidth", "third", "streaming"],
-        "smoke": [
-            "answers that are the CPU's",
-            "48 tokens that are",
-            "join and leave",
-            "session",
-            "thread that alloc",
-        ],
-        "bfloat16": ["tiny: answers in bfloat16 that are the CPU's"],
-        "kernels": ["kernels that agree with their references"],
-        "step": [
-            "launches per layer, llava,",
-            "launches per layer, gemma3,",
+        "smoke": ("are the CPU's", "48 tokens that are", "join and leave", "session", "alloc"),
+        "step": (
             "llava-next-7b | none | batch 2: step",
             "qwen2.5-vl-7b | zipcache | batch 1: another capture",
             "qwen3-vl-8b | none | batch 2: step",
             "captures of later steps",
             "step of none over snapkv:0.2",
-        ],
-        "serve": [
-            "equal lengths",
-            "ragged lengths",
-            "prompts counted",
-            "steady state",
-            "first token",
-        ],
+        ),
+        "serve": ("equal lengths", "ragged", "prompts counted", "steady state", "first token"),
     }
     for part, words in expected.items():
         for word in words:
@@ -113,85 +59,7 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
     judged = [row["what"] for row in rows if row["verdict"]]
     assert {row["verdict"] for row in rows} == {"", "PASS"}
     assert not any(what.endswith((", s", ", ms")) for what in judged)
-    assert sum("capture" not in what for what in judged) == 4
-
-
-@pytest.mark.slow
-def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
-    """A step that is ended is tried again, one that ended well is not."""
-    out = tmp_path / "first.json"
-    words = ("benchmarks/gpu_first.py", "--dry", "--only", "first token", "--only", "4-bit decode")
-    python(*words, "--out", out)
-    first = json.loads(out.read_text(encoding="utf-8"))
-    assert [step["code"] for step in first["steps"].values()] == [0, 0]
-    first["steps"]["4-bit decode"]["code"] = 124
-    out.write_text(json.dumps(first), encoding="utf-8")
-    python(*words, "--out", out)
-    second = json.loads(out.read_text(encoding="utf-8"))["steps"]
-    assert second["first token"] == first["steps"]["first token"]
-    assert second["4-bit decode"]["code"] == 0
-    found = json.loads((tmp_path / "gpu_first" / "ttft.json").read_text(encoding="utf-8"))
-    parts = found["parts"]
-    assert set(parts) == set(script("ttft").WORK) and not any("failed" in p for p in parts.values())
-    for name in ("answers: llava-next-7b", "answers: qwen2.5-vl-7b"):
-        rows = parts[name]
-        assert min(rows["none"]["launches"], rows["hf sdpa"]["launches"]) > 100
-        assert rows["hired:0.2"]["visual_tokens"] < rows["none"]["visual_tokens"]
-        assert all(row["time"]["median"] > 0 and row["busy"] is None for row in rows.values()
-                   if isinstance(row, dict))  # fmt: skip
-
-
-def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
-    first = script("gpu_first")
-    assert sum(step.seconds for step in first.STEPS) <= 12 * 60 + 80
-    ended = first.run(first.Step("a", 1, "", "-c while(True):pass"), 1, True, tmp_path)
-    assert ended["code"] == 124 and ended["command"] == "python -c while(True):pass"
-    wrong = first.run(first.Step("b", 60, "", "-c raise(SystemExit(5))"), 60, True, tmp_path)
-    assert wrong["code"] == 5
-
-
-def test_time_that_is_covered() -> None:
-    ttft = script("ttft")
-    assert ttft.union([]) == 0
-    assert ttft.union([(0, 2), (1, 3), (5, 6), (5.25, 5.5)]) == 4
-
-
-@pytest.mark.slow
-def test_error_is_reported_and_the_next_part_runs(ran: tuple) -> None:
-    codes, result = ran
-    assert codes[0] == 1
-    failed = [row for row in result["rows"] if row["verdict"] == "FAIL"]
-    assert [(row["part"], row["value"]) for row in failed] == [("probe", "RuntimeError: planted")]
-    assert result["rows"][-1]["what"] == "serve: whole time, s"
-
-
-@pytest.mark.slow
-def test_run_of_one_part_keeps_the_rows_of_others(ran: tuple) -> None:
-    codes, result = ran
-    assert codes[1] == 0  # of its own rows: the failure is that of an earlier run
-    parts = [row["part"] for row in result["rows"]]
-    assert parts.count("serve") == 1 and "probe" in parts
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("failing", ["smoke", "pytest", "none"])
-def test_make_gpu_runs_in_order_and_stops_at_the_first_failure(tmp_path, failing: str) -> None:
-    python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(
-        f'#!/bin/sh\necho "$PYTHONPATH $HF_HUB_OFFLINE $*" >> {log}\n'
-        f'case "$*" in *{failing}*) exit 1;; esac\n'
-    )
-    python.chmod(0o755)
-    command = ["make", "gpu", f"PYTHON={python}", "WORKERS=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = log.read_text().splitlines()
-    assert all(line.startswith(f"{ROOT} 1 ") for line in lines)
-    expected = ["probe", "smoke", "bfloat16", "pytest", "kernels", "step", "serve"]
-    last = expected.index(failing) + 1 if failing in expected else len(expected)
-    names = [
-        next(name for name in expected if name in line.removeprefix(str(ROOT))) for line in lines
-    ]
-    assert names == expected[:last] and (done.returncode != 0) == (failing in expected)
+    assert sum("capture" not in what for what in judged) == 3
 
 
 # --- thresholds of kernels -----------------------------------------------------------------------

@@ -20,7 +20,6 @@ from tiny_pocket import (
     make_pocket,
     make_tokenizer,
     make_tower,
-    parts,
     save_parts,
 )
 
@@ -117,48 +116,3 @@ def test_smaller_images_have_the_positions_of_transformers() -> None:
         small = build.resize_tower(make_tower(), size)
         assert small.config.image_size == size
         assert torch.equal(small(pixels).last_hidden_state, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "message"),
-    [
-        ("dinov2_with_registers", {"num_register_tokens": 4}, "are no raster: 48 pixels become "),
-        ("siglip_vision_model", {}, "has no positions of a CLS token and a raster of patches"),
-        ("vit_mae", {"image_size": [SIZE, SIZE]}, "the vit_mae tower takes no square images"),
-    ],
-)
-def test_towers_whose_patches_are_no_raster_are_refused(
-    kind: str, more: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PocketError, match=message):
-        build.resize_tower(make_tower(kind, **more), SIZE)
-
-
-def test_decoders_without_a_cache_are_refused() -> None:
-    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
-
-    config = OpenAIGPTConfig(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
-    with pytest.raises(PocketError, match="OpenAIGPTLMHeadModel has no KV cache"):
-        build.assemble(make_tower(), OpenAIGPTLMHeadModel(config), make_tokenizer(), SIZE)
-
-
-def test_tokenizers_without_an_unused_token_are_refused() -> None:
-    from tiny_families import tokenizer
-
-    with pytest.raises(PocketError, match="has no token <unused0>"):
-        build.assemble(make_tower(), make_decoder(), tokenizer(), SIZE)
-
-
-def test_missing_and_older_parts_are_named(tmp_path: Path) -> None:
-    folder = save_parts(tmp_path / "parts")
-    (folder / "tower" / "config.json").unlink()
-    with pytest.raises(PocketError, match=r"tower is missing; `parts\.py` makes it"):
-        build.read(folder, SIZE)
-    (folder / "pocket.json").write_text(json.dumps({"version": parts.VERSION - 1}))
-    with pytest.raises(PocketError, match="is of version 0, this command makes version 1"):
-        build.read(folder, SIZE)
-
-
-def test_missing_training_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"error: .* has no checkpoint; `train\.py` writes it"):
-        build.main([str(tmp_path), str(tmp_path / "out"), "--run", str(tmp_path)])

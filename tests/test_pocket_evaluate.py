@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tiny_pocket import SIZE, PocketError, evaluate, make_objects, scenes
 
@@ -52,14 +49,6 @@ def test_gate_needs_both_types(asked: list) -> None:
     assert evaluate.gate({"where": right}) == ["what"]
 
 
-def test_photographs_that_are_missing_are_named(tmp_path: Path) -> None:
-    assert evaluate.read_photographs(None) == []
-    with pytest.raises(PocketError, match=r"photographs: .* has no \.jpg, \.jpeg or \.png file"):
-        evaluate.read_photographs(tmp_path)
-    Image.new("L", (9, 9)).save(tmp_path / "a.png")
-    assert [of.mode for of in evaluate.read_photographs(tmp_path)] == ["RGB"]
-
-
 def test_more_comparisons_than_questions_are_refused(
     asked: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,11 +59,3 @@ def test_more_comparisons_than_questions_are_refused(
         evaluate.compare(model, asked[:1], 9)
     monkeypatch.setattr(evaluate, "reference", lambda *_: [2])
     assert evaluate.compare(model, asked[:1], 3) == 0
-
-
-@pytest.mark.parametrize("note", [None, {"version": 1}, {"version": 0, "stage": "b"}])
-def test_models_of_others_are_refused(tmp_path: Path, note: dict | None) -> None:
-    if note is not None:
-        (tmp_path / "pocket.json").write_text(json.dumps(note))
-    with pytest.raises(SystemExit, match=r"has no model; `build|is of version 0, expected is 1"):
-        evaluate.main([str(tmp_path), str(tmp_path)])

@@ -103,11 +103,3 @@ def test_wrong_numbers_are_too_high_or_too_low() -> None:
         {"recipe": "hired:budget=0.1", "answers": 5} | kinds,
         {"recipe": "random:budget=0.1", "answers": 4, "right": 1, "high": 1, "low": 2, "other": 0},
     ]
-
-
-def test_a_folder_without_numbers_of_objects(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert counting.main([str(tmp_path), "--out", str(tmp_path / "out.json")]) == 1
-    assert "has no answers about numbers of objects" in capsys.readouterr().err
-    assert not (tmp_path / "out.json").exists()

@@ -71,11 +71,6 @@ def test_unpacks_drawings_names_and_licences(archives: Path, tmp_path: Path) -> 
     assert read.drawing("cat", "twitter").getpixel((5, 5)) == (1, 2, 3, 255)
 
 
-def test_is_not_made_again(archives: Path, tmp_path: Path) -> None:
-    made = objects.make(tmp_path / "out", archives)
-    assert objects.make(tmp_path / "out", tmp_path / "missing") == made
-
-
 def test_archive_of_another_sum_is_refused(archives: Path, tmp_path: Path) -> None:
     path = archives / f"{objects.STYLES['twitter'].package}-{objects.RELEASE}.tgz"
     path.write_bytes(path.read_bytes() + b"more")
@@ -85,38 +80,6 @@ def test_archive_of_another_sum_is_refused(archives: Path, tmp_path: Path) -> No
     path.unlink()
     with pytest.raises(PocketError, match="is missing; `npm pack emoji-datasource-twitter@"):
         objects.make(tmp_path / "out", archives)
-
-
-def test_missing_npm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PocketError, match="npm is missing; install it, or give --archives"):
-        objects.make(tmp_path / "out")
-    npm = tmp_path / "npm"
-    npm.write_text("#!/bin/sh\necho 'no network' >&2\nexit 1\n")
-    npm.chmod(0o755)
-    with pytest.raises(PocketError, match=r"npm cannot download .*: no network"):
-        objects.make(tmp_path / "out")
-
-
-@pytest.mark.parametrize("note", [None, {}, {"version": 0}])
-def test_folders_of_others_are_refused(tmp_path: Path, note: dict | None) -> None:
-    folder = tmp_path / "objects"
-    folder.mkdir()
-    if note is None:
-        (folder / "file").touch()
-    else:
-        (folder / "objects.json").write_text(json.dumps(note))
-    for call in (lambda: objects.make(tmp_path), lambda: objects.read(folder, one_token)):
-        with pytest.raises(PocketError, match=r"not made by this command|is of version"):
-            call()
-
-
-def test_missing_drawings_are_named(archives: Path, tmp_path: Path) -> None:
-    with pytest.raises(PocketError, match="has no drawings"):
-        objects.read(tmp_path / "none", one_token)
-    made = objects.make(tmp_path, archives)
-    with pytest.raises(PocketError, match="no object has a name that is one token"):
-        objects.read(made, lambda text, **_: SimpleNamespace(input_ids=list(text)))
 
 
 def test_splits_share_no_drawing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,11 +43,6 @@ def packages(parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path / "site"
 
 
-def test_missing_package_is_named(parts: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(parts.PocketError, match="no_such_package/data/a is missing; `pip install"):
-        parts.located("no_such_package", "data", "a")
-
-
 def test_files_are_checked_together(parts: ModuleType, packages: Path) -> None:
     files = [
         parts.located(f"{parts.GGUF}_part{n + 1}", "data", f"{parts.GGUF_FILE}.part0{n}")
@@ -86,19 +80,3 @@ def test_terms_are_shown_and_must_be_accepted(
     assert done.stderr.startswith("Gemma Terms of Use\nTerms &\n")
     assert not any(word in done.stderr for word in ("Docs", "End", "Traceback"))
     assert "--accept-gemma-terms accepts them" in done.stderr
-
-
-@pytest.mark.parametrize("note", [None, {}, {"version": 0}])
-def test_folders_of_others_are_refused(
-    parts: ModuleType, tmp_path: Path, note: dict | None
-) -> None:
-    if note is None:
-        (tmp_path / "file").touch()
-    else:
-        (tmp_path / "pocket.json").write_text(json.dumps(note))
-    with pytest.raises(parts.PocketError, match=r"not made by this command|is of version"):
-        parts.check_folder(tmp_path)
-    for empty in (tmp_path / "new", tmp_path):
-        if empty == tmp_path:
-            (tmp_path / "pocket.json").write_text(json.dumps({"version": parts.VERSION}))
-        parts.check_folder(empty)

@@ -139,18 +139,3 @@ def test_photographs_become_backgrounds(drawn: Any) -> None:
     (image,), (owner,) = scenes.draw(of, drawn, [photograph])
     assert (np.asarray(image)[owner == 0] == (9, 99, 199)).all(-1).mean() > 0.9
     assert shown(image).keys() == set(of.cells.values())
-
-
-def test_types_of_questions_follow_their_shares() -> None:
-    asked = scenes.questions(make("scene", 0), random.Random(0), 2000)
-    counts = Counter(of.type for of in asked)
-    for type_, share in scenes.TYPES["scene"].items():
-        assert abs(counts[type_] / 2000 - share) < 0.05
-    assert all(sum(shares.values()) == pytest.approx(1) for shares in scenes.TYPES.values())
-
-
-def test_what_cannot_be_asked_or_drawn_is_refused() -> None:
-    with pytest.raises(PocketError, match=r"type='way' must be one of what, where, .* for a scene"):
-        scenes.question(make("scene", 0), "way", random.Random(0))
-    with pytest.raises(PocketError, match="scenes need at least 4 objects, there are 2"):
-        scenes.layout(0, "scene", {"cat": ["google"], "dog": ["google"]}, SIZE)

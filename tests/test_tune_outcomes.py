@@ -96,20 +96,6 @@ def test_recording_continues_after_an_interruption(
     with np.load(tmp_path / "all.npz") as packed:
         assert packed["seed"].tolist() == list(range(100))
         assert packed["outcome"][0].tolist() == list(range(100))
-    outcomes.unpack(tmp_path / "all.npz", tmp_path / "copy")
-    done[:] = [range(0)]
-    outcomes.record(tmp_path / "copy", 100)
-    assert done == [range(0), range(80, 100)]
-    with np.load(tmp_path / "copy" / "00040.npz") as block:
-        assert block["seed"].tolist() == list(range(40, 80))
-
-
-def test_blocks_of_other_recipes_are_not_packed(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "00000.npz", recipes=np.array(["none", "tome"]))
-    with pytest.raises(SystemExit, match="other recipes"):
-        outcomes.pack(tmp_path, tmp_path / "all.npz")
-    with pytest.raises(SystemExit, match="no blocks"):
-        outcomes.pack(tmp_path / "none", tmp_path / "all.npz")
 
 
 # --- the race ------------------------------------------------------------------------------------

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import json
-import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from bench_script import script
+
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 pytest.importorskip("httpx2")
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
 if not Path("/proc/self/status").is_file():
     pytest.skip("memory of processes is read from /proc", allow_module_level=True)
 
-
-def script(name: str) -> Any:
-    """A benchmark as a module, loaded from its file: `tests` has folders of the same names."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# Each is imported by those that follow.
-script("ask")
-script("engine")
-servers = script("servers")
-serve = script("serve")
+servers, serve = script("servers"), script("serve")
 
 # A server whose behaviour is known. It refuses an image that it has seen before.
 FAKE = """
@@ -125,14 +107,20 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str
     return behaviours
 
 
-LITTLE = ["--clients", "1", "4", "--requests", "8", "--rounds", "2", "--images", "3"]
+LITTLE = ["--clients", "1", "4", "--requests", "8", "--rounds", "2"]
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "IMAGES", 3)
+    monkeypatch.setattr(serve, "MEMORY_REQUESTS", (6, 9))
 
 
 def run(tmp_path: Path, *options: str) -> dict[str, Any]:
     out = tmp_path / "serve.json"
     assert serve.main([*LITTLE, "--threads", "1", *options, "--out", str(out)]) == 0
     text = out.read_text()
-    assert str(servers.ask.ROOT) not in text and sys.prefix not in text
+    assert str(servers.ROOT) not in text and sys.prefix not in text
     return json.loads(text)
 
 
@@ -165,58 +153,12 @@ def test_a_run_with_vlmfast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "| none | 2 | " in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_run_with_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("openai")
-    few = ["--requests", "3", "--rounds", "1", "--memory-requests", "4", "8", "--images", "3"]
-    report = run(tmp_path, "--recipes", "none", "--dtype", "float32", *few)
-    assert report["servers"][serve.TRANSFORMERS]["continuous_batching"] is False
-    shares = [row["ratios"] for row in report["rows"] if "equal to those" in row["what"]]
-    assert shares == [[1], [1]]
-    assert row_of(report, "largest gap")["median"] > 1
-    assert all(row["median"] > 0.9 for row in report["rows"] if row["name"] == "memory")
-
-
-@pytest.mark.slow
-def test_all_parts(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    quick = {"pause": 0.002}
-    fakes |= {"none": quick, "balanced": quick | {"salt": "balanced"}, serve.TRANSFORMERS: quick}
-    report = run(tmp_path, "--memory-requests", "6", "9")
-    names = ["none", "balanced", serve.TRANSFORMERS]
-    assert list(report["servers"]) == names
-    loads = [(of["server"], of["clients"]) for of in report["loads"]]
-    assert loads == [(name, clients) for name in names for clients in (1, 4)]
-    assert all(len(of["rounds"]) == 2 for of in report["loads"])
-    assert all(sample["tokens"] == 8 * 6 for of in report["loads"] for sample in of["rounds"])
-    assert {row["name"] for row in report["rows"]} == set(serve.NAMES)
-    assert row_of(report, "equal to those of `transformers serve`, 4 ")["ratios"] == [1, 1]
-    assert len([row for row in report["rows"] if "over `transformers serve`" in row["what"]]) == 4
-    assert [of["server"] for of in report["memory"]] == names
-    assert all(len(of["bytes"]) == 2 and min(of["bytes"]) > 5e6 for of in report["memory"])
-    gaps = [row["what"] for row in report["rows"] if row["name"] == "gap"]
-    assert len(gaps) == 2 and not any(serve.TRANSFORMERS in what for what in gaps)
-
-
-@pytest.mark.slow
-def test_scaling_tells_batches_from_a_queue(
-    fakes: dict[str, dict[str, Any]], tmp_path: Path
+def test_memory_that_grows_is_reported(
+    fakes: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = {"pause": 0.03}
-    fakes |= {"none": slow, serve.TRANSFORMERS: slow | {"sequential": True, "salt": "other"}}
-    few = ["--only", "throughput", "--recipes", "none", "--requests", "4", "--rounds", "1"]
-    report = run(tmp_path, *few)
-    batched, queued = (row_of(report, f"4 clients over 1, `{n}`") for n in report["servers"])
-    assert batched["median"] > 1.7 and batched["verdict"] == "ok"
-    assert queued["median"] < 1.6 and queued["verdict"] == ""
-    assert row_of(report, "over `transformers serve`, 4 clients")["median"] > 1.5
-    shares = [row["ratios"] for row in report["rows"] if "equal to those" in row["what"]]
-    assert shares == [[0], [0]]
-
-
-def test_memory_that_grows_is_reported(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    monkeypatch.setattr(serve, "MEMORY_REQUESTS", (20, 40))
     fakes["balanced"] = {"kept": 4_000_000}
-    report = run(tmp_path, "--only", "memory", "--no-transformers", "--memory-requests", "20", "40")
+    report = run(tmp_path, "--only", "memory", "--no-transformers")
     assert row_of(report, "`none`")["verdict"] == "ok"
     grown = row_of(report, "`balanced`")
     assert grown["verdict"] == "missed" and grown["median"] > 1.3
@@ -247,7 +189,7 @@ def test_transformers_that_cannot_run_is_left_out(
         return [spec for spec in fake(args, *given) if spec.is_own] + [missing]
 
     monkeypatch.setattr(serve, "specs", specs)
-    few = ["--recipes", "none", "--memory-requests", "2", "4"]
+    few = ["--recipes", "none"]
     fakes["none"] = {"pause": 0.002}
     report = run(tmp_path, "--only", "throughput", "memory", *few)
     reason = report["servers"][serve.TRANSFORMERS]["unavailable"]
@@ -257,15 +199,6 @@ def test_transformers_that_cannot_run_is_left_out(
     assert {of["server"] for of in report["loads"]} == {"none"} and len(report["memory"]) == 1
     assert not any(serve.TRANSFORMERS in row["what"] for row in report["rows"])
     assert f"transformers serve is left out: {reason}" in capsys.readouterr().out
-
-
-def test_transformers_that_refuses_is_left_out(
-    fakes: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    fakes |= {"none": {"pause": 0.002}, serve.TRANSFORMERS: {"status": 500}}
-    report = run(tmp_path, "--only", "throughput", "--recipes", "none")
-    assert report["servers"][serve.TRANSFORMERS]["unavailable"] == "status 500: no"
-    assert len(report["loads"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -291,23 +224,6 @@ def test_a_stream_that_ends_early_is_no_gap(
     fakes["none"] = {"long": servers.BEFORE + 2, "sequential": True}
     with pytest.raises(SystemExit, match="ended before the other answer"):
         run(tmp_path, "--only", "gap", "--recipes", "none", "--no-transformers")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--clients", "4"],
-        ["--clients", "1", "0"],
-        ["--requests", "0"],
-        ["--memory-requests", "5", "5"],
-        ["--model", "someone/model", "--only", "gap"],
-        ["--only", "client"],
-    ],
-)
-def test_wrong_options_are_refused(options: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        serve.parse(options)
-    assert serve.parse(["--clients", "4", "1"]).clients == [1, 4]
 
 
 # --- requests and servers ------------------------------------------------------------------------
@@ -337,34 +253,6 @@ def test_requests_have_the_same_scenes_and_other_images() -> None:
     assert len(images_of([several])) == 2 and json.loads(several)["max_tokens"] == 7
 
 
-def test_a_server_that_waits_takes_no_time(
-    fakes: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    (spec,) = serve.specs(serve.parse(["--recipes", "none", "--no-transformers"]))
-    server = servers.Server(spec, 1, tmp_path / "log")
-
-    def is_stopped() -> bool:
-        """A signal takes effect a little after it is sent."""
-        stat = Path(f"/proc/{server._process.pid}/stat")
-        end = time.monotonic() + 5
-        while not (stopped := stat.read_text().rpartition(")")[2].split()[0] == "T"):
-            if time.monotonic() > end:
-                break
-            time.sleep(0.01)
-        return stopped
-
-    bodies = serve.Requests([Image.new("RGB", (8, 8))], "m").bodies(2, 4)
-    try:
-        server.pause()
-        assert is_stopped()
-        with server.awake():
-            assert [of.tokens for of in servers.load(server.url, bodies, 2).answers] == [4, 4]
-        assert is_stopped()
-    finally:
-        server.close()
-    assert server._process.returncode is not None
-
-
 def test_vllm_runs_the_same_recipes_in_its_own_environment() -> None:
     recipes = ["none", "hired:budget=0.2"]
     argv = ["--vllm", sys.executable, "--recipes", *recipes, "--dtype", "float32"]
@@ -386,114 +274,9 @@ def test_vllm_runs_the_same_recipes_in_its_own_environment() -> None:
     assert len(set(ports)) == 2
 
 
-# ``vllm bench serve``: the same options, requests and results.
-FAKE_BENCH = """#!{python}
-import json, sys, time, urllib.request
-
-module, *words = sys.argv[2:]
-assert (sys.argv[1], module, words[:2]) == ("-m", "vllm.entrypoints.cli.main", ["bench", "serve"])
-options, words = {{}}, words[2:]
-while words:
-    name = words.pop(0)
-    options[name] = words.pop(0) if words and not words[0].startswith("--") else True
-assert (options["--backend"], options["--dataset-name"]) == ("openai-chat", "custom_mm")
-lines = [json.loads(line) for line in open(options["--dataset-path"])]
-completed, start = 0, time.time()
-for line in lines[: int(options["--num-prompts"])]:
-    image = {{"type": "image_url", "image_url": {{"url": "file://" + line["image_files"][0]}}}}
-    content = [{{"type": "text", "text": line["prompt"]}}, image]
-    body = {{
-        "model": options["--model"],
-        "messages": [{{"role": "user", "content": content}}],
-        "max_completion_tokens": int(options["--custom-output-len"]),
-        "stream": True,
-        "stream_options": {{"include_usage": True}},
-        "temperature": float(options["--temperature"]),
-    }}
-    print(json.dumps(body))
-    url = options["--base-url"] + options["--endpoint"]
-    headers = {{"Content-Type": "application/json"}}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request) as response:
-        completed += b"[DONE]" in response.read()
-rate = completed / (time.time() - start) * int(options["--max-concurrency"])
-result = {{"completed": completed - {missing}, "request_throughput": rate}}
-result |= {{"output_throughput": 6 * rate, "ttfts": []}}
-result |= {{f"p{{p}}_e2el_ms": p for p in options["--metric-percentiles"].split(",")}}
-with open(options["--result-dir"] + "/" + options["--result-filename"], "w") as file:
-    json.dump(result, file)
-"""
-
-
-def fake_bench(folder: Path, missing: int = 0) -> Path:
-    file = folder / "python-of-vllm"
-    file.write_text(FAKE_BENCH.format(python=sys.executable, missing=missing))
-    file.chmod(0o755)
-    return file
-
-
-def test_vllm_bench_is_a_client(fakes: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    few = ["--only", "client", "--recipes", "none", "--requests", "3", "--rounds", "1"]
-    report = run(tmp_path, *few, "--vllm", str(fake_bench(tmp_path)))
-    assert [of["clients"] for of in report["client"]] == [1, 4]
-    assert report["client"][0]["p95_e2el_ms"] == "95" and "ttfts" not in report["client"][0]
-    row = row_of(report, "4 clients over 1, `none`, by `vllm bench serve`")
-    assert 2 < row["median"] < 8
-    with pytest.raises(SystemExit, match="2 of 3 answers"):
-        run(tmp_path, *few, "--vllm", str(fake_bench(tmp_path, missing=1)))
-    (tmp_path / "python-of-vllm").write_text("#!/bin/sh\necho broken >&2; exit 3\n")
-    with pytest.raises(SystemExit, match="code 3: broken"):
-        run(tmp_path, *few, "--vllm", str(tmp_path / "python-of-vllm"))
-
-
-def test_requests_of_vllm_bench_are_accepted(tmp_path: Path) -> None:
-    """Those of its data set ``custom_mm``; ``random-mm`` asks for what is refused."""
-    from vlmfast.serve.errors import RequestError
-    from vlmfast.serve.schema import ChatRequest, read_as
-
-    dataset = serve.Requests([Image.new("RGB", (8, 8))], "m").files(tmp_path / "images", 2)
-    lines = [json.loads(line) for line in dataset.read_text().splitlines()]
-    files = [Path(file) for line in lines for file in line["image_files"]]
-    assert len({file.read_bytes() for file in files}) == len(files) == 2
-    image = {"type": "image_url", "image_url": {"url": f"file://{files[0]}"}}
-    content = [{"type": "text", "text": lines[0]["prompt"]}, image]
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": content}],
-        "max_completion_tokens": 8,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.0,
-    }
-    assert read_as(ChatRequest, json.dumps(body).encode()).max_completion_tokens == 8
-    with pytest.raises(RequestError, match="ignore_eos is not supported"):
-        read_as(ChatRequest, json.dumps(body | {"ignore_eos": True}).encode())
-
-
-def test_rows_compare_a_recipe_with_vllm_under_the_same_recipe() -> None:
-    answer = servers.Answer(0.0, [0.1], 0.2, "text", 4)
-    other = servers.Answer(0.0, [0.1], 0.2, "other", 4)
-    found = {
-        ("none", 1): [servers.Load(1.0, [answer])],
-        ("fast", 1): [servers.Load(0.5, [answer])],
-        ("vllm serve", 1): [servers.Load(2.0, [answer])],
-        ("vllm serve, fast", 1): [servers.Load(2.0, [other])],
-    }
-    ratios = {row.what: row.ratios for row in serve.against(found)}
-    assert ratios == {
-        "answers per second, `none` over `vllm serve`, 1 client": [2.0],
-        "answers per second, `fast` over `vllm serve, fast`, 1 client": [4.0],
-    }
-    shares = {row.what: row.ratios for row in serve.equality(found)}
-    assert shares == {
-        "share of answers equal to those of `vllm serve`, 1 client": [1.0],
-        "share of answers equal to those of `vllm serve, fast`, 1 client": [0.0],
-    }
-
-
 def test_a_model_without_end(tmp_path: Path) -> None:
-    folder = serve.endless(servers.ask.TINY, tmp_path / "endless")
-    names = {file.name for file in servers.ask.TINY.iterdir()}
+    folder = serve.endless(serve.TINY, tmp_path / "endless")
+    names = {file.name for file in serve.TINY.iterdir()}
     assert {file.name for file in folder.iterdir()} == names
     settings = json.loads((folder / "generation_config.json").read_text())
     assert settings["suppress_tokens"] == [2] and settings["eos_token_id"] == 2
@@ -502,29 +285,8 @@ def test_a_model_without_end(tmp_path: Path) -> None:
 # --- statistics ----------------------------------------------------------------------------------
 
 
-def test_gap_ratio() -> None:
-    times = [float(at) for at in range(10)] + [14.0, 15.0, 16.0]
-    assert servers.gap_ratio(times, 8.5, 13.0) == 5.0
-    # The controls: a gap outside the time counts for the median only, one that overlaps it does.
-    assert servers.gap_ratio(times, 2.5, 4.0) == 1.0
-    assert servers.gap_ratio(times, 13.9, 13.95) == 5.0
-    assert servers.gap_ratio(times, 14.0, 15.0) == 1.0
-
-
-def test_percentiles() -> None:
-    values = [float(value) for value in range(101)]
-    random.Random(0).shuffle(values)
-    assert serve.percentiles(values) == {f"p{p}": p for p in (25, 50, 75, 95, 99)}
-    assert serve.percentiles([3.0])["p99"] == 3.0 and serve.percentiles([]) is None
-
-
 def an_answer(text: str, begin: float, *times: float) -> Any:
     return servers.Answer(begin, list(times), times[-1] + 0.5, text, len(times))
-
-
-def test_times_of_an_answer() -> None:
-    answer = an_answer("a", 1.0, 3.0, 4.0, 7.0)
-    assert (answer.ttft, answer.gaps, answer.total) == (2.0, [1.0, 3.0], 6.5)
 
 
 def loads(seconds: list[float], texts: str) -> list[Any]:
@@ -547,6 +309,16 @@ def test_ratios_are_within_rounds() -> None:
     assert one.ratios == [1.0, 0.5, 0.25] and one.verdict == "missed"
     assert four.ratios == [2.0, 4.0, 0.25] and four.verdict == "ok"
     assert [row.ratios for row in serve.equality(found)] == [[0.75] * 3, [1.0] * 3]
+    # Of vLLM, with the server of the same recipe.
+    recipes = found | {
+        ("fast", 1): loads([5.0] * 3, "abcd"),
+        ("vllm serve, fast", 1): loads([10.0] * 3, "abcx"),
+    }
+    (row,) = (row for row in serve.against(recipes) if "vllm" in row.what)
+    assert row.what == "answers per second, `fast` over `vllm serve, fast`, 1 client"
+    assert row.ratios == [2.0] * 3 and row.bound is None
+    (row,) = (row for row in serve.equality(recipes) if "vllm" in row.what)
+    assert row.ratios == [0.75] * 3
     # The control: answers of another recipe are not compared.
     assert not serve.equality({("balanced", c): of for (_, c), of in found.items()})
 

@@ -1,0 +1,329 @@
+"""What the scripts of this folder share: arguments, rounds, statistics, result files, tables.
+
+A script makes its parser with `parser`, sets threads and gets its provenance with `begin`, calls
+what it compares in turn with `interleaved`, and writes a JSON file with `written`. `Parts` is a
+result file whose parts are measured one by one, which the same command resumes. `Row` is one line
+of a table of ratios with bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from vlmfast.core.display import markdown_table
+from vlmfast.core.help import count
+from vlmfast.core.progress import Progress
+from vlmfast.eval.bench import provenance, spread, turns
+from vlmfast.eval.results import write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNFINISHED = 3  # exit code
+FULL = "out of memory"
+
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+# --- arguments -----------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recipe": {"action": "append", "dest": "recipes", "help": "may be repeated"},
+    "repeats": {"type": count, "help": "measured runs of each variant (%(default)s)"},
+    "repeat": {"type": count, "help": "measured runs of each variant (%(default)s)"},
+    "pairs": {"type": count, "help": "measured pairs (%(default)s)"},
+    "warmup": {"type": int, "help": "runs before them (%(default)s)"},
+    "new_tokens": {"type": count, "help": "tokens of an answer (%(default)s)"},
+    "layers": {"type": int, "help": "of the language model (%(default)s)"},
+    "decoding": {"choices": ("auto", "graph", "compile", "eager")},
+    "dtype": {"choices": ("float32", "bfloat16")},
+    "device": {"help": "(%(default)s)"},
+    "threads": {"type": int, "help": "0: PyTorch's default (%(default)s)"},
+    "minutes": {"type": float, "help": "start no part that may exceed this limit (%(default)s)"},
+    "again": {"action": "store_true", "help": "measure these parts again, keep the others"},
+    "fresh": {"action": "store_true", "help": "discard the contents of the result file"},
+    "quick": {"action": "store_true", "help": "checks the script, measures nothing"},
+    "out": {"type": Path, "help": "result file (benchmarks/results/...json)"},
+}
+
+
+def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with some of `OPTIONS`, by name, and their defaults."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        made.add_argument(f"--{name.replace('_', '-')}", default=default, **OPTIONS[name])
+    return made
+
+
+def begin(script: str, argv: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Set the number of threads; the provenance of a result."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if getattr(args, "threads", 0):
+        torch.set_num_threads(args.threads)
+    return provenance(script, argv, args.device)
+
+
+# --- rounds and statistics -----------------------------------------------------------------------
+
+
+def interleaved(
+    variants: Mapping[Key, Callable[[], Result]], repeats: int, *, warmup: int = 0, name: str = ""
+) -> dict[Key, list[Result]]:
+    """The results of all variants, which are called in `turns`; ``name`` shows the progress."""
+    found: dict[Key, list[Result]] = {key: [] for key in variants}
+    total = (warmup + repeats) * len(variants)
+    with Progress(name, total, "runs", show=bool(name)) as bar:
+        for key, counts in turns(list(variants), repeats, warmup=warmup):
+            gc.collect()
+            result = variants[key]()
+            if counts:
+                found[key].append(result)
+            bar.update()
+    return found
+
+
+def ratio(pairs: Sequence[Sequence[float]], draws: int = 4000) -> dict[str, float] | None:
+    """Sum of the first values over the sum of the second values, with its 95 % interval.
+
+    The interval is that of a bootstrap over pairs. ``None`` if a sum is 0.
+    """
+    times = np.array(pairs)
+    if not times.sum(0).all():
+        return None
+    index = np.random.default_rng(0).integers(0, len(times), (draws, len(times)))
+    first, second = times[index].sum(1).T
+    low, high = np.quantile(first / second, [0.025, 0.975])
+    value = times[:, 0].sum() / times[:, 1].sum()
+    return {"value": float(value), "low": float(low), "high": float(high)}
+
+
+def gap_ratio(
+    times: Sequence[float], begin: float, end: float, opened: float | None = None
+) -> float:
+    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
+
+    Parameters
+    ----------
+    times : sequence of float
+        Of the tokens of a stream.
+    begin, end : float
+        When another request was sent, and when its first token came.
+    opened : float, optional
+        When it was opened: gaps from then to ``begin`` do not count.
+    """
+    opened = begin if opened is None else opened
+    within = [b - a for a, b in pairwise(times) if b > begin and a < end]
+    others = [b - a for a, b in pairwise(times) if b <= opened or a >= end]
+    return max(within) / statistics.median(others)
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+
+
+def padded(vlm: Any, question: str, images: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Inputs of ``generate``: a question about each image, padded on the left."""
+    adapter, content = vlm.adapter, [{"type": "image"}, {"type": "text", "text": question}]
+    text = vlm.processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    inputs = vlm.processor(
+        images=[[image] for image in images],
+        text=[text] * len(images),
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
+        **adapter.on_device(),  # images are resized on the same device as by vlmfast
+    )
+    return {
+        key: value.to(adapter.device, adapter.dtype if value.is_floating_point() else None)
+        for key, value in inputs.items()
+    }
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def interval(found: dict[str, float] | None) -> str:
+    """A `ratio`, as text."""
+    return "-" if found is None else "{value:.2f}x [{low:.2f}, {high:.2f}]".format(**found)
+
+
+def quartiles(of: dict[str, float]) -> str:
+    """Seconds as milliseconds: the median, and quartiles."""
+    median, q1, q3 = (1e3 * of[key] for key in ("median", "q1", "q3"))
+    digits = 0 if median >= 100 else 1
+    return f"{median:,.{digits}f} ms [{q1:,.{digits}f}, {q3:,.{digits}f}]"
+
+
+def line(error: BaseException, most: int = 200) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+
+def conditions(report: dict[str, Any]) -> str:
+    """Device, threads, versions and date of a result."""
+    versions = report["environment"]["packages"]
+    return (
+        f"{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, {report['date']}"
+    )
+
+
+# --- rows with bounds ----------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One line of a table of ratios.
+
+    Parameters
+    ----------
+    name : str
+        The part of the benchmark.
+    what : str
+    ratios : list of float
+        One for each repeat.
+    bound : float, optional
+    least : bool
+        Whether it is a lower bound.
+    wrong : bool
+        Whether the results of what is compared differ.
+    """
+
+    name: str
+    what: str
+    ratios: list[float] = field(default_factory=list)
+    bound: float | None = None
+    least: bool = False
+    wrong: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.wrong:
+            return "WRONG"
+        if self.bound is None:
+            return ""
+        value = statistics.median(self.ratios)
+        return "ok" if (value >= self.bound if self.least else value <= self.bound) else "missed"
+
+    def report(self) -> dict[str, Any]:
+        """JSON values; no median of wrong results."""
+        shown = dict.fromkeys(("median", "q1", "q3")) if self.wrong else spread(self.ratios)
+        return asdict(self) | shown | {"verdict": self.verdict}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = []
+    for row in rows:
+        measured = ""
+        if not row.wrong:
+            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**spread(row.ratios))
+        bound = "" if row.bound is None else f"{'≥' if row.least else '≤'} {row.bound:g}"
+        lines.append([f"`{row.name}`", row.what, measured, bound, row.verdict])
+    return markdown_table(["", "what", "measured", "bound", ""], lines)
+
+
+# --- result files --------------------------------------------------------------------------------
+
+
+def path_of(args: argparse.Namespace, *parts: str) -> Path:
+    """``--out``, or the usual file, whose name has these parts, a device without its index."""
+    names = [part.partition(":")[0].replace(" ", "-").lower() for part in parts]
+    return args.out or RESULTS / f"{'-'.join(names)}.json"
+
+
+def written(path: Path, report: dict[str, Any]) -> None:
+    """Write a result file, and say so."""
+    write_json(path, report)
+    print(f"\nwritten: {path}", file=sys.stderr)
+
+
+class Parts:
+    """A result file whose parts are written one by one.
+
+    Parameters
+    ----------
+    path : Path
+    about : dict
+        As `begin` returns it.
+    settings : dict
+        What all parts have in common, in addition to the device and the versions.
+    fresh : bool
+        Discard the contents of the file.
+
+    Raises
+    ------
+    SystemExit
+        If the file was measured with other settings.
+    """
+
+    def __init__(
+        self, path: Path, about: dict[str, Any], settings: dict[str, Any], fresh: bool = False
+    ) -> None:
+        packages = about["environment"]["packages"]
+        settings = settings | {"device": about["device"]}
+        settings |= {name: packages[name] for name in ("torch", "transformers")}
+        self.path = path
+        self.report: dict[str, Any] = {"settings": settings, "parts": {}}
+        if path.is_file() and not fresh:
+            self.report = json.loads(path.read_text(encoding="utf-8"))
+            if self.report["settings"] != settings:
+                raise SystemExit(
+                    f"{path} was measured with {self.report['settings']}, not with {settings}; "
+                    "use --fresh or another --out"
+                )
+        self.rows: dict[str, dict[str, Any]] = self.report["parts"]
+        self.report |= about
+
+    def missing(self, wanted: Sequence[str]) -> list[str]:
+        """Parts to measure; those that failed come last, so that they do not block others."""
+        failed = [k for k in wanted if self.rows.get(k, {}).get("failed", FULL) != FULL]
+        return [key for key in wanted if key not in self.rows] + failed
+
+    def measure(self, keys: Sequence[str], run: Callable[[str], dict[str, Any]], end: float) -> int:
+        """Measure parts, none that may exceed the time ``end``; returns how many are left."""
+        longest = 0.0
+        for number, key in enumerate(keys):
+            start = time.perf_counter()
+            if start + 1.5 * longest > end:
+                return len(keys) - number
+            try:
+                row = run(key)
+            except torch.OutOfMemoryError:
+                row = {"failed": FULL}
+            except Exception as error:  # other parts may work
+                row = {"failed": line(error, 300)}
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            took = time.perf_counter() - start
+            longest = max(longest, took)
+            self.rows[key] = row | {"date": self.report["date"], "took": took}
+            write_json(self.path, self.report)
+            print(f"{key}: {row.get('failed', 'done')}, took {took:.0f} s", file=sys.stderr)
+        return 0
+
+    def ended(self, left: int, wrong: int) -> int:
+        """The exit code."""
+        print(f"\nwritten: {self.path}", file=sys.stderr)
+        if left:
+            print(f"{left} parts are missing; repeat the command to resume", file=sys.stderr)
+            return UNFINISHED
+        return int(bool(wrong))

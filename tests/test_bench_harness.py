@@ -1,0 +1,133 @@
+"""What the benchmarks share: rounds, ratios, bounds, and result files that a command resumes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench_script import script
+
+harness = script("harness")
+ABOUT = {
+    "device": "cpu",
+    "date": "today",
+    "environment": {"packages": {"torch": "2", "transformers": "5"}},
+}
+
+
+def test_options_have_the_defaults_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = harness.parser("What it does.", recipe=None, repeats=3, new_tokens=8, out=None)
+    args = parser.parse_args(["--new-tokens", "5", "--recipe", "none", "--recipe", "fast"])
+    assert vars(args) == {"recipes": ["none", "fast"], "repeats": 3, "new_tokens": 5, "out": None}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--repeats", "0"])
+    assert "--repeats: '0' is not a whole number above 0" in capsys.readouterr().err
+    assert harness.path_of(args, "ask", "cuda:0", "NVIDIA H200").name == "ask-cuda-nvidia-h200.json"
+    assert harness.path_of(argparse.Namespace(out=Path("x")), "ask") == Path("x")
+
+
+def test_variants_are_interleaved() -> None:
+    called: list[str] = []
+    variants = {name: lambda name=name: called.append(name) or len(called) for name in "ABC"}
+    found = harness.interleaved(variants, 2, warmup=1)
+    assert called == list("ABCABCBCA")
+    assert found == {"A": [4, 9], "B": [5, 7], "C": [6, 8]}
+
+
+def test_ratio_is_of_sums() -> None:
+    assert harness.ratio([[2.0, 1.0]] * 5) == {"value": 2.0, "low": 2.0, "high": 2.0}
+    found = harness.ratio([[2.0, 1.0], [1.0, 1.0], [1.0, 2.0], [3.0, 1.0]])
+    assert found["value"] == 7 / 5
+    assert found["low"] < 7 / 5 < found["high"]
+    assert harness.ratio([[0.0, 0.0]]) is None
+    assert harness.interval(found).startswith("1.40x [") and harness.interval(None) == "-"
+
+
+def test_gap_ratio() -> None:
+    times = [float(at) for at in range(10)] + [14.0, 15.0, 16.0]
+    assert harness.gap_ratio(times, 8.5, 13.0) == 5.0
+    # The controls: a gap outside the time counts for the median only, one that overlaps it does.
+    assert harness.gap_ratio(times, 2.5, 4.0) == 1.0
+    assert harness.gap_ratio(times, 13.9, 13.95) == 5.0
+    assert harness.gap_ratio(times, 14.0, 15.0) == 1.0
+    # The gap of 10 s between opening and sending counts for nothing.
+    times = [0.0, 1.0, 2.0, 12.0, 17.0, 19.0, 20.0, 21.0]
+    assert harness.gap_ratio(times, 13.0, 18.0, opened=2.5) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound", "least", "verdict"),
+    [
+        (2.0, 2.0, False, "ok"),
+        (2.0, 2.0, True, "ok"),
+        (2.1, 2.0, False, "missed"),
+        (1.9, 2.0, True, "missed"),
+        (9.0, None, False, ""),
+    ],
+)
+def test_verdicts(ratio: float, bound: float | None, least: bool, verdict: str) -> None:
+    row = harness.Row("gap", "what", [ratio, ratio], bound, least)
+    assert row.verdict == verdict and row.report()["median"] == ratio
+    assert f"| {ratio:.3f} [{ratio:.3f}, {ratio:.3f}] | " in harness.table([row])
+
+
+def test_wrong_results_have_no_ratio() -> None:
+    row = harness.Row("gap", "what", [2.0], 2.0, wrong=True)
+    assert row.report() | {"median": None, "verdict": "WRONG"} == row.report()
+    assert "2.000" not in harness.table([row]) and "WRONG" in harness.table([row])
+
+
+# --- result files --------------------------------------------------------------------------------
+
+
+def parts(path: Path, settings: dict[str, Any], **more: Any) -> Any:
+    return harness.Parts(path, ABOUT, settings, **more)
+
+
+def test_run_resumes_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, asked = tmp_path / "out.json", []
+
+    def run(key: str) -> dict[str, Any]:
+        asked.append(key)
+        if asked == ["a", "b"]:
+            raise RuntimeError("did not\nwork")
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        if key == "e":
+            raise torch.OutOfMemoryError
+        return {"value": key}
+
+    later, wanted = time.perf_counter() + 60, ["a", "b", "c", "d", "e"]
+    first = parts(path, {"model": "m"})
+    with pytest.raises(KeyboardInterrupt):
+        first.measure(first.missing(wanted), run, later)
+    second = parts(path, {"model": "m"})
+    assert second.rows["b"]["failed"] == "RuntimeError: did not work"
+    assert second.rows["a"]["value"] == "a" and second.rows["a"]["date"] == "today"
+    assert second.missing(wanted) == ["c", "d", "e", "b"]  # what failed comes last
+    assert second.measure(second.missing(wanted), run, later) == 0
+    assert asked == ["a", "b", "c", "c", "d", "e", "b"]
+    # What does not fit into the memory is not tried again.
+    report = json.loads(path.read_text())
+    assert report["parts"]["e"]["failed"] == harness.FULL
+    assert parts(path, {"model": "m"}).missing(wanted) == []
+    assert {"device", "date", "environment", "settings"} <= set(report)
+    with pytest.raises(SystemExit, match=r"was measured with .* use --fresh"):
+        parts(path, {"model": "other"})
+    assert parts(path, {"model": "other"}, fresh=True).rows == {}
+    capsys.readouterr()
+    assert second.ended(0, 0) == 0 and second.ended(0, 2) == 1
+    assert second.ended(1, 0) == harness.UNFINISHED
+    assert "repeat the command to resume" in capsys.readouterr().err
+
+
+def test_run_ends_at_its_time_limit(tmp_path: Path) -> None:
+    found = parts(tmp_path / "out.json", {})
+    assert found.measure(["a", "b"], lambda key: {}, time.perf_counter() - 1) == 2
+    assert found.rows == {}
