@@ -65,7 +65,7 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
     from triton.runtime.jit import KernelInterface
 
     from vlmfast.engine import fused
-    from vlmfast.kernels import _triton, decode_mixed, few_rows
+    from vlmfast.kernels import decode_mixed, few_rows
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: names.append(kernel.fn.__name__)
@@ -79,7 +79,6 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
         mock.patch.object(fused, "_PLAIN", (nn.Parameter, FakeTensor)),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
-        mock.patch.object(_triton, "turned_off", return_value=frozenset()),
     ):
         yield
 

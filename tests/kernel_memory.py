@@ -17,12 +17,15 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from vlmfast.kernels.calls import Call, tensors
 
 BAND = 4096  # elements on each side
 TRITON = os.sep + "triton" + os.sep  # in the paths of Triton's own files
@@ -102,15 +105,6 @@ def source() -> str:
             return f"{code.co_name}: {line}"
         frame = frame.f_back
     return "unknown source"
-
-
-def tensors(of: Any) -> Iterator[Tensor]:
-    """Tensors among arguments and in tuples of them."""
-    if isinstance(of, Tensor):
-        yield of
-    elif isinstance(of, tuple | list):
-        for each in of:
-            yield from tensors(each)
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -267,20 +261,20 @@ def guarded() -> Iterator[Guarded]:
 
 
 def each_tensor(of: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments with every tensor replaced, also those in lists, tuples and segments."""
+    """Arguments with every tensor replaced, also those in lists, tuples, dicts and dataclasses."""
     if isinstance(of, Tensor):
         return change(of)
     if isinstance(of, dict):
         return {name: each_tensor(value, change) for name, value in of.items()}
     if isinstance(of, list | tuple):
         return type(of)(each_tensor(value, change) for value in of)
-    if hasattr(of, "_each"):
-        return of._each(lambda name, x: change(x))
+    if is_dataclass(of):
+        parts = {each.name: getattr(of, each.name) for each in fields(of)}
+        return replace(of, **each_tensor(parts, change))
     return of
 
 
-def results(of: Any) -> list[Tensor]:
-    """Tensors of a result, in order."""
-    found: list[Tensor] = []
-    each_tensor(of, lambda x: found.append(x) or x)
-    return found
+def results(call: Call, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Tensors that a call with changed inputs returns, and those that it writes to."""
+    args, kwargs = each_tensor((call.args, dict(call.kwargs)), change)
+    return [*tensors(call.function(*args, **kwargs)), *(args[i] for i in call.written)]

@@ -294,8 +294,6 @@ def test_check_prints_tables_and_the_setting(
     out = capsys.readouterr().out
     assert "FAILED" in out and "b: differs from its reference" in out
     assert "VLMFAST_KERNELS=-pool" in out and "80%" in out and "100 MB" in out
-    assert main([*argv, "--save"]) == 1
-    assert "nothing to save" in capsys.readouterr().out
     assert main([*argv, "--json"]) == 1
     text = capsys.readouterr().out
     document = json.loads(text)
@@ -400,7 +398,7 @@ def test_default_length_in_the_help() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["check", "--help"], ["--quick", "--save", "--json", "--model"]),
+        (["check", "--help"], ["--quick", "--json", "--model"]),
         (["train", "elastic", "--help"], ["--steps", "--seed"]),
         (["eval", "--help"], ["--recipe", "--budget", "--limit", "--out", "--json"]),
         (["report", "--help"], ["DIR"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import torch
 import vlmfast
 from vlmfast.errors import VLMFastError
 from vlmfast.kernels import _triton
-from vlmfast.kernels._saved import machine, read_saved, saved_path
 from vlmfast.kernels._triton import (
     KERNELS,
     Choice,
@@ -39,20 +37,15 @@ class Cuda:
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A process that has not warned and read no file; its configuration folder."""
-    for remembered in (_triton._warn, _triton.turned_off):
-        remembered.cache_clear()
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "platform", "linux")
-    return tmp_path
+def fresh() -> None:
+    """A process that has not warned."""
+    _triton._warn.cache_clear()
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(_triton, "triton", object())
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Stand-in")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
@@ -206,65 +199,6 @@ def test_choices_are_parsed() -> None:
     assert parse_choice("torch") == Choice(forced="torch")
     assert parse_choice("-select") == Choice(off=frozenset({"top_k", "mass_count"}))
     assert parse_choice("-select") is parse_choice("-select")
-
-
-# --- the saved choice ----------------------------------------------------------------------------
-
-
-def save(folder: Path, text: str) -> None:
-    (folder / "vlmfast").mkdir(exist_ok=True)
-    (folder / "vlmfast" / "kernels.json").write_text(text, encoding="utf-8")
-
-
-def test_saved_choice_holds_for_this_gpu_alone(gpu: pytest.MonkeyPatch, fresh: Path) -> None:
-    key = machine(torch.device("cuda", 0))
-    assert key.startswith("Stand-in, 9.0, triton ") and key.endswith(vlmfast.__version__)
-    save(fresh, json.dumps({key: ["decode_mixed"], "Another, 9.0": ["swiglu"]}))
-    assert saved_path() == fresh / "vlmfast" / "kernels.json"
-    assert not use_triton("decode_mixed", Cuda())
-    assert use_triton("swiglu", Cuda())
-    assert not use_triton("swiglu", CPU)
-    # The variable has the last word.
-    for value in ("triton", "-swiglu"):
-        gpu.setenv("VLMFAST_KERNELS", value)
-        assert use_triton("decode_mixed", Cuda())
-    gpu.delenv("VLMFAST_KERNELS")
-    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    _triton.turned_off.cache_clear()
-    assert use_triton("decode_mixed", Cuda())
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"a": "b"}', '{"a": [1]}', "\x00", "[" * 100_000, "KEY"],
-    ids=["empty", "cut", "list", "text", "number", "binary", "deep", "kernel"],
-)
-def test_damaged_file_warns_and_turns_nothing_off(gpu, fresh: Path, text: str) -> None:
-    if text == "KEY":  # of another version
-        text = json.dumps({machine(torch.device("cuda", 0)): ["former_kernel"]})
-    save(fresh, text)
-    with pytest.warns(RuntimeWarning, match="the file is ignored") as caught:
-        assert [use_triton(name, Cuda()) for name in ("decode_mixed", "swiglu")] == [True, True]
-    assert len(caught) == 1
-
-
-def test_folder_in_place_of_the_file_warns(gpu: pytest.MonkeyPatch, fresh: Path) -> None:
-    (fresh / "vlmfast" / "kernels.json").mkdir(parents=True)
-    with pytest.warns(RuntimeWarning, match="cannot be read"):
-        assert use_triton("decode_mixed", Cuda())
-    with pytest.raises(VLMFastError, match=r"kernels\.json cannot be read"):
-        read_saved()
-
-
-def test_place_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative"):
-        monkeypatch.setenv("XDG_CONFIG_HOME", value)
-        assert saved_path() == tmp_path / ".config" / "vlmfast" / "kernels.json"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
-    assert saved_path() == tmp_path / "roaming" / "vlmfast" / "kernels.json"
-    assert read_saved() == {}
 
 
 # --- imports -------------------------------------------------------------------------------------

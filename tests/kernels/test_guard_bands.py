@@ -10,39 +10,43 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_cases import CASES
-from kernel_memory import Guarded, banded, checked, each_tensor, guarded, results
+from kernel_memory import Guarded, banded, checked, guarded, results
 from vlmfast.kernels import _triton
-from vlmfast.kernels.compile import files
+from vlmfast.kernels.calls import Shape
+from vlmfast.kernels.catalogue import CASES, Case
 
 CHECKS_ADDRESSES = True
 pytestmark = pytest.mark.usefixtures("triton")
 tl, triton_jit = _triton.tl, _triton.triton.jit
 interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="addresses are not observable")
 
-
-# Slow in the interpreter.
-SLOW = ("block - 1", "block + 1", "not causal", "two words", "empty context", "8 bit")
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] * name.endswith(SLOW), id=name) for name in CASES
+SLOW = "above a block"  # in the interpreter
+SHAPES = {
+    "one": Shape(2, 1, 16, 1, 8, 9, views=True),
+    "small": Shape(2, 2, 24, 5, 40, 21, views=True),
+    SLOW: Shape(4, 2, 16, 67, 264, 1025, views=True),
+}
+PAIRS = [
+    pytest.param(case, shape, marks=[pytest.mark.slow] * (of == SLOW), id=f"{case.name} {of}")
+    for case in CASES
+    for of, shape in SHAPES.items()
+    if case.checked or not case.timed
 ]
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize("name", NAMES)
-def test_kernels_stay_within_their_buffers(name: str, device: torch.device) -> None:
-    function, given = CASES[name]()
+@pytest.mark.parametrize(("case", "shape"), PAIRS)
+def test_kernels_stay_within_their_buffers(
+    case: Case, shape: Shape, device: torch.device
+) -> None:
+    call = case.call(shape)
     with guarded() as buffers:
-        got = results(function(**each_tensor(given, lambda x: banded(x.to(device)))))
+        got = results(call, lambda x: banded(x.to(device)))
         assert buffers.check(), "no output was allocated with guard bands"
     assert got and all(not x.is_floating_point() or not x.isnan().any() for x in got)
     if not _triton.INTERPRETED:  # there the addresses are checked
-        plain = results(function(**each_tensor(given, lambda x: x.to(device, copy=True))))
+        plain = results(call, lambda x: x.to(device, copy=True))
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
-
-
-def test_every_kernel_file_has_cases() -> None:
-    assert {name.split()[0] for name in CASES} == set(files())
 
 
 # --- controls ------------------------------------------------------------------------------------

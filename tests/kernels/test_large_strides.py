@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import THREE
-from kernel_memory import each_tensor, narrow_products, results
+from kernel_memory import narrow_products, results
 from vlmfast.kernels import _triton
+from vlmfast.kernels.calls import Call, Shape, tensors
+from vlmfast.kernels.catalogue import CASES, Case
 
 CHECKS_ADDRESSES = True
 pytestmark = [
@@ -27,6 +28,18 @@ pytestmark = [
     pytest.mark.skipif(not _triton.INTERPRETED, reason="needs Triton's interpreter"),
 ]
 tl, triton_jit = _triton.tl, _triton.triton.jit
+
+# At least three entries along every axis that a stride belongs to.
+SHAPE = Shape(3, 3, 16, 12, 24, 8, batch=3)
+NAMES = (
+    "attention, ragged", "col_stats, with a bias", "cover, bonus", "decode, masses",
+    "decode, 3 rows", "decode, ragged lists", "tree of 3, groups", "linears, biases", "gated, GELU",
+    "rotate_append, 3 tokens", "residual_norm, of a branch", "geglu_tanh", "gather_rows, ragged",
+    "top_k, ragged", "mass_count, 90 %", "merge, by token", "cell_average, 4 to 1",
+    "cell_mix, 4 to 1", "resample, 80 queries", "quantize, 4 bit", "max_min, a sixth of 576",
+    "dpp, a sixth of 576", "density_peaks, 576",
+)  # fmt: skip
+CHOSEN = [pytest.param(case, id=case.name) for case in CASES if case.name in NAMES]
 
 # Axes whose offsets are in 32 bits: those of slots within one head of one request, less than 2^31
 # elements apart (524,288 tokens of 32 heads of 128 channels), and heads side by side in a row.
@@ -73,58 +86,52 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def contiguous(name: str) -> tuple[list[Tensor], set[str]]:
+def contiguous(case: Case) -> tuple[list[Tensor], set[str]]:
     """Results of a case as it is, and its products in 32 bits."""
-    function, given = THREE[name]()
     with narrow_products() as products:
-        return results(function(**given)), products
+        return results(case.call(SHAPE), Tensor.clone), products
 
 
-def axes(name: str) -> list[int]:
-    """Axes of a case's tensors but the last, which is contiguous, with at least three entries."""
-    found: set[int] = set()
-
-    def add(x: Tensor) -> Tensor:
-        found.update(axis for axis, n in enumerate(x.shape[:-1]) if n > 2)
-        return x
-
-    each_tensor(THREE[name]()[1], add)
-    return sorted(found - BOUNDED.get(name.split()[0], set()))
+def placeable(case: Case, call: Call) -> list[Tensor]:
+    """Its buffers: bits of ancestors are T words, none of the cache."""
+    ancestors = call.args[6] if case.kernel == "tree_verify" else None
+    return [x for x in tensors((call.args, call.kwargs)) if x is not ancestors]
 
 
 def pairs() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLMFAST_KERNELS", "torch")
-        for name in THREE:
-            for axis in axes(name):
-                slow = name.startswith(("decode_mixed rows", "tree_verify")) and axis > 0
-                yield pytest.param(name, axis, marks=[pytest.mark.slow] * slow)
+    """Cases with each axis but the last, which is contiguous."""
+    for case in (case for case in CASES if case.name in NAMES):
+        shapes = [x.shape[:-1] for x in placeable(case, case.call(SHAPE))]
+        axes = {axis for shape in shapes for axis, n in enumerate(shape) if n > 2}
+        for axis in sorted(axes - BOUNDED.get(case.kernel, set())):
+            slow = case.kernel == "tree_verify" or case.name == "decode, 3 rows"
+            marks = [pytest.mark.slow] * (slow and axis > 0)
+            yield pytest.param(case, axis, marks=marks, id=f"{case.name} {axis}")
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("name", "axis"), pairs())
+@pytest.mark.parametrize(("case", "axis"), pairs())
 @pytest.mark.usefixtures("in_place")
-def test_huge_strides_do_not_change_the_result(name: str, axis: int) -> None:
-    function, given = THREE[name]()
-    placed = []
+def test_huge_strides_do_not_change_the_result(case: Case, axis: int) -> None:
+    call, placed = case.call(SHAPE), []
+    buffers = {id(x) for x in placeable(case, call)}
 
     def place(x: Tensor) -> Tensor:
-        # Bits of ancestors are T words, not a buffer of the cache.
-        fits = axis < x.dim() - 1 and x.shape[axis] > 2 and x is not given.get("ancestors")
+        fits = axis < x.dim() - 1 and x.shape[axis] > 2 and id(x) in buffers
         placed.append(fits)
         return spread(x, axis) if fits else x.clone()
 
-    got = results(function(**each_tensor(given, place)))
+    got = results(call, place)
     assert any(placed) and all(
-        torch.equal(a, b) for a, b in zip(got, contiguous(name)[0], strict=True)
+        torch.equal(a, b) for a, b in zip(got, contiguous(case)[0], strict=True)
     )
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("name", THREE)
-def test_products_in_32_bits_stay_within_one_head(name: str) -> None:
-    allowed = WITHIN_ONE_HEAD.get(name.split()[0], set())
-    assert not {line for line in contiguous(name)[1] if line.partition(":")[0] not in allowed}
+@pytest.mark.parametrize("case", CHOSEN)
+def test_products_in_32_bits_stay_within_one_head(case: Case) -> None:
+    allowed = WITHIN_ONE_HEAD.get(case.kernel, set())
+    assert not {line for line in contiguous(case)[1] if line.partition(":")[0] not in allowed}
 
 
 # --- controls ------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 
 from vlmfast.core.env import environment
 from vlmfast.kernels._triton import limitation
+from vlmfast.kernels.catalogue import KERNELS
 
-from .cases import CASES
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -41,11 +41,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=size,
         metavar="WIDTHxHEIGHT",
         help="with --launches: of the image in pixels (default: 672x672)",
-    )
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="on a GPU: keep the kernels that failed off, or clear a former choice",
     )
 
 
@@ -86,7 +81,7 @@ class Report:
     @property
     def failed(self) -> list[str]:
         """Kernel files that failed, in alphabetical order."""
-        return sorted({row.name for row in self.kernels if row.passed is False} & CASES.keys())
+        return sorted({row.name for row in self.kernels if row.passed is False} & set(KERNELS))
 
     @property
     def setting(self) -> str | None:
@@ -118,7 +113,7 @@ def check(vlm: VLM, *, quick: bool = False) -> Report:
     cuda = device.type == "cuda"
     reason = None if device.type == "cpu" else limitation(device)
     if reason is None:
-        kernels, copy_rate, reason = collected(spawned(list(CASES), device, quick=quick))
+        kernels, copy_rate, reason = collected(spawned(KERNELS, device, quick=quick))
     else:
         kernels, copy_rate = [], None
     how = "compiled for this GPU"
@@ -131,18 +126,6 @@ def check(vlm: VLM, *, quick: bool = False) -> Report:
     model = check_model(vlm, quick=quick, others=others if cuda else (), copy_rate=copy_rate)
     name = torch.cuda.get_device_name(device) if cuda else device.type
     return Report(name, how, kernels, list(model), copy_rate)
-
-
-def save(report: Report, device: torch.device) -> str:
-    """Store the kernels that failed for a GPU; returns what was done, in one line."""
-    from .saved import save
-
-    if device.type != "cuda" or not report.kernels or report.kernels[0].passed is None:
-        return "nothing to save: the kernels do not run on this device"
-    save(report.failed, device)
-    if not report.failed:
-        return "saved: all kernels run on this GPU"
-    return f"saved: {', '.join(report.failed)} stay off on this GPU; `vlmfast env` shows it"
 
 
 def collected(lines: Iterable[dict[str, Any]]) -> tuple[list[Row], float | None, str | None]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from vlmfast.errors import VLMFastError
+from vlmfast.kernels.calls import Shape
+from vlmfast.kernels.catalogue import CASES, Case
 
-from .cases import Case, cases_of, shapes
 from .closeness import deviation
 from .rows import Row, attempt
 
@@ -20,37 +22,77 @@ _CALLS, _REPLAYS = 10, 5  # calls per captured graph, and how often it is timed
 _COPIED = 1 << 28  # bytes: several times the L2 cache
 _BOUND = 1 << 24  # below this many bytes, launches bound the time
 
+# For the interpreter, for a GPU, and for times.
+SMALL = (Shape(4, 2, 16, 48, 64, 192), Shape(2, 2, 24, 37, 40, 120))
+_MIDDLE = (
+    Shape(8, 2, 64, 333, 512, 1536),
+    Shape(4, 1, 80, 129, 320, 960),
+    Shape(4, 4, 128, 200, 512, 1536),
+    Shape(2, 1, 256, 130, 512, 1536),
+)
+LARGE = Shape(32, 8, 128, 16384, 4096, 4096, batch=1, large=True)
+
+Pair = tuple[Case, Shape]
+
+
+def shapes(device: torch.device, quick: bool) -> list[Shape]:
+    """The grid of shapes and dtypes for a device: small ones for the interpreter."""
+    if device.type == "cuda":
+        dtypes = [torch.bfloat16, torch.float32, torch.float16]
+        grid = [*_MIDDLE[: 2 if quick else None], LARGE]
+    else:
+        # The interpreter truncates instead of rounding to bfloat16.
+        dtypes, grid = [torch.float32, torch.float16], list(SMALL)
+    found = [
+        replace(shape, dtype=dtype, device=device)
+        for number, shape in enumerate(grid)
+        # Quick checks take one dtype for each shape.
+        for dtype in (dtypes if not quick else dtypes[number % 2 :][:1])
+    ]
+    return [shape for shape in found if not shape.large or shape.dtype == torch.bfloat16]
+
+
+def pairs_of(kernel: str, grid: Iterable[Shape]) -> Iterator[Pair]:
+    """The cases of a kernel on a grid of shapes; of large ones, those that are timed."""
+    for shape in grid:
+        for case in CASES:
+            if case.kernel == kernel and case.checked and (case.streams or not shape.large):
+                yield case, shape
+
 
 def check_kernel(
-    cases: Iterable[Case], *, copy_rate: float | None = None, synchronize: bool = False
+    pairs: Iterable[Pair], *, copy_rate: float | None = None, synchronize: bool = False
 ) -> Iterator[Row]:
     """Compare each case with its reference.
 
     Parameters
     ----------
-    cases : iterable of Case
+    pairs : iterable of (Case, Shape)
     copy_rate : float, optional
         Bytes per second of a large copy; with it, cases that are bounded by bytes are timed.
     synchronize : bool
         Wait for the device after each call, so that its errors are those of the case.
     """
-    for case in cases:
-        yield attempt(case.kernel, _compared, case, copy_rate, synchronize)
+    for case, shape in pairs:
+        yield attempt(case.kernel, _compared, case, shape, copy_rate, synchronize)
 
 
-def _compared(name: str, case: Case, copy_rate: float | None, synchronize: bool) -> Row:
-    got = case.run()
+def _compared(
+    name: str, case: Case, shape: Shape, copy_rate: float | None, synchronize: bool
+) -> Row:
+    call, about = case.call(shape), f"{case.name}, {shape}"
+    got = call.result()
     if synchronize:
         torch.cuda.synchronize()
-    error = deviation(got, case.reference(), case.dtype, case.terms)
+    error = deviation(got, call.reference(), call)
     if not error <= 1:
         note = f"differs from its reference by {error:.3g} times the tolerance"
-        return Row(name, False, case.about, note, error)
-    if copy_rate is None or case.bytes < _BOUND:
-        return Row(name, True, case.about, error=error)
-    seconds = timed(case.run)
-    share = case.bytes / seconds / copy_rate
-    return Row(name, True, case.about, "", error, seconds, case.bytes, share)
+        return Row(name, False, about, note, error)
+    if copy_rate is None or not case.streams or (moved := call.moved()) < _BOUND:
+        return Row(name, True, about, error=error)
+    seconds = timed(call.run)
+    share = moved / seconds / copy_rate
+    return Row(name, True, about, "", error, seconds, moved, share)
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -96,21 +138,23 @@ def check_guard(name: str, dispatch: Callable[..., bool], current: int) -> Row:
     return Row(name, False, about, "a kernel would run on the current GPU")
 
 
-def check_elsewhere(name: str, case: Case, other: AbstractContextManager[Any]) -> Row:
+def check_elsewhere(
+    name: str, case: Case, shape: Shape, other: AbstractContextManager[Any]
+) -> Row:
     """Whether a kernel refuses, or computes the same, while another GPU is the current one.
 
     Parameters
     ----------
     other : context manager
-        Inside, another device than that of the case's tensors is the current one.
+        Inside, another device than that of the shape is the current one.
     """
-    about = f"under another current GPU: {case.about}"
+    call, about = case.call(shape), f"under another current GPU: {case.name}, {shape}"
     try:
         with other:
-            got = case.run()
+            got = call.result()
     except VLMFastError:  # the guard
         return Row(name, True, about)
-    error = deviation(got, case.reference(), case.dtype, case.terms)
+    error = deviation(got, call.reference(), call)
     note = "" if error <= 1 else "ran on the current GPU, not on that of its tensors"
     return Row(name, error <= 1, about, note, error)
 
@@ -120,9 +164,8 @@ def check_all(
 ) -> Iterator[Row]:
     """All checks of a kernel file on a device."""
     cuda = device.type == "cuda"
-    grid = shapes(device, quick)
-    yield from check_kernel(cases_of(kernel, grid), copy_rate=copy_rate, synchronize=cuda)
+    pairs = list(pairs_of(kernel, shapes(device, quick)))
+    yield from check_kernel(pairs, copy_rate=copy_rate, synchronize=cuda)
     if cuda and torch.cuda.device_count() > 1:
-        first = next(iter(cases_of(kernel, grid)))
         other = (device.index + 1) % torch.cuda.device_count()
-        yield attempt(kernel, check_elsewhere, first, torch.cuda.device(other))
+        yield attempt(kernel, check_elsewhere, *pairs[0], torch.cuda.device(other))

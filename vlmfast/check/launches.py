@@ -198,7 +198,6 @@ def counted_kernels(watch: Watch) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(module, name, twice(value)))
         patch = functools.partial(mock.patch.object)
         stack.enter_context(patch(KernelInterface, "__getitem__", launch))
-        stack.enter_context(patch(_triton, "turned_off", lambda device: frozenset()))
         stack.enter_context(patch(fused, "_PLAIN", (*fused._PLAIN, Placed)))
         yield
 

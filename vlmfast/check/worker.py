@@ -34,7 +34,7 @@ def spawned(
     Parameters
     ----------
     kernels : sequence of str
-        Names in `cases.CASES`.
+        Files in `vlmfast.kernels`.
     device : torch.device
     quick : bool
     seconds : float

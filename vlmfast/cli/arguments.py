@@ -95,10 +95,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = examples(
-        "vlmfast check --quick",
-        f"vlmfast check {_HUB} --device cuda --save",
-    )
+    parser.epilog = examples("vlmfast check --quick", f"vlmfast check {_HUB} --device cuda")
     add_model(parser)
     module("check.commands").add_arguments(parser)
 

@@ -267,8 +267,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.recipes or args.image_size:
         raise VLMFastError("--recipe and --image-size belong to --launches")
     commands = module("check.commands")
-    vlm = _vlm(args)
-    found = commands.check(vlm, quick=args.quick)
+    found = commands.check(_vlm(args), quick=args.quick)
     if args.json:
         name = Path(args.model).name if Path(args.model).is_dir() else args.model
         print_json({"checkpoint": name, "quick": args.quick, **found.to_dict()})
@@ -284,17 +283,14 @@ def _check(args: argparse.Namespace) -> int:
         print("passed" if found.passed else "failed")
         if found.setting:
             print(f"{found.setting} runs the PyTorch references of these kernels")
-    if args.save:
-        message = commands.save(found, vlm.adapter.device)
-        print(message, file=sys.stderr if args.json else sys.stdout)
     return ExitCode.FINISHED if found.passed else ExitCode.CHECK_FAILED
 
 
 def _launches(args: argparse.Namespace) -> int:
     from vlmfast.core.recipe import Recipe
 
-    if args.quick or args.save or args.device is not None:
-        raise VLMFastError("--quick, --save and --device cannot be combined with --launches")
+    if args.quick or args.device is not None:
+        raise VLMFastError("--quick and --device cannot be combined with --launches")
     if args.model != "tiny":
         check_model(args.model)
     launches = module("check.launches")

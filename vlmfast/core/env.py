@@ -85,19 +85,17 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 def _kernels(device: torch.device) -> str:
     """How the kernels run on a GPU, in a few words."""
     from vlmfast.errors import VLMFastError
-    from vlmfast.kernels._triton import limitation, parse_choice, turned_off
+    from vlmfast.kernels._triton import limitation, parse_choice
 
-    text = os.environ.get("VLMFAST_KERNELS", "")
     try:
-        choice = parse_choice(text)
+        choice = parse_choice(os.environ.get("VLMFAST_KERNELS", ""))
     except VLMFastError as error:
         return str(error)
     if choice.forced:
         return choice.forced
     if reason := limitation(device):
         return f"torch: {reason}"
-    off, source = (choice.off, "VLMFAST_KERNELS") if text else (turned_off(device), "vlmfast check")
-    return f"triton without {', '.join(sorted(off))} ({source})" if off else "triton"
+    return f"triton without {', '.join(sorted(choice.off))}" if choice.off else "triton"
 
 
 def _version(name: str) -> str | None:

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError
 
-from ._saved import machine, read_saved
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHOICES = ("torch", "triton")
 
@@ -81,9 +79,6 @@ class Choice:
 
     forced: str = ""
     off: frozenset[str] = frozenset()
-
-
-_DEFAULT = Choice()
 
 
 @cache
@@ -153,8 +148,8 @@ def limitation(device: torch.device) -> str | None:
 def use_triton(name: str, *tensors: Tensor | None) -> bool:
     """Whether kernel ``name`` runs on Triton: by default on CUDA, where the kernels can run.
 
-    ``VLMFAST_KERNELS`` chooses (`parse_choice`); without it, what ``vlmfast check --save`` stored
-    for this GPU does. On devices without kernels the references run, with one warning.
+    ``VLMFAST_KERNELS`` chooses (`parse_choice`). On devices without kernels the references run,
+    with one warning.
 
     Raises
     ------
@@ -167,8 +162,7 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
         raise VLMFastError(
             f"{name}: tensors on {', '.join(sorted(map(str, devices)))}; it takes one device"
         )
-    text = requested()
-    wanted = parse_choice(text) if text else _DEFAULT
+    wanted = parse_choice(requested())
     if wanted.forced == "torch" or name in wanted.off:
         return False
     device = next(iter(devices), torch.device("cpu"))
@@ -185,28 +179,12 @@ def use_triton(name: str, *tensors: Tensor | None) -> bool:
             "but slower, and with more memory for a quantized cache"
         )
         return False
-    if cuda and not text and name in turned_off(current):
-        return False
     if device != current:
         raise VLMFastError(
             f"{name}: tensors on {device}, but the current device is {current}; call it under "
             f"torch.cuda.device({device.index})"
         )
     return True
-
-
-@cache
-def turned_off(device: torch.device) -> frozenset[str]:
-    """Names that ``vlmfast check --save`` turned off on a GPU; read once per process.
-
-    A file that cannot be read, or names a kernel that does not exist, turns nothing off and gives
-    one warning.
-    """
-    try:
-        return names_of(read_saved().get(machine(device), ()))
-    except VLMFastError as error:
-        _warn(f"kernels: {error}; the file is ignored, `vlmfast check --save` writes it again")
-        return frozenset()
 
 
 @cache

@@ -137,7 +137,8 @@ def files() -> list[str]:
     import vlmfast.kernels as package
 
     names = (info.name for info in pkgutil.iter_modules(package.__path__))
-    return [name for name in names if not name.startswith("_") and name != "compile"]
+    others = ("calls", "catalogue", "compile")
+    return [name for name in names if not name.startswith("_") and name not in others]
 
 
 def variants(file: str, arch: int) -> list[Any]:
