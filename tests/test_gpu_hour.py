@@ -95,6 +95,10 @@ def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
     assert ended["code"] == 124 and ended["command"] == "python -c while(True):pass"
     wrong = first.run(first.Step("b", 60, "", "-c raise(SystemExit(5))"), 60, True, tmp_path)
     assert wrong["code"] == 5
+    for words in (words for step in first.STEPS for words in (step.words, step.dry) if words):
+        file, *arguments = words.format(folder=tmp_path).split()
+        if file != "-m":
+            script(Path(file).stem).parse(arguments)
 
 
 def test_time_that_is_covered() -> None:

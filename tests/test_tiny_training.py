@@ -38,7 +38,7 @@ from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_exampl
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
-build_processor = folder.build_processor
+ExportError, build_processor, export = folder.ExportError, folder.build_processor, folder.export
 Spec, make_batch, FIELDS = batches.Spec, batches.make_batch, labels.FIELDS
 ATTENTION, Packed, packed_mask = network.ATTENTION, network.Packed, network.packed_mask
 FACTS, UNKNOWN, facts = references.FACTS, references.UNKNOWN, references.facts
@@ -249,7 +249,7 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_phases_run_stop_resume_and_export(tmp_path):
+def test_phases_run_stop_resume_and_export(tmp_path, capsys):
     """A complete run on the smallest scale, and the exported folder."""
     out = tmp_path / "run"
     short = ["--out", str(out), "--batch", "1", "--workers", "0", "--max-steps", "5"]
@@ -259,9 +259,14 @@ def test_phases_run_stop_resume_and_export(tmp_path):
     assert training.main([*short, "--smoke"]) == 0
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == 5
     assert "final" in _lines(out)[-1]
-    with pytest.raises(SystemExit, match="was trained with seed 0, not 9"):
-        training.main([*short, "--seed", "9"])
-    _check_folder(out / "model")
+    assert training.main([*short, "--seed", "9"]) == ExitCode.USER_ERROR
+    assert "was trained with seed 0, not 9" in capsys.readouterr().err
+
+    folder = tmp_path / "exported"
+    export(out, folder)
+    export(out / "checkpoint.pt", folder)  # replaces the folder
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exported", "run"]
+    _check_folder(folder)
 
 
 def _check_folder(folder: Path) -> None:
@@ -302,6 +307,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def test_invalid_arguments_are_refused(tmp_path, capsys):
+    with pytest.raises(ExportError, match="no checkpoint"):
+        export(tmp_path, tmp_path / "x")
     for given in ("--minutes 0", "--minutes nan", "--batch 129", "--max-steps -1"):
         with pytest.raises(SystemExit):
             training.parse(given.split())
@@ -334,6 +341,19 @@ def test_loss_falls_on_the_same_batch(tmp_path):
     lines = [trainer.update(planned, batch) for _ in range(60)]
     for name in ("answer", "question", "look", "recall", "facts", "compared", "choose"):
         assert float(lines[-1][name]) < 0.8 * float(lines[0][name]), name
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("state", [b"x", {"settings": {}}, {"seed": 0, "optimizer": {}}])
+def test_file_of_another_training_is_refused(tmp_path, state, capsys):
+    if isinstance(state, bytes):
+        (tmp_path / "checkpoint.pt").write_bytes(state)
+    else:
+        torch.save(state, tmp_path / "checkpoint.pt")
+    command = ["--out", str(tmp_path), "--max-steps", "1", "--workers", "0"]
+    assert training.main(command) == ExitCode.USER_ERROR
+    message = capsys.readouterr().err
+    assert "checkpoint.pt is no checkpoint of this training" in message and "--fresh" in message
 
 
 def test_evaluation_restores_the_training_mode(packed, tokenizer_file):

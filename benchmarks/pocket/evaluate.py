@@ -37,7 +37,7 @@ from PIL import Image
 from scenes import TYPES, Question
 
 from vlmfast import VLM, Request
-from vlmfast.core.files import replace_text
+from vlmfast.core.files import make_folder, replace_text
 from vlmfast.eval.scores import normalise, wilson
 
 Asked = Sequence[tuple[list[Image.Image], list[Question]]]
@@ -172,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
 def write(out: Path | None, result: Mapping[str, Any]) -> None:
     """Write a result as JSON, if there is a file for it."""
     if out is not None:
+        make_folder(out.parent)
         replace_text(out, json.dumps(result, indent=1) + "\n")
 
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import build
 import numpy as np
@@ -220,47 +220,6 @@ def answer_loss(pocket: Pocket, batch: Batch) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits, labels), right
 
 
-class Stage(Protocol):
-    """What `fit` trains.
-
-    Parameters
-    ----------
-    name : str
-        Names the checkpoint.
-    log, check_each : int
-        Steps from one line of the curve to the next, and from one check to the next.
-    rates : tuple of float
-        Learning rate of each group.
-    groups : list of list of Parameter
-    settings : Settings
-    """
-
-    name: str
-    log: int
-    check_each: int
-    rates: tuple[float, ...]
-    groups: list[list[nn.Parameter]]
-    settings: Settings
-
-    def start(self) -> None:
-        """Prepare weights before the first step."""
-
-    def batches(self, start: int, steps: int) -> Iterable[Any]:
-        """A new batch for every step from ``start``, which follows from the number of the step."""
-
-    def loss(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
-        """Loss of a batch, and what the curve reports of it."""
-
-    def check(self) -> dict[str, float]:
-        """Accuracy on layouts that are not trained on."""
-
-    def state(self) -> dict[str, Any]:
-        """Weights for the checkpoint."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-
-
 def _random(stage: Stage, step: int) -> np.random.Generator:
     """Numbers of a step, the same whether the training was interrupted or not."""
     return np.random.default_rng([stage.settings.seed, ord(stage.name), step])
@@ -269,6 +228,7 @@ def _random(stage: Stage, step: int) -> np.random.Generator:
 class StageA:
     """The projector, from patches to embeddings of names."""
 
+    # Steps from one line of the curve to the next, and from one check to the next.
     name, log, check_each = "a", 20, 200
     rates = (3e-3,)
     batch = 2048
@@ -454,6 +414,9 @@ class StageB:
         self.pocket.projector.load_state_dict(state["projector"])
         if "adapter" in state:
             build.load_adapter(self.adapted, state["adapter"])
+
+
+Stage = StageA | StageB  # what `fit` trains
 
 
 class _Batches(Dataset):

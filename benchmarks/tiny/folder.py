@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlavaNextProcessor, PreTrainedTokenizerFast
 
+from vlmfast.errors import VLMFastError
 from vlmfast.models.tiny.build import IMAGE_SIZE, PATCH, PINPOINTS, build_model
 from vlmfast.models.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID
+
+
+class ExportError(VLMFastError):
+    """The checkpoint does not contain this model."""
+
 
 # Text parts are joined verbatim. An image part becomes its placeholder and a newline. The tokenizer
 # adds the <s>.
@@ -66,20 +75,44 @@ def build_processor(tokenizer_file: str | Path) -> LlavaNextProcessor:
 
 
 def export_state(state: dict[str, Tensor], tokenizer_file: str | Path, folder: str | Path) -> None:
-    """Write a folder for ``from_pretrained`` (bf16).
+    """Write a folder for ``from_pretrained`` (bf16), replacing ``folder`` atomically.
 
     Parameters
     ----------
     state : dict of str to torch.Tensor
         Of the averaged `network.Packed`; the training heads are left out.
     """
-    start = "module.model."
+    folder, start = Path(folder), "module.model."
     model = build_model().to(torch.bfloat16)  # type: ignore[arg-type]  # its wrapper hides self
     own = {n.removeprefix(start): v for n, v in state.items() if n.startswith(start)}
-    model.load_state_dict(own)
+    report = model.load_state_dict(own, strict=False)
+    missing = [n for n in report.missing_keys if n != "lm_head.weight"]  # tied to the embedding
+    if missing or report.unexpected_keys:
+        raise ExportError(f"missing {missing}, unexpected {report.unexpected_keys}")
     model.tie_weights()
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )
-    model.save_pretrained(folder)
-    build_processor(tokenizer_file).save_pretrained(folder)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    draft.chmod(0o755)
+    model.save_pretrained(draft)
+    build_processor(tokenizer_file).save_pretrained(draft)
+    for file in draft.iterdir():  # safetensors makes files readable for their owner only
+        file.chmod(0o644)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(draft, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def export(checkpoint: str | Path, folder: str | Path) -> None:
+    """Export the averaged weights of a training folder's ``checkpoint.pt``."""
+    checkpoint = Path(checkpoint)
+    if checkpoint.is_dir():
+        checkpoint = checkpoint / "checkpoint.pt"
+    if not checkpoint.is_file():
+        raise ExportError(f"no checkpoint at {checkpoint}")
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    export_state(state["average"], checkpoint.with_name("tokenizer.json"), folder)

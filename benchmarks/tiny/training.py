@@ -32,11 +32,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import make_folder, open_to_append, replace_text, replacing
 from vlmfast.core.progress import Progress
+from vlmfast.errors import VLMFastError, check_memory
 from vlmfast.models.tiny.build import build_model
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
 
 RATE, AVERAGE, MAX_NORM, NOISE = 3e-3, 0.99, 1.0, 0.08
+
+
+class TrainingError(VLMFastError):
+    """The training cannot start or resume with these options."""
 
 
 class Feed:
@@ -209,18 +214,27 @@ class Trainer:
         return self.out / "checkpoint.pt"
 
     def load(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
-        if state["seed"] != self.args.seed:
-            raise SystemExit(
-                f"{self.checkpoint} was trained with seed {state['seed']}, not {self.args.seed}: "
-                "use the same seed, or start again with --fresh"
+        try:
+            state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
+            seed = state["seed"]
+            if seed == self.args.seed:
+                self.packed.load_state_dict(state["weights"])
+                self.average.load_state_dict(state["average"])
+                for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(own)
+                self.step, self.elapsed = state["step"], state["elapsed"]
+                self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
+        except Exception as error:  # any other file may raise anything
+            check_memory(error)
+            raise TrainingError(
+                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
+                "choose another --out, or start again with --fresh"
+            ) from error
+        if seed != self.args.seed:
+            raise TrainingError(
+                f"{self.checkpoint} was trained with seed {seed}, not {self.args.seed}: use the "
+                "same seed, or start again with --fresh"
             )
-        self.packed.load_state_dict(state["weights"])
-        self.average.load_state_dict(state["average"])
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
-        self.step, self.elapsed = state["step"], state["elapsed"]
-        self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
 
     def save(self) -> None:
         """Write the checkpoint and the averaged model, each atomically."""
@@ -359,7 +373,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    trainer = Trainer(args)
+    try:
+        trainer = Trainer(args)
+    except TrainingError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USER_ERROR
     trainer.train()
     done = trainer.progress(trainer.step)
     if done < 1.0:
