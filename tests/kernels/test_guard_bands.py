@@ -22,19 +22,19 @@ tl, triton_jit = _triton.tl, _triton.triton.jit
 interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="addresses are not observable")
 
 # One slot, a few, and more than a block; head dimensions that are padded; views.
-SLOW = "above a block"  # in the interpreter
 SHAPES = {
     "one": Shape(2, 1, 8, 1, 8, 9, views=True),
     "small": Shape(2, 2, 72, 5, 40, 21, views=True),
     "half": Shape(2, 1, 80, 20, 24, 24, dtype=torch.float16, views=True),
     "bfloat16": Shape(2, 2, 256, 9, 24, 24, dtype=torch.bfloat16),
-    SLOW: Shape(4, 2, 16, 67, 264, 1025, views=True),
+    "above a block": Shape(4, 2, 16, 67, 264, 1025, views=True),
 }
+SLOW = ("above a block", "tree of 65")  # in the interpreter
 PAIRS = [
     pytest.param(
         case,
         shape,
-        marks=[pytest.mark.slow] * ("above" in of or "65" in case.name),
+        marks=[pytest.mark.slow] * (of in SLOW or case.name in SLOW),
         id=f"{case.name} {of}",
     )
     for case in CASES

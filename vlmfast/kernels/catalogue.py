@@ -280,8 +280,8 @@ def _quantize(
     order = torch.arange(n, device=s.device).expand(size[:3])
     how = {"key_group": group, "value_group": channels, "scaled": scaled, "dtype": torch.float16}
     args = keys, values, order, draw.lengths(n, *size[:2]), bits
-    inexact = {"terms": 2, "allow": 2e-3} if scaled else {}
-    return Call(quantize_kv.quantize, args, how, **inexact)
+    terms, allow = (2, 2e-3) if scaled else (0, 0.0)
+    return Call(quantize_kv.quantize, args, how, terms=terms, allow=allow)
 
 
 def _channel_scale(s: Shape, draw: Draws) -> Call:
