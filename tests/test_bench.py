@@ -17,6 +17,8 @@ from bench_script import script
 from vlmfast.cli import main as cli
 from vlmfast.eval import bench
 from vlmfast.kernels import compile as offline
+from vlmfast.kernels.calls import Call, Shape
+from vlmfast.kernels.catalogue import Case
 
 kernels, shapes, end_to_end = map(script, ("kernels", "shapes", "end_to_end"))
 RATES = {"copy": 4e12, "matrix": 8e14, "least": 1e-6}
@@ -30,66 +32,65 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- kernels: cases ------------------------------------------------------------------------------
 
 
+SMALL = [
+    Shape(4, 2, 16, 48, 64, 96, batch=1, dtype=torch.bfloat16, large=True),
+    Shape(2, 2, 24, 37, 40, 72, batch=1, dtype=torch.bfloat16, large=True),
+]
+
+
 def test_every_kernel_has_a_case() -> None:
-    assert {case.file for case in kernels.CASES} == set(offline.files())
-    names = [case.name for case in kernels.CASES]
-    assert len(set(names)) == len(names)
-    assert all(" | " not in name for name in names)
-    assert {shape for case in kernels.CASES for shape in case.shapes} == set(kernels.SHAPES)
+    assert {case.kernel for case in kernels.CASES} == set(offline.files())
+    assert all(" | " not in case.name for case in kernels.CASES)
+    assert {shape for case in kernels.CASES for shape in case.timed} == set(kernels.SHAPES)
 
 
 @pytest.mark.parametrize("case", kernels.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("small", kernels.SMALL_SHAPES)
-def test_every_case_runs(case: kernels.Case, small: str) -> None:
-    work = case.make(kernels.SMALL_SHAPES[small])
-    check = kernels.checked(work)
+@pytest.mark.parametrize("small", SMALL, ids=["small", "odd"])
+def test_every_case_runs(case: Case, small: Shape) -> None:
+    call = case.call(small)
+    beside = kernels.others(call)
+    check = kernels.checked(call, beside)
     assert check["passed"], check
-    assert work.bytes > 0
-    results = [t for t in kernels.tensors(work.run()) if t.dtype.is_floating_point]
+    assert set(check["others"].values()) <= {"same", "works on other storage, not compared"}
+    assert call.moved() > 0
+    results = [t for t in kernels.tensors(call.run()) if t.dtype.is_floating_point]
     assert all(t.isfinite().all() for t in results)
 
 
 # --- kernels: comparing --------------------------------------------------------------------------
 
 
-def work(run: Any = lambda: None, **more: Any) -> kernels.Work:
-    return kernels.Work(run, 1000, **more)
-
-
 def test_differences_are_found() -> None:
     wanted = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    assert kernels.compared(wanted.clone(), wanted, work())["passed"]
-    assert kernels.compared({"a": [wanted]}, (wanted,), work())["passed"]
+    assert kernels.compared(wanted.clone(), wanted)["passed"]
+    assert kernels.compared({"a": [wanted]}, (wanted,))["passed"]
     wrong = wanted.clone()
     wrong[3] += 0.01
-    found = kernels.compared(wrong, wanted, work())
+    found = kernels.compared(wrong, wanted)
     assert not found["passed"]
     assert "12.50% of it differs" in found["why"]
-    assert kernels.compared(wrong, wanted, work(allow=0.2))["passed"]
-    assert kernels.compared(wrong, wanted, work(tolerance=0.1))["passed"]
-    assert not kernels.compared(wanted.half(), wanted, work())["passed"]
-    assert not kernels.compared(wanted[1:], wanted, work())["passed"]
-    assert not kernels.compared([wanted, wanted], wanted, work())["passed"]
-    assert not kernels.compared((), (), work())["passed"]
+    assert kernels.compared(wrong, wanted, 0.2)["passed"]
+    assert not kernels.compared(wanted.half(), wanted)["passed"]
+    assert not kernels.compared(wanted[1:], wanted)["passed"]
+    assert not kernels.compared([wanted, wanted], wanted)["passed"]
+    assert not kernels.compared((), ())["passed"]
     wrong[0, 0] = torch.nan
-    assert not kernels.compared(wrong, wanted, work(allow=0.5))["passed"]
+    assert not kernels.compared(wrong, wanted, 0.5)["passed"]
     whole = torch.arange(10)
     off = whole + (whole == 4)
-    assert not kernels.compared(off, whole, work())["passed"]
-    assert kernels.compared(off, whole, work(off=1))["passed"]
-    assert kernels.compared(off, whole, work(allow=0.1))["passed"]
+    assert not kernels.compared(off, whole)["passed"]
+    assert kernels.compared(off, whole, 0.1)["passed"]
 
 
 def test_reused_buffer_is_not_compared_with_itself() -> None:
-    buffer = torch.zeros(4)
-
-    def run() -> torch.Tensor:
+    def run(buffer: torch.Tensor) -> torch.Tensor:
         if os.environ["VLMFAST_KERNELS"] == "torch":
             buffer.copy_(torch.arange(4.0))
         return buffer
 
     os.environ["VLMFAST_KERNELS"] = "triton"
-    assert not kernels.checked(work(run, prepare=lambda: buffer.fill_(-7)))["passed"]
+    call = Call(run, (torch.zeros(4),), written=(0,))
+    assert not kernels.checked(call, {})["passed"]
 
 
 # --- kernels: times ------------------------------------------------------------------------------
@@ -108,8 +109,11 @@ class Clock:
         return {"captured": True, "time": 4e-5 if slow else 1e-5, "spread": [1e-5, 1e-5]}
 
 
-def case(run: Any, **more: Any) -> kernels.Case:
-    return kernels.Case("none", "made up", "A", lambda s: work(run, flop=10**9, **more))
+def case(run: Any) -> Case:
+    def make(*_: Any) -> Call:
+        return Call(run, (), bytes=1000, flop=10**9)
+
+    return Case("none", "made up", make, "A", True, False)
 
 
 def right() -> torch.Tensor:
@@ -133,9 +137,10 @@ def test_correct_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         "other storage": kernels.Other(two, same=False),
         "not here": kernels.Other(lambda: 1 / 0),
     }
-    row = kernels.measured(case(right, others=others), "A", RATES)
+    monkeypatch.setattr(kernels, "others", lambda call: others)
+    row = kernels.measured(case(right), "A", RATES)
     assert set(row["others"]) == {"as good", "other storage"}
-    assert clock.asked == ["right", "right", "two", "reference"]
+    assert clock.asked == ["run", "right", "two", "reference"]
     assert row["floor"] == 1e9 / 8e14
     shown = kernels.verdict(row)
     assert "reference 4.00x" in shown and "as good 1.00x" in shown

@@ -21,7 +21,7 @@ from vlmfast.check.rows import Row, attempt, message_of
 from vlmfast.engine.graphs import Graphs
 from vlmfast.eval.bench import prompts
 from vlmfast.kernels import _triton
-from vlmfast.kernels.calls import Call
+from vlmfast.kernels.calls import Call, tensors
 from vlmfast.kernels.catalogue import CASES, KERNELS, Case
 from vlmfast.kernels.compile import files
 
@@ -94,7 +94,8 @@ def test_every_kernel_has_cases() -> None:
 
 def test_cases_are_the_same_each_time() -> None:
     for case in CASES[::5]:
-        assert deviation(case.call(SMALL[1]).args, case.call(SMALL[1]).args, sums(terms=0)) == 0
+        pairs = zip(*(tensors(case.call(SMALL[1]).args) for _ in "ab"), strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 def test_grids() -> None:
@@ -115,7 +116,7 @@ def test_grids() -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_pass_in_the_interpreter(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(_triton.triton, _triton._Absent) or worker._interpreter_fails():
+    if isinstance(_triton.triton, _triton._Absent) or worker.interpreter_fails():
         pytest.skip("no interpreter on this platform")
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     with torch.no_grad():

@@ -579,7 +579,7 @@ def test_training_tells_that_it_stopped_early(
     trainer = SimpleNamespace(
         out=Path("runs"), name="elastic", step=4, progress=progress, train=lambda: None
     )
-    monkeypatch.setattr(stages, "Trainer", lambda name, args: trainer)
+    monkeypatch.setattr(stages, "StageTrainer", lambda name, args: trainer)
     assert main(["train", "elastic"]) == code
     assert ("stopped early, at 40%" in capsys.readouterr().out) == bool(code)
 

@@ -79,7 +79,7 @@ def tiny() -> VLM:
 
 
 def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None:
-    trainer = loop.Trainer(
+    trainer = loop.StageTrainer(
         "scale", arguments(tmp_path, "--steps", "10", "--lr", "0.2", "--batch", "1")
     )
 
@@ -99,10 +99,12 @@ def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None
 
 
 def test_resumed_run_equals_uninterrupted_run(known, tmp_path) -> None:
-    whole = loop.Trainer("scale", arguments(tmp_path / "a", "--steps", "2"))
+    whole = loop.StageTrainer("scale", arguments(tmp_path / "a", "--steps", "2"))
     whole.train()
-    loop.Trainer("scale", arguments(tmp_path / "b", "--steps", "2", "--stop-after", "1")).train()
-    rest = loop.Trainer("scale", arguments(tmp_path / "b", "--steps", "2"))
+    loop.StageTrainer(
+        "scale", arguments(tmp_path / "b", "--steps", "2", "--stop-after", "1")
+    ).train()
+    rest = loop.StageTrainer("scale", arguments(tmp_path / "b", "--steps", "2"))
     assert rest.step == 1
     assert not torch.equal(rest.module.gain, whole.module.gain)
     rest.train()
@@ -112,16 +114,16 @@ def test_resumed_run_equals_uninterrupted_run(known, tmp_path) -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("flags", [("--seed", "3"), ("--lr", "0.1"), ("--batch", "4")])
 def test_resuming_with_other_settings_raises(known, tmp_path, flags) -> None:
-    loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
+    loop.StageTrainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
     with pytest.raises(loop.TrainingError, match=rf"{flags[0][2:]}=.*--fresh"):
-        loop.Trainer("scale", arguments(tmp_path, *flags))
-    assert loop.Trainer("scale", arguments(tmp_path, *flags, "--fresh")).step == 0
+        loop.StageTrainer("scale", arguments(tmp_path, *flags))
+    assert loop.StageTrainer("scale", arguments(tmp_path, *flags, "--fresh")).step == 0
 
 
 def test_damaged_checkpoint_raises(known, tmp_path) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(b"x")
     with pytest.raises(loop.TrainingError, match="no checkpoint of this training"):
-        loop.Trainer("scale", arguments(tmp_path))
+        loop.StageTrainer("scale", arguments(tmp_path))
 
 
 def test_unreadable_images_are_skipped(known, tmp_path) -> None:
@@ -130,7 +132,7 @@ def test_unreadable_images_are_skipped(known, tmp_path) -> None:
     data = [{"image": name, "conversations": turns} for name in ("a.png", "missing.png")]
     (tmp_path / "data.json").write_text(json.dumps(data))
     flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = loop.Trainer("scale", arguments(tmp_path / "out", *flags))
+    trainer = loop.StageTrainer("scale", arguments(tmp_path / "out", *flags))
     trainer.train()
     assert trainer.step == 1
     assert "missing.png" in (tmp_path / "out" / "log.jsonl").read_text()
@@ -151,7 +153,7 @@ def test_unreadable_images_are_skipped(known, tmp_path) -> None:
 )
 def test_invalid_options_raise(known, tmp_path, flags, message) -> None:
     with pytest.raises(loop.TrainingError, match=message):
-        loop.Trainer("scale", arguments(tmp_path, *flags))
+        loop.StageTrainer("scale", arguments(tmp_path, *flags))
 
 
 # --- inputs --------------------------------------------------------------------------------------
@@ -265,7 +267,7 @@ def test_end_of_turn_blank_is_not_trained_on() -> None:
 
 @pytest.fixture
 def saved(known, tmp_path):
-    loop.Trainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
+    loop.StageTrainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
     return tmp_path / "weights"
 
 

@@ -11,12 +11,9 @@ import argparse
 import json
 import math
 import multiprocessing
-import signal
 import sys
-import time
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import batches
@@ -30,18 +27,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import make_folder, open_to_append, replace_text, replacing
-from vlmfast.core.progress import Progress
-from vlmfast.errors import VLMFastError, check_memory
+from vlmfast.core.files import replace_text
 from vlmfast.models.tiny.build import build_model
 from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
+from vlmfast.train.trainer import Trainer, TrainingError
 
 RATE, AVERAGE, MAX_NORM, NOISE = 3e-3, 0.99, 1.0, 0.08
-
-
-class TrainingError(VLMFastError):
-    """The training cannot start or resume with these options."""
 
 
 class Feed:
@@ -190,12 +182,19 @@ def evaluate(
     return {kind: {t: round(v, 3) for t, v in row.items()} for kind, row in found.items()}
 
 
-class Trainer:
-    """Model, heads, optimizers and clock of one run."""
+class TinyTrainer(Trainer):
+    """Model, heads and optimizers of one run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.out = args, Path(args.out)
-        make_folder(self.out)
+        super().__init__(
+            "train tiny",
+            args.out,
+            steps=args.max_steps,
+            minutes=0 if args.max_steps else args.minutes,
+            stop_after=args.stop_after,
+            save_every=args.save_every,
+        )
+        self.args = args
         tokenizer = build_tokenizer()
         self.tokenizer = str(self.out / "tokenizer.json")
         replace_text(self.tokenizer, tokenizer.to_str(pretty=True))
@@ -204,60 +203,50 @@ class Trainer:
         self.packed.to(args.device)
         average = get_ema_multi_avg_fn(AVERAGE)
         self.average = AveragedModel(self.packed, multi_avg_fn=average)
-        self.optimizers = optimizers(self.packed)
-        self.step, self.elapsed, self.saved_at, self.evaluated_at = 0, 0.0, 0.0, 0.0
-        if self.checkpoint.exists() and not args.fresh:
-            self.load()
+        self.optimizers, self.tally, self.evaluated_at = optimizers(self.packed), Tally(), 0.0
+        if not args.fresh:
+            self.resume()
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
+    def settings(self) -> dict[str, Any]:
+        return {"seed": self.args.seed}
 
-    def load(self) -> None:
-        try:
-            state = torch.load(self.checkpoint, map_location=self.args.device, weights_only=True)
-            seed = state["seed"]
-            if seed == self.args.seed:
-                self.packed.load_state_dict(state["weights"])
-                self.average.load_state_dict(state["average"])
-                for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-                    optimizer.load_state_dict(own)
-                self.step, self.elapsed = state["step"], state["elapsed"]
-                self.saved_at, self.evaluated_at = self.elapsed, state["evaluated_at"]
-        except Exception as error:  # any other file may raise anything
-            check_memory(error)
-            raise TrainingError(
-                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
-                "choose another --out, or start again with --fresh"
-            ) from error
-        if seed != self.args.seed:
-            raise TrainingError(
-                f"{self.checkpoint} was trained with seed {seed}, not {self.args.seed}: use the "
-                "same seed, or start again with --fresh"
-            )
-
-    def save(self) -> None:
-        """Write the checkpoint and the averaged model, each atomically."""
-        state = {
-            "step": self.step,
-            "elapsed": self.elapsed,
+    def state(self) -> dict[str, Any]:
+        return {
             "evaluated_at": self.evaluated_at,
-            "seed": self.args.seed,
             "weights": self.packed.state_dict(),
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
-        with replacing(self.checkpoint) as file:
-            torch.save(state, file)
-        export_state(state["average"], self.tokenizer, self.out / "model")
-        self.saved_at = self.elapsed
 
-    def progress(self, step: int) -> float:
-        if self.args.max_steps:
-            return min(1.0, step / self.args.max_steps)
-        return min(1.0, self.elapsed / (60.0 * self.args.minutes))
+    def restore(self, state: dict[str, Any]) -> None:
+        self.packed.load_state_dict(state["weights"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+        self.evaluated_at = state["evaluated_at"]
 
-    def update(self, planned: Plan, batch: batches.Batch) -> dict[str, Any]:
+    def export(self) -> None:
+        """Write the averaged model, atomically."""
+        export_state(self.average.state_dict(), self.tokenizer, self.out / "model")
+
+    def train(self) -> None:
+        self.feed, self.submitted = Feed(self.args.workers, self.tokenizer), self.step
+        try:
+            super().train()
+        finally:
+            self.feed.close()
+
+    def update(self) -> None:
+        while self.submitted < self.step + self.feed.ahead:
+            steps = self.args.max_steps
+            progress = min(1.0, self.submitted / steps) if steps else self.progress
+            self.feed.submit(plan(self.submitted, progress, self.args.seed, self.args.batch))
+            self.submitted += 1
+        planned, batch = self.feed.get()
+        self.last = planned, self.learn(planned, batch)
+        self.tally.add(planned, batch, self.last[1])
+
+    def learn(self, planned: Plan, batch: batches.Batch) -> dict[str, Any]:
         """One step; a batch whose gradients are not finite changes nothing."""
         torch.manual_seed((self.args.seed << 24) + self.step * 64)
         with torch.autocast(self.args.device, torch.bfloat16):
@@ -271,48 +260,17 @@ class Trainer:
                 optimizer.step()
             self.average.update_parameters(self.packed)
         self.packed.zero_grad()
-        self.step += 1
         return info
 
-    def write(self, **line: Any) -> None:
-        line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
-        with open_to_append(self.out / "log.jsonl") as file:
-            file.write(json.dumps(line).encode() + b"\n")
-
-    def train(self) -> None:
-        """Train for the given time or number of steps."""
-        args, feed, stop = self.args, Feed(self.args.workers, self.tokenizer), []
-        old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
-        goal, unit = (args.max_steps, "steps") if args.max_steps else (args.minutes * 60, "s")
-        submitted, tally, clock = self.step, Tally(), time.monotonic()
-        done = self.step if args.max_steps else round(self.elapsed)
-        try:
-            with Progress("train tiny", round(goal), unit, done=done) as bar:
-                while (progress := self.progress(self.step)) < 1.0 and not stop:
-                    while submitted < self.step + feed.ahead:
-                        ahead = self.progress(submitted) if args.max_steps else progress
-                        feed.submit(plan(submitted, ahead, args.seed, args.batch))
-                        submitted += 1
-                    planned, batch = feed.get()
-                    info = self.update(planned, batch)
-                    now = time.monotonic()
-                    self.elapsed, clock = self.elapsed + now - clock, now
-                    if args.stop_after and self.step >= args.stop_after:
-                        break
-                    tally.add(planned, batch, info)
-                    note = f"{planned.phase} {float(info['answer']):.3f}"
-                    bar.update(self.step if args.max_steps else round(self.elapsed), note)
-                    if self.step % 25 == 0:
-                        self.write(phase=planned.phase, lr=round(planned.lr, 4), **tally.flush())
-                    if self.elapsed - self.evaluated_at > args.eval_every:
-                        self.evaluated_at = self.elapsed
-                        self.write(eval=self.evaluate())
-                    if self.elapsed - self.saved_at > args.save_every:
-                        self.save()
-        finally:
-            feed.close()
-            signal.signal(signal.SIGTERM, old)
-        self.save()
+    def stepped(self) -> str:
+        planned, info = self.last
+        if self.step % 25 == 0:
+            about = {"phase": planned.phase, "lr": round(planned.lr, 4)}
+            self.write(about | self.tally.flush())
+        if self.elapsed - self.evaluated_at > self.args.eval_every:
+            self.evaluated_at = self.elapsed
+            self.write({"eval": self.evaluate()})
+        return f"{planned.phase} {float(info['answer']):.3f}"
 
     def evaluate(self, images: int = 160, videos: int = 64) -> dict[str, dict[str, float]]:
         return evaluate(self.average.module, self.tokenizer, images, videos)
@@ -374,17 +332,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
-        trainer = Trainer(args)
+        trainer = TinyTrainer(args)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return ExitCode.USER_ERROR
     trainer.train()
-    done = trainer.progress(trainer.step)
+    done = trainer.progress
     if done < 1.0:
         print(f"stopped early, at {done:.0%}; repeat the command to resume")
         return ExitCode.CUT_SHORT
     table = trainer.evaluate(*((4, 2) if args.smoke else (512, 256)))
-    trainer.write(final=table)
+    trainer.write({"final": table})
     print(json.dumps(table, indent=1))
     return ExitCode.FINISHED
 

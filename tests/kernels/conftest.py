@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernel_memory import checked
-from vlmfast.check._probe import count
+from vlmfast.check.worker import interpreter_fails
 from vlmfast.kernels import _triton
 
 
@@ -31,10 +31,8 @@ def triton(
     """
     if isinstance(_triton.triton, _triton._Absent):
         pytest.skip("no Triton on this platform")
-    if _triton.INTERPRETED and not _interpreter_has_loops():
-        pytest.skip(
-            "this Triton cannot interpret loops with this NumPy; 3.6 needs NumPy before 2.4"
-        )
+    if _triton.INTERPRETED and (reason := interpreter_fails()):
+        pytest.skip(f"{reason}; 3.6 needs NumPy before 2.4")
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     chosen = (
         getattr(request.module, "CHECKS_ADDRESSES", False)
@@ -64,14 +62,3 @@ def poison(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point() or x.is_complex():
         return x.fill_(float("nan"))
     return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max - 1)
-
-
-@functools.cache
-def _interpreter_has_loops() -> bool:
-    """Whether the interpreter supports loops with a run-time bound."""
-    out = torch.zeros(1, dtype=torch.int32)
-    try:
-        count[(1,)](out, 3)
-    except Exception:
-        return False
-    return bool(out.item())

@@ -107,17 +107,6 @@ def test_matches_reference(nodes, groups, device):
     check(case(2, 2, groups, nodes, 32, 40, device=device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_half_precision_matches_reference(dtype, groups, device):
-    check(case(1, 2, groups, 5, 64, 50, dtype, device))
-
-
-@pytest.mark.parametrize("dim", [8, 72, 80, 96, 128])
-def test_head_dimensions_match_reference(dim, device):
-    check(case(1, 1, 2, 6, dim, 33, device=device))
-
-
 def test_more_than_64_nodes(device):
     for nodes in (64, 70):
         given = case(1, 1, 1, nodes, 16, 10, device=device)
@@ -193,17 +182,6 @@ def test_empty_context(device):
     out, lse = tree_verify(**given | no_ancestors)
     assert not given["lengths"][0, 0] and not out[0, 0].any() and (lse[0, 0] == -1e30).all()
     check(given | no_ancestors)
-
-
-def test_non_contiguous_inputs(device):
-    given = case(2, 2, 2, 5, 32, 24, device=device)
-    turned = {
-        name: given[name].transpose(1, 2).contiguous().transpose(1, 2)
-        for name in ("query", "keys", "values", "tree_keys", "tree_values")
-    }
-    assert not turned["keys"].is_contiguous()
-    for ours, other in zip(tree_verify(**given | turned), tree_verify(**given), strict=True):
-        close(seen(ours), seen(other), terms=sums(given))
 
 
 @pytest.mark.cases(1)

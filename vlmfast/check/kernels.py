@@ -138,9 +138,7 @@ def check_guard(name: str, dispatch: Callable[..., bool], current: int) -> Row:
     return Row(name, False, about, "a kernel would run on the current GPU")
 
 
-def check_elsewhere(
-    name: str, case: Case, shape: Shape, other: AbstractContextManager[Any]
-) -> Row:
+def check_elsewhere(name: str, case: Case, shape: Shape, other: AbstractContextManager[Any]) -> Row:
     """Whether a kernel refuses, or computes the same, while another GPU is the current one.
 
     Parameters

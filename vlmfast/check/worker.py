@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
     device, quick, kernels = torch.device(arguments[0]), arguments[1] == "1", arguments[2:]
     reason = _triton.limitation(device)
     if reason is None and device.type == "cpu":
-        reason = _interpreter_fails()
+        reason = interpreter_fails()
     if reason is not None:
         _say(missing=reason)
         return
@@ -131,7 +132,8 @@ def _usable(device: torch.device) -> bool:
         return False
 
 
-def _interpreter_fails() -> str | None:
+@cache
+def interpreter_fails() -> str | None:
     """Why Triton's interpreter cannot run the kernels: not every version works with every NumPy."""
     from vlmfast.kernels.swiglu import swiglu
 

@@ -334,7 +334,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.what == "drafter":
         trainer = module("train.drafters").DrafterTrainer(args)
     else:
-        trainer = module("train.stages").Trainer(args.what, args)
+        trainer = module("train.stages").StageTrainer(args.what, args)
     trainer.train()
     print(f"{trainer.out / 'weights'}: {trainer.name} after {trainer.step} steps")
     if trainer.progress < 1:

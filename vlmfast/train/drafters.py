@@ -27,7 +27,7 @@ from vlmfast.drafters._training import DrafterTraining, Lesson, Teacher, accepte
 from vlmfast.errors import MediaError, VLMFastError
 
 from . import stages as loop
-from .stages import TrainingError
+from .trainer import TrainingError
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
@@ -312,7 +312,7 @@ def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
 # --- the loop ------------------------------------------------------------------------------------
 
 
-class DrafterTrainer(loop.Trainer):
+class DrafterTrainer(loop.StageTrainer):
     """Target, drafter, answers, optimizer and clock of one run."""
 
     training: DrafterTraining
@@ -434,6 +434,7 @@ class DrafterTrainer(loop.Trainer):
         self.write({"left_out": reason})
 
     def stepped(self) -> str:
+        super().stepped()
         if self.step % self.args.eval_every == 0 or self.progress >= 1:
             self.measured = self.measure()
             rounded = {view: round(length, 4) for view, length in self.measured.items()}

@@ -15,8 +15,6 @@ import logging
 import math
 import random
 import shlex
-import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,13 +22,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlmfast.core.files import open_to_append, read_text, replacing
+from vlmfast.core.files import read_text
 from vlmfast.core.help import DTYPES, examples
-from vlmfast.core.progress import Progress
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
 from vlmfast.core.training import Outcome, Training, TrainingContext
-from vlmfast.errors import MediaError, VLMFastError, check_memory
+from vlmfast.errors import MediaError
+
+from .trainer import Trainer, TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 _SEEDS = 2**32  # seeds of one run; the next ``--seed`` starts after them
-
-
-class TrainingError(VLMFastError):
-    """The training cannot start or resume with these options."""
 
 
 @dataclass
@@ -318,21 +313,13 @@ def answer_loss(logits: Tensor, targets: Tensor, teacher: Tensor | None, distill
 # --- the loop ------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """Model, module, optimizer and clock of one run."""
+class StageTrainer(Trainer):
+    """Model, module and optimizer of one run."""
 
     # Options that must not change when a run resumes, and those stored with the weights.
     fixed: ClassVar[tuple[str, ...]] = (
-        "model",
-        "data",
-        "seed",
-        "batch",
-        "lr",
-        "decay",
-        "distill",
-        "dtype",
-        "num_frames",
-    )
+        "model", "data", "seed", "batch", "lr", "decay", "distill", "dtype", "num_frames",
+    )  # fmt: skip
     told: ClassVar[tuple[str, ...]] = ("batch", "lr", "distill", "seed")
     max_grad_norm = 1.0  # largest norm of a step's gradient
 
@@ -342,16 +329,14 @@ class Trainer:
         from vlmfast.api.vlm import VLM
 
         _check(args)
-        self.name, self.args, self.out = name, args, Path(args.out)
+        given = ("steps", "minutes", "stop_after", "save_every")
+        super().__init__(f"train {name}", args.out, **{key: getattr(args, key) for key in given})
+        self.name, self.args = name, args
         try:
             self.device = torch.empty(0, device=args.device).device
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise TrainingError(f"--device {args.device} cannot be used: {reason}") from error
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(f"--out {self.out} cannot be written: {error}") from error
         self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
         self.vlm.model.requires_grad_(False).eval()
         sizes = self.sizes()
@@ -366,10 +351,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["peak"] = group["lr"]
         self.sample = self.samples()
-        self.step, self.elapsed, self.saved_at = 0, 0.0, 0.0
+        self.sums: dict[str, list[float]] = {}  # of what is logged, with how many
         self.curve: list[dict[str, Any]] = []  # what was measured at some steps
-        if self.checkpoint.exists() and not args.fresh:
-            self.load()
+        if not args.fresh:
+            self.resume()
 
     def sizes(self) -> dict[str, Any]:
         """Sizes of the model that the module is built for."""
@@ -382,60 +367,24 @@ class Trainer:
             return conversations(args.data, args.media, modalities, args.num_frames)
         return drawn(modalities)
 
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / "checkpoint.pt"
-
-    @property
-    def progress(self) -> float:
-        if self.args.minutes:
-            return min(1.0, self.elapsed / (60 * self.args.minutes))
-        return min(1.0, self.step / self.args.steps)
-
-    def load(self) -> None:
-        import torch
-
-        try:
-            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            written = state["settings"]
-        except Exception as error:  # any other file may raise anything
-            check_memory(error)
-            raise TrainingError(
-                f"{self.checkpoint} is no checkpoint of this training ({type(error).__name__}); "
-                "choose another --out, or start again with --fresh"
-            ) from error
-        for key, value in self.settings().items():
-            if written.get(key) != value:
-                raise TrainingError(
-                    f"{self.checkpoint} was written with {key}={written.get(key)}, not {value}: "
-                    "use the same value, or start again with --fresh"
-                )
-        self.module.load_state_dict(state["module"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.elapsed = state["step"], state["elapsed"]
-        self.saved_at, self.curve = self.elapsed, state.get("curve", [])
-
     def settings(self) -> dict[str, Any]:
         """Settings that must not change when a run resumes; plain values."""
         own = {key: getattr(self.args, key) for key in self.fixed} | self.training.about()
         return json.loads(json.dumps({"name": self.name, **own, "config": self.config}))
 
-    def save(self) -> None:
-        """Write the checkpoint and the weights, each atomically."""
-        import torch
+    def state(self) -> dict[str, Any]:
+        module, optimizer = self.module.state_dict(), self.optimizer.state_dict()
+        return {"curve": self.curve, "module": module, "optimizer": optimizer}
 
+    def restore(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.curve = state["curve"]
+
+    def export(self) -> None:
+        """Write the weights, atomically."""
         from vlmfast.core.weights import save_weights
 
-        state = {
-            "settings": self.settings(),
-            "step": self.step,
-            "elapsed": self.elapsed,
-            "curve": self.curve,
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        with replacing(self.checkpoint) as file:
-            torch.save(state, file)
         about: dict[str, Any] = {"model": _public(self.args.model), "command": self.command()}
         about |= {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
         about |= {key: getattr(self.args, key) for key in self.told}
@@ -444,7 +393,6 @@ class Trainer:
         signature = self.vlm.adapter.signature()
         folder, measured = self.out / "weights", self.tables()
         save_weights(folder, self.name, self.module, self.config, signature, about, measured)
-        self.saved_at = self.elapsed
         LOG.info("%s: saved after %d steps", self.out, self.step)
 
     def tables(self) -> list[dict[str, Any]]:
@@ -495,58 +443,23 @@ class Trainer:
                 continue
             yield loss / self.args.batch, info
 
-    def stepped(self) -> str:
-        """Hook after each step; returns the text of the progress bar."""
-        return ""
-
-    def train(self) -> None:
-        """Train for the given steps or time, unless SIGTERM or ``--stop-after`` end it earlier."""
+    def update(self) -> None:
         import torch
 
-        args, stop = self.args, []
-        old = signal.signal(signal.SIGTERM, lambda number, _: stop.append(number))
-        sums: dict[str, list[float]] = {}
-        bar = Progress(
-            f"train {self.name}",
-            round(args.minutes * 60) or args.steps,
-            "s" if args.minutes else "steps",
-            done=round(self.elapsed) if args.minutes else self.step,
-        )
-        clock = time.monotonic()
-        try:
-            while self.progress < 1 and not stop:
-                if args.stop_after and self.step >= args.stop_after:
-                    break
-                for loss, info in self.losses():
-                    loss.backward()
-                    for key, value in info.items():
-                        pair = sums.setdefault(key, [0.0, 0.0])
-                        pair[0], pair[1] = pair[0] + value, pair[1] + 1
-                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = group["peak"] * self.rate()
-                if math.isfinite(float(norm)):  # one bad batch must not corrupt the momenta
-                    self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-                self.step += 1
-                now = time.monotonic()
-                self.elapsed, clock = self.elapsed + now - clock, now
-                bar.update(round(self.elapsed) if args.minutes else self.step, self.stepped())
-                if self.step % 10 == 0:
-                    self.write({key: round(a / n, 4) for key, (a, n) in sums.items()})
-                    sums.clear()
-                if self.elapsed - self.saved_at > args.save_every:
-                    self.save()
-        finally:
-            bar.close()
-            signal.signal(signal.SIGTERM, old)
-        self.save()
+        for loss, info in self.losses():
+            loss.backward()
+            for key, value in info.items():
+                pair = self.sums.setdefault(key, [0.0, 0.0])
+                pair[0], pair[1] = pair[0] + value, pair[1] + 1
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self.rate()
+        if math.isfinite(float(norm)):  # one bad batch must not corrupt the momenta
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def write(self, line: dict[str, Any]) -> None:
-        line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
-        log = self.out / "log.jsonl"
-        try:
-            with open_to_append(log) as file:
-                file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error
+    def stepped(self) -> str:
+        if self.step % 10 == 0:
+            self.write({key: round(a / n, 4) for key, (a, n) in self.sums.items()})
+            self.sums.clear()
+        return ""
