@@ -144,10 +144,16 @@ gpu:             ## Check and measure on the GPU of this machine, see docs/gpu.m
 
 docs: $(SITE)    ## Build the documentation and check its links offline
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@$(BIN)/python tools/check_site.py site
 
-wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
-	@$(BIN)/python tools/release.py $(WHEEL_FLAGS)
+wheel: $(BUILD)  ## Build the sdists and wheels of vlmfast and its plug-in in dist/, and test them
+	@test -z "$$(git status --porcelain)" || { echo "commit or remove:"; git status --short; exit 1; }
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist .
+	@$(BIN)/python -m build --outdir dist plugins/vllm
+	@$(BIN)/check-wheel-contents --package vlmfast dist/vlmfast-*.whl
+	@$(BIN)/check-wheel-contents --package plugins/vllm/vlmfast_vllm dist/vlmfast_vllm-*.whl
+	@$(BIN)/twine check --strict dist/*
+	@$(BIN)/python tools/release.py dist/*.whl $(WHEEL_FLAGS)
 
 clean:           ## Remove environments and caches
 	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) $(VLLM) $(RAYENV) $(PRESS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -177,7 +183,7 @@ $(SITE): $(CORE)
 	@touch $@
 
 $(BUILD): $(CORE)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "build>=1.2" check-wheel-contents "twine>=6"
 	@touch $@
 
 # The interpreter of triton 3.6, which comes with torch 2.11, fails in loops with later numpy.

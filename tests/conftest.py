@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import gc
 import os
@@ -89,7 +88,7 @@ def _same_threads(_threads: int) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the slow tests, and mark those that compare by `closeness`, by whatever helper."""
+    """Choose the slow tests, and mark those of modules that compare by `closeness`."""
     for item in _beyond(items):
         item.add_marker(pytest.mark.slow)
     if (part := config.getoption("--part")) is not None:
@@ -99,8 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
     for item in items:
-        owner = item.cls.__name__ if item.cls else item.originalname
-        if owner in _comparing(item.path):
+        if _compares(item.path):
             item.add_marker(pytest.mark.equality)
 
 
@@ -130,50 +128,12 @@ def _left_out(item: pytest.Item, number: int, count: int) -> bool:
 
 
 @functools.cache
-def _comparing(path: Path) -> frozenset[str]:
-    """Names of a module that compare: those of `closeness`, and functions that use one."""
+def _compares(path: Path) -> bool:
+    """Whether a module imports `closeness`, itself or through a helper in this folder."""
     text = path.read_text(encoding="utf-8")
-    inside = {module: names for module in _imported(text) if (names := _of_helper(module, path))}
-    if not inside:
-        return frozenset()
-    found: set[str] = set()
-    parts: dict[str, set[str]] = {}
-    for definition in ast.parse(text).body:
-        used: set[str] = set()  # names that it reads; fixtures are among its arguments
-        for node in ast.walk(definition):
-            if isinstance(node, ast.Name):
-                used.add(node.id)
-            elif isinstance(node, ast.arg):
-                used.add(node.arg)
-            elif isinstance(node, ast.ImportFrom):
-                names = inside.get(node.module or "", ())
-                found |= {of.asname or of.name for of in node.names if of.name in names}
-            elif isinstance(node, ast.Import):
-                found |= {of.asname or of.name for of in node.names if of.name in inside}
-        parts |= dict.fromkeys(_defined(definition), used)
-    while more := {name for name, used in parts.items() if name not in found and used & found}:
-        found |= more
-    return frozenset(found)
-
-
-def _imported(text: str) -> set[str]:
-    """Modules that a text may import; without a dot, as helpers are."""
-    return set(re.findall(r"^\s*(?:from|import) (\w+)\b(?!\.)", text, re.MULTILINE))
-
-
-def _of_helper(module: str, path: Path) -> frozenset[str]:
-    """The same for a module in this folder; all names of `closeness` itself."""
-    helper = Path(__file__).with_name(f"{module}.py")
-    if module == "closeness":
-        return frozenset({"close", "apart", "tolerance", "network", "tower"})
-    return _comparing(helper) if helper.is_file() and helper != path else frozenset()
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [of.id for of in targets if isinstance(of, ast.Name)]
+    names = set(re.findall(r"^\s*(?:from|import) (\w+)\b(?!\.)", text, re.MULTILINE))
+    helpers = (Path(__file__).with_name(f"{name}.py") for name in names - {path.stem})
+    return "closeness" in names or any(map(_compares, filter(Path.is_file, helpers)))
 
 
 @pytest.fixture(scope="session")

@@ -177,6 +177,7 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(listed) == set(found)
     for name, method in found.items():
         assert listed[name].endswith(f"  {method['summary']}")
+        assert f"  {method['tier']} " in listed[name]
     assert len(lines) < 70
 
 
@@ -184,8 +185,8 @@ def test_methods_shows_the_details_of_a_name(capsys: pytest.CaptureFixture[str])
     assert main(["methods", "SnapKV", "hired"]) == 0
     out = capsys.readouterr().out
     first, second = out.split("\n\n")
-    assert first.startswith("snapkv  (cache, training-free, query-dependent)")
-    assert second.startswith("hired  (tokens, training-free, query-independent)")
+    assert first.startswith("snapkv  (baseline, cache, training-free, query-dependent)")
+    assert second.startswith("hired  (core, tokens, training-free, query-independent)")
     assert "2408.10945" in second and "recipe: hired:0.2" in second
     (keep,) = (line for line in second.splitlines() if line.strip().startswith("keep=0.2 "))
     assert "float, > 0 and <= 1; fraction of the patches" in keep

@@ -165,7 +165,7 @@ def test_methods_command_survives_a_broken_package(site: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Keeps the tokens with the largest norms." in done.stdout
-    assert "draft-repeat  (drafter, training-free, query-independent)" in done.stdout
+    assert "draft-repeat  (experimental, drafter, training-free, query-independent)" in done.stdout
     assert "warning: vlmfast.stages: 'hired' of vlmfast-broken 0.1 is skipped" in done.stderr
 
 

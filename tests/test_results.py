@@ -42,6 +42,7 @@ def tool() -> ModuleType:
 def test_every_result_file_has_a_command(tool: ModuleType) -> None:
     names = [name for entry in tool.read() for name in entry.writes]
     assert len(names) == len(set(names))
+    assert len({entry.name for entry in tool.read()}) == len(tool.read())
     listed = subprocess.run(
         ["git", "ls-files", "docs/results", "benchmarks/results"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -54,14 +55,10 @@ def test_every_result_file_has_a_command(tool: ModuleType) -> None:
         assert (ROOT / folder).is_dir()
 
 
-def test_names_are_different(tool: ModuleType) -> None:
-    names = [entry.name for entry in tool.read()]
-    assert len(set(names)) == len(names)
-
-
 def test_commands_exist(tool: ModuleType) -> None:
     for entry in tool.read():
         for command in entry.commands:
+            assert "--accept-" not in command  # terms are accepted by hand
             words = shlex.split(command)
             if words[0] == "vlmfast":
                 CHECKS["vlmfast"](words[1:], False)
@@ -187,33 +184,23 @@ def test_only_some(run, repository: Path, capsys) -> None:
     assert "unknown result 'figure'; results: figures, others" in capsys.readouterr().err
 
 
-def test_entry_for_a_gpu_is_left_out_without_one(
+def test_entries_are_left_out_without_what_they_need(
     tool: ModuleType, repository: Path, capsys, monkeypatch
 ) -> None:
-    entry = tool.Entry("gpu", ("1.json",), ("python step.py 1",), gpu=True)
-    for gpu in (False, True):
-        monkeypatch.setattr(tool, "has_gpu", lambda gpu=gpu: gpu)
-        assert tool.main([], [entry], repository) == ExitCode.FINISHED
-        assert calls(repository) == "1" * gpu
-    assert "gpu: left out, it needs a GPU" in capsys.readouterr().err
-
-
-def test_entry_after_preparations_runs_only_by_its_name(
-    tool: ModuleType, repository: Path, capsys
-) -> None:
-    entry = tool.Entry("weights", ("1.json",), ("python step.py 1",), after="make pocket")
-    assert tool.main([], [entry], repository) == ExitCode.FINISHED
+    entries = [
+        tool.Entry("gpu", ("1.json",), ("python step.py 1",), gpu=True),
+        tool.Entry("weights", ("2.json",), ("python step.py 2",), after="make pocket"),
+    ]
+    monkeypatch.setattr(tool, "has_gpu", lambda: False)
+    assert tool.main([], entries, repository) == ExitCode.FINISHED
     assert calls(repository) == ""
-    message = "weights: left out, first make pocket; then --only weights"
-    assert message in capsys.readouterr().err
-    assert tool.main(["--only", "weights"], [entry], repository) == ExitCode.FINISHED
-    assert calls(repository) == "1"
-
-
-def test_no_command_accepts_terms(tool: ModuleType) -> None:
-    commands = [command for entry in tool.read() for command in entry.commands]
-    assert not any("--accept-" in command for command in commands)
-    assert any("accept-gemma-terms" in entry.after for entry in tool.read())
+    said = capsys.readouterr().err
+    assert "gpu: left out, it needs a GPU" in said
+    assert "weights: left out, first make pocket; then --only weights" in said
+    monkeypatch.setattr(tool, "has_gpu", lambda: True)
+    assert tool.main([], entries, repository) == ExitCode.FINISHED
+    assert tool.main(["--only", "weights"], entries, repository) == ExitCode.FINISHED
+    assert calls(repository) == "12"
 
 
 @pytest.mark.parametrize(

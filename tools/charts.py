@@ -38,32 +38,21 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     report = Path(config.docs_dir) / place / "report.json"
     if page.file.src_uri.split("/")[0] != "results" or not report.is_file():
         return markdown
-    script = posixpath.relpath(SCRIPT, place)
+    root = f"{posixpath.relpath('.', place)}/"
 
     def drawn(plot: re.Match[str]) -> str:
         axis = "held" if plot["cache"] else "kept"
-        return chart(report, plot["task"], axis, script)
+        return html_of(figure(rows(report, plot["task"], axis)), root)
 
     return _PLOT.sub(drawn, markdown)
 
 
-def chart(report: Path, task: str, axis: str, script: str) -> str:
-    """A chart as an HTML block; ``docs/charts.js`` draws it.
-
-    Parameters
-    ----------
-    report : Path
-        ``report.json``.
-    task : str
-    axis : {"kept", "held"}
-    script : str
-        Link from the page to plotly.js.
-    """
-    shown = figure(rows(report, task, axis))
+def html_of(shown: Any, root: str) -> str:
+    """A figure as an HTML block, which ``docs/charts.js`` draws; ``root`` leads to the site's."""
     # JSON inside HTML: no character may end the element.
     data = json.dumps(shown.to_plotly_json() | {"config": CONFIG}, cls=PlotlyJSONEncoder)
     data = data.replace("<", "\\u003c")
     return (
-        f'<div class="chart" data-script="{script}" data-search-exclude>'
+        f'<div class="chart" data-script="{root}{SCRIPT}" data-search-exclude>'
         f'<script type="application/json">{data}</script></div>'
     )

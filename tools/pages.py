@@ -2,7 +2,7 @@
 
 Nothing on these pages is written by hand. Text and parameters come from the method's docstring and
 fields, numbers from ``docs/results/**/report.json`` and ``benchmarks/results``. `pages` needs the
-package and matplotlib; MkDocs is not imported here.
+package and plotly; MkDocs is not imported here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from io import StringIO
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sources import ROOT, table
+
 import vlmfast
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.core.stage import Stage
+from vlmfast.core.stage import TIERS
+from vlmfast.eval import chart
 from vlmfast.eval.axes import shrinks_cache
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 DRAFTS = ROOT / "benchmarks" / "results" / "speculation-tiny-cpu.json"
 
@@ -66,12 +66,6 @@ NEEDS = {
 # --- measured reports ----------------------------------------------------------------------------
 
 
-@functools.cache
-def parsed(recipe: str) -> Recipe:
-    """A recipe of the reports, which name few recipes many times."""
-    return Recipe.parse(recipe)
-
-
 @dataclass(frozen=True)
 class Report:
     """One task of a ``report.json``.
@@ -82,175 +76,86 @@ class Report:
         Its folder below ``docs``.
     task, about : str
         ``about`` is the line of its ``report.md`` on model, seed and number of questions.
-    recipes : dict
-        The numbers of each run by its name, as ``vlmfast report`` writes them.
     """
 
     place: str
     task: str
     about: str
-    recipes: dict[str, dict[str, Any]]
 
-    def runs(self, word: str) -> dict[str, dict[str, Any]]:
-        """Runs with this method alone and single questions, by decreasing cost."""
-        found = {}
-        for name, numbers in self.recipes.items():
-            if "@" in name or numbers["control"]:
-                continue
-            stages = parsed(numbers["recipe"])
-            if len(stages) == 1 and stages[0].name == word:
-                found[name] = numbers
-        return found
+    @functools.cache  # noqa: B019 - there are a dozen
+    def rows(self, axis: str) -> list[chart.Measured]:
+        return chart.rows(DOCS / self.place / "report.json", self.task, axis)
+
+    def shown(self, word: str) -> list[chart.Measured]:
+        """The full model, the runs of this method alone, and the baselines; empty without runs."""
+        own, full, others = [], [], []
+        for row in self.rows(axis_of(word)):
+            if row.group == chart.FULL:
+                full.append(row)
+            elif row.method.partition(":")[0] == word and "+" not in row.method:
+                own.append(row)
+            elif row.method in ("random", "streamingllm"):
+                others.append(row)
+        return [*full, *own, *others] if own else []
 
 
-def reports(docs: Path = DOCS) -> list[Report]:
+@functools.cache
+def reports() -> list[Report]:
     """Every report in ``docs/results``, the one of the folder itself first."""
     found = []
-    files = sorted((docs / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
+    files = sorted((DOCS / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
     for file in files:
         text = file.with_suffix(".md").read_text(encoding="utf-8")
-        for task, of in json.loads(file.read_text(encoding="utf-8"))["tasks"].items():
+        for task in json.loads(file.read_text(encoding="utf-8"))["tasks"]:
             about = re.search(rf"^## {re.escape(task)}\n\n(.+)$", text, re.MULTILINE)
             if about is None:
                 raise ValueError(f"{file.with_suffix('.md')} has no section on {task}")
-            place = file.parent.relative_to(docs).as_posix()
-            found.append(Report(place, task, about[1], of["recipes"]))
+            found.append(Report(file.parent.relative_to(DOCS).as_posix(), task, about[1]))
     return found
 
 
-def measured(word: str, found: list[Report]) -> list[Report]:
+def measured(word: str) -> list[Report]:
     """The reports that ran this method."""
-    return [report for report in found if report.runs(word)]
+    return [report for report in reports() if report.shown(word)]
 
 
-def axis_of(word: str, report: Report) -> str:
+def axis_of(word: str) -> str:
     """``held`` (cache size) for methods that shrink the cache, else ``kept`` (visual tokens)."""
-    run = next(iter(report.runs(word).values()))
-    return "held" if shrinks_cache(parsed(run["recipe"])) else "kept"
-
-
-def line_of(recipe: str) -> str:
-    """The recipe without its budget, which the points of one curve have in common."""
-    stage = parsed(recipe)[0]
-    axes = {"budget", "keep"} | ({stage.lead} if _number(stage) else set())
-    plain = {f.name: f.default for f in fields(stage) if f.name in axes}
-    return str(replace(stage, **plain))
-
-
-def _number(stage: Stage) -> bool:
-    value = getattr(stage, stage.lead) if stage.lead else None
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def lines_of(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
-    """The runs of a method, grouped by `line_of`."""
-    lines: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, numbers in report.runs(word).items():
-        lines.setdefault(line_of(numbers["recipe"]), {})[name] = numbers
-    return lines
-
-
-def baselines(word: str, report: Report) -> dict[str, dict[str, dict[str, Any]]]:
-    """The longest curve of each baseline for methods of this kind."""
-    words = ("random", "streamingllm") if axis_of(word, report) == "held" else ("random",)
-    lines = [lines_of(control, report) for control in words if control != word]
-    return dict(max(of.items(), key=lambda line: len(line[1])) for of in lines if of)
-
-
-# --- curves --------------------------------------------------------------------------------------
-
-_INK = "#010101"  # replaced by the text colour of the page
-_COLORS = ("#3b8edb", "#d5762a", "#22a884", "#c66fa3")
-_GREY = "#8a8a8a"
-_COST = {"kept": "visual tokens kept, mean of layers (%)", "held": "KV cache size (%)"}
-_PANELS = {
-    "kept": (("accuracy", "image", "Images"), ("accuracy", "video", "Videos")),
-    "held": (
-        ("accuracy", "image", "Questions, images"),
-        ("accuracy", "video", "Questions, videos"),
-        ("caption", "image", "Captions, images"),
-        ("caption", "video", "Captions, videos"),
-    ),
-}
+    return "held" if shrinks_cache(stage_class(word)()) else "kept"
 
 
 def curves(word: str, report: Report) -> str:
-    """The plots of a method as inline SVG in the colours of the page."""
-    axis, full = axis_of(word, report), report.recipes["none"]
-    # Kinds of questions that the report does not contain have no plot.
-    asked = [panel for panel in _PANELS[axis] if full[f"{panel[0]}_{panel[1]}"] is not None]
-    panels = [_panel(word, report, axis, *panel, legend=not i) for i, panel in enumerate(asked)]
-    return '<div class="curves" data-search-exclude>\n' + "\n".join(panels) + "\n</div>"
+    """The chart of a method beside the baselines."""
+    from charts import html_of
 
-
-def points(
-    runs: dict[str, dict[str, Any]], axis: str, key: str, modality: str
-) -> list[tuple[float, ...]]:
-    """Cost, accuracy and its interval of each run in percent, by increasing cost."""
-    rows = [
-        (n[f"{axis}_{modality}"], n[f"{key}_{modality}"], *n[f"{key}_{modality}_ci"])
-        for n in runs.values()
-        if n[f"{key}_{modality}"] is not None
-    ]
-    return sorted(tuple(100 * value for value in row) for row in rows)
-
-
-def _panel(
-    word: str, report: Report, axis: str, key: str, modality: str, title: str, legend: bool
-) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    salt = {"svg.fonttype": "none", "svg.hashsalt": f"{word}{key}{modality}", "font.size": 11}
-    ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), _INK)
-    ink |= dict.fromkeys(("xtick.color", "ytick.color"), _INK)
-    with matplotlib.rc_context(salt | ink | {"font.family": "sans-serif"}):
-        figure = Figure(figsize=(4.3, 3.4), layout="constrained")
-        place = figure.subplots()
-        full = report.recipes["none"]
-        low, high = (100 * v for v in full[f"{key}_{modality}_ci"])
-        place.axhspan(low, high, color=_INK, alpha=0.12, linewidth=0)
-        place.axhline(100 * full[f"{key}_{modality}"], color=_INK, linewidth=1, label="full model")
-        styles = iter(("--", ":"))
-        for label, runs in baselines(word, report).items():
-            x, y, _, _ = zip(*points(runs, axis, key, modality), strict=True)
-            place.plot(x, y, next(styles), color=_GREY, marker=".", label=label.partition(":")[0])
-        for color, (label, runs) in zip(_COLORS * 9, lines_of(word, report).items(), strict=False):
-            x, y, lows, highs = zip(*points(runs, axis, key, modality), strict=True)
-            bars = [[m - l for m, l in zip(y, lows, strict=True)]]
-            bars.append([h - m for m, h in zip(y, highs, strict=True)])
-            place.errorbar(
-                x, y, yerr=bars, color=color, marker="o", markersize=5, capsize=2.5, label=label
-            )
-        place.set_xscale("log")
-        place.set_xlim(4, 110)
-        place.xaxis.set_major_locator(FixedLocator((5, 10, 20, 50, 100)))
-        place.xaxis.set_minor_locator(NullLocator())
-        place.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        place.set_ylim(0, 104)
-        place.set(xlabel=_COST[axis], ylabel="accuracy (%)", title=title)
-        place.grid(alpha=0.2, color=_INK, linewidth=0.6)
-        place.spines[["top", "right"]].set_visible(False)
-        if legend:  # the other plots have the same lines
-            place.legend(loc="best", frameon=False, fontsize=9)
-        text = StringIO()
-        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=none)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    # A style sheet inside an inline SVG would apply to the whole page.
-    svg = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
-    label = html.escape(f"{word}: {title.lower()}, accuracy against {_COST[axis]}")
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    return re.sub(r"\n\s*", "\n", svg.replace(_INK, "currentColor")).strip()
+    drawn = chart.figure(report.shown(word))
+    drawn.for_each_trace(lambda trace: trace.update(visible=True))
+    # Without the menu of groups, and with a short legend.
+    drawn.update_layout(updatemenus=drawn.layout.updatemenus[:1], height=480, margin_b=120)
+    return html_of(drawn, "../")
 
 
 # --- tables --------------------------------------------------------------------------------------
 
 
-def percent(value: float | None, ci: list[float] | None = None) -> str:
+def numbers_table(word: str, report: Report) -> str:
+    """The points of the chart."""
+    axis = axis_of(word)
+    keys = [(key, kind) for key in ("accuracy", "caption") for kind in ("image", "video")]
+    keys = keys if axis == "held" else keys[:2]
+    cost = "KV cache size %" if axis == "held" else "tokens kept %"
+    names = {"accuracy": "questions" if axis == "held" else "", "caption": "captions"}
+    titles = [f"{names[key]}, {kind}s %".removeprefix(", ") for key, kind in keys]
+    lines = [["recipe", f"{cost}, images / videos", *titles]]
+    for row in report.shown(word):
+        n = row.numbers
+        paid = (_percent(n[f"{axis}_{kind}"]) for kind in ("image", "video"))
+        scores = (_percent(n[f"{k}_{kind}"], n[f"{k}_{kind}_ci"]) for k, kind in keys)
+        lines.append([f"`{row.recipe}`", " / ".join(paid), *scores])
+    return table(lines)
+
+
+def _percent(value: float | None, ci: list[float] | None = None) -> str:
     """A fraction in percent, with its interval."""
     if value is None:
         return "–"
@@ -258,46 +163,18 @@ def percent(value: float | None, ci: list[float] | None = None) -> str:
     return f"{text} [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else text
 
 
-def table(head: list[str], rows: list[list[str]], right: bool = False) -> str:
-    """A Markdown table; pipes in its cells are escaped."""
-    rule = ["---", *["---:" if right else "---"] * (len(head) - 1)]
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in [head, *rows]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [cells[0], rule, *cells[1:]])
-
-
-def numbers_table(word: str, report: Report) -> str:
-    """The points of the curves, including the full model and the baselines."""
-    axis = axis_of(word, report)
-    paid = "KV cache size %" if axis == "held" else "tokens kept %"
-    scores = [(key, m) for key, m, _ in _PANELS[axis]]
-    titles = [title.lower() for _, _, title in _PANELS[axis]]
-    head = ["recipe", f"{paid}, images / videos", *(f"{title} %" for title in titles)]
-    runs = {"none": report.recipes["none"]} | report.runs(word)
-    for line in baselines(word, report).values():
-        runs |= line
-    rows = [
-        [
-            f"`{name}`",
-            f"{percent(n[f'{axis}_image'])} / {percent(n[f'{axis}_video'])}",
-            *(percent(n[f"{key}_{m}"], n[f"{key}_{m}_ci"]) for key, m in scores),
-        ]
-        for name, n in runs.items()
-    ]
-    return table(head, rows, right=True)
-
-
 def questions(word: str, report: Report) -> str:
     """The number of questions per point."""
-    types = next(iter(report.runs(word).values()))["types"]
+    types = report.shown(word)[1].numbers["types"]
     each = sorted({of["n"] for of in types.values()})
     return f"{' or '.join(map(str, each))} questions of each of {len(types)} types"
 
 
 def drafts_table(word: str) -> str:
     """Accepted tokens on ``tiny``; empty if the benchmark did not run this drafter."""
-    data = json.loads(DRAFTS.read_text(encoding="utf-8"))
-    rows = []
-    for name, part in data["parts"].items():
+    head = ["recipe", "workload", "accepted tokens per round", "forward passes"]
+    rows = [[*head, "speed relative to no drafter", "identical answers"]]
+    for name, part in json.loads(DRAFTS.read_text(encoding="utf-8"))["parts"].items():
         work, _, drafter = name.split(" | ")
         if "mean_accepted" not in part or word not in re.split(r"[+:]", drafter):
             continue
@@ -312,36 +189,32 @@ def drafts_table(word: str) -> str:
                 f"{part['identical']} of {part['pairs']}",
             ]
         )
-    head = ["recipe", "workload", "accepted tokens per round", "forward passes"]
-    head += ["speed relative to no drafter", "identical answers"]
-    return table(head, rows, right=True) if rows else ""
+    return table(rows) if rows[1:] else ""
 
 
-def _measured_section(word: str, protocol: str, found: list[Report]) -> Iterator[str]:
+def _measured_section(word: str, protocol: str) -> Iterator[str]:
     yield "## Measured on `tiny`"
+    nothing = f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
     if protocol == "drafter":
         rows = drafts_table(word)
-        if not rows:
-            yield f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
-        else:
-            data = json.loads(DRAFTS.read_text(encoding="utf-8"))
-            settings = data["settings"]
-            yield rows
-            yield (
-                f"Measured on {data['date'][:10]} on {data['threads']} thread of a CPU, "
-                f"{settings['dtype']}, torch {settings['torch']}, transformers "
-                f"{settings['transformers']}, with {settings['pairs']} pairs of a drafted and a "
-                "plain answer. Speed is measured from the image to the last token "
-                f"([`{DRAFTS.name}`](../../{DRAFTS.relative_to(ROOT).as_posix()}))."
-            )
+        data = json.loads(DRAFTS.read_text(encoding="utf-8"))
+        settings = data["settings"]
+        about = (
+            f"Measured on {data['date'][:10]} on {data['threads']} thread of a CPU, "
+            f"{settings['dtype']}, torch {settings['torch']}, transformers "
+            f"{settings['transformers']}, with {settings['pairs']} pairs of a drafted and a "
+            "plain answer. Speed is measured from the image to the last token "
+            f"([`{DRAFTS.name}`](../../{DRAFTS.relative_to(ROOT).as_posix()}))."
+        )
+        yield from (rows, about) if rows else (nothing,)
         yield (
             "A drafter never changes an answer, so it does not affect accuracy; see "
             "[speculation](../speculation.md)."
         )
         return
-    first, *others = measured(word, found) or [None]
+    first, *others = measured(word) or [None]
     if first is None:
-        yield f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
+        yield nothing
         if protocol != "media":
             yield (
                 f"Measure it with `vlmfast eval shapes --recipe {word} --recipe random "
@@ -371,47 +244,21 @@ def prose(doc: str) -> str:
     """Convert a module's docstring to Markdown.
 
     ``::`` starts a code block. Continued list items are indented by two in docstrings and by four
-    in Markdown. Everything else is Markdown already.
+    in Markdown. What Markdown would read as a tag is escaped.
     """
     out: list[str] = []
-    lines = doc.strip().splitlines()
-    item, block = False, 0  # inside a list; indentation of a code block
-    loose = False  # a list with paragraphs as items needs blank lines between them
-    for i, line in enumerate(lines):
-        margin = "    " if item else ""
-        if block and line.strip() and len(line) - len(line.lstrip()) < block:
-            while not out[-1].strip():
-                out.pop()
-            out += [f"{margin}```", ""]
-            block = 0
-        if block:
-            out.append(margin + line[block:] if line.strip() else "")
-            continue
+    item = loose = False
+    for line in doc.strip().splitlines():
         if line and not line.startswith(" "):
             loose = loose and line.startswith("- ")
             item = line.startswith("- ")
-            if loose and out[-1]:
-                out.append("")
+            out += [""] if loose and out[-1] else []
         loose = loose or (item and not line)
-        margin = "    " if item else ""
-        indent = 6 if item else 4
-        follows = next((later for later in lines[i + 1 :] if later.strip()), "")
-        opens = line.endswith("::") and follows.startswith(" " * indent)
-        out.append(
-            ("  " if item and line.startswith("  ") else "") + _text(line[: -1 if opens else None])
-        )
-        if opens:
-            out += ["", f"{margin}```text"]
-            block, loose = indent, item
-    if block:
-        out.append(f"{'    ' if item else ''}```")
-    return re.sub(r"```text\n\n+", "```text\n", "\n".join(out))
-
-
-def _text(line: str) -> str:
-    """Escape characters that Markdown would treat as markup, except in code."""
-    parts = re.split(r"(`+[^`]*`+)", line)
-    return "".join(p if p.startswith("`") else re.sub(r"<(?=\w)", "&lt;", p) for p in parts)
+        if not line.startswith(" " * (6 if item else 4)):  # no code
+            parts = re.split(r"(`+[^`]*`+)", re.sub("::$", ":", line))
+            line = "".join(p if p[:1] == "`" else re.sub(r"<(?=\w)", "&lt;", p) for p in parts)
+        out.append(f"  {line}" if item and line.startswith("  ") else line)
+    return "\n".join(out)
 
 
 def shown(value: Any) -> str:
@@ -433,14 +280,20 @@ def _allowed(parameter: dict[str, Any]) -> str:
     return ", ".join(bounds) or {"bool": "`true`, `false`"}.get(parameter["type"], "")
 
 
+def text_table(rows: list[list[str]]) -> str:
+    """A table of words, aligned to the left."""
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return table(escaped).replace("---:", "---")
+
+
 def parameters_table(method: dict[str, Any]) -> str:
     """Name, default, range and meaning of every parameter."""
-    rows = []
+    rows = [["parameter", "default", "allowed", "meaning"]]
     for p in method["parameters"]:
         bare = " *(bare value)*" if p["name"] == method["value"] else ""
         default = f"`{shown(p['default'])}`"
         rows.append([f"`{p['name']}`{bare}", default, _allowed(p), html.escape(p["doc"], False)])
-    return table(["parameter", "default", "allowed", "meaning"], rows)
+    return text_table(rows)
 
 
 def paper(text: str) -> str:
@@ -474,11 +327,12 @@ def _trained(word: str) -> str:
     return f"yes; [train the weights](../{home})"
 
 
-def method_page(method: dict[str, Any], found: list[Report]) -> str:
+def method_page(method: dict[str, Any]) -> str:
     """The page of one method in Markdown."""
     word, protocol = method["name"], method["protocol"]
     path = source(word)
     facts = {
+        "tier": method["tier"],
         "applied": _acts(word),
         "paper": paper(method["paper"]),
         "trained": _trained(word) if method["trained"] else "no",
@@ -508,7 +362,7 @@ def method_page(method: dict[str, Any], found: list[Report]) -> str:
         f'    {"video" if shows_video else "images"}="{media}",\n'
         f'    recipe="{recipe}",\n)\n```'
     )
-    parts += _measured_section(word, protocol, found)
+    parts += _measured_section(word, protocol)
     parts += ["## Parameters", parameters_table(method) if method["parameters"] else "None."]
     doc = importlib.import_module(stage_names()[word]).__doc__
     if not doc:
@@ -517,48 +371,49 @@ def method_page(method: dict[str, Any], found: list[Report]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def index_page(methods: list[dict[str, Any]], found: list[Report]) -> str:
+def index_page(methods: list[dict[str, Any]]) -> str:
     """The list of all methods, by where they are applied."""
     parts = [
         "# Methods",
         f"{len(methods)} methods, in pipeline order. Each page documents the method and its "
         "parameters, and shows measurements on the shipped model. `vlmfast methods` prints the "
-        "same list.",
+        "same list. *Core* are the methods that the project is about and those that lead a table "
+        "of results, *baseline* established methods to compare with, *experimental* all others.",
     ]
     for protocol, (title, where) in PROTOCOLS.items():
         here = [m for m in methods if m["protocol"] == protocol]
-        if not here:
-            continue
         rows = [
             [
                 f"[`{m['name']}`]({m['name']}.md)",
+                m["tier"],
                 m["summary"],
                 paper(m["paper"]),
                 "yes" if m["trained"] else "",
-                _where_measured(m, found),
+                _where_measured(m),
             ]
-            for m in here
+            for m in sorted(here, key=lambda m: TIERS.index(m["tier"]))
         ]
-        head = ["method", "summary", "paper", "trained", "measured"]
-        parts += [f"## {title}", f"{where[0].upper()}{where[1:]}.", table(head, rows)]
+        rows.insert(0, ["method", "tier", "summary", "paper", "trained", "measured"])
+        about = f"{where[0].upper()}{where[1:]}."
+        parts += [f"## {title}", about, text_table(rows)] if here else []
     return "\n\n".join(parts) + "\n"
 
 
-def _where_measured(method: dict[str, Any], found: list[Report]) -> str:
+def _where_measured(method: dict[str, Any]) -> str:
     if method["protocol"] == "drafter":
         return "accepted tokens" if drafts_table(method["name"]) else ""
-    report = next(iter(measured(method["name"], found)), None)
+    report = next(iter(measured(method["name"])), None)
     if report is None:
         return ""
-    kind = "cache" if axis_of(method["name"], report) == "held" else "tokens"
+    kind = "cache" if axis_of(method["name"]) == "held" else "tokens"
     return f"[{kind}](../{report.place}/report.md)"
 
 
-def pages(docs: Path = DOCS) -> dict[str, str]:
+def pages() -> dict[str, str]:
     """The Markdown of every generated page, by its path below ``docs``."""
-    methods, found = vlmfast.methods(), reports(docs)
-    made = {f"methods/{m['name']}.md": method_page(m, found) for m in methods}
-    return {"methods/index.md": index_page(methods, found), **made}
+    methods = vlmfast.methods()
+    made = {f"methods/{m['name']}.md": method_page(m) for m in methods}
+    return {"methods/index.md": index_page(methods), **made}
 
 
 def nav() -> list[Any]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from sources import RESULTS, ROOT, both, measured, numbers, pair, script, table, within
+from charts import html_of
+from sources import RESULTS, ROOT, both, measured, numbers, pair, table, within
 from timings import (
     drafters,
     gpu_answers,
@@ -253,23 +254,93 @@ def _kind(recipe: str) -> int:
     return 2 * kinds.index(stages[0]) + len(stages) - 1
 
 
-def equal_time(*recipes: str) -> str:
+_STACKED = (0.66, 0.44, 0.22, 0.1)
+# Label -> the recipes of one curve.
+_CURVES = {
+    "none": ("none",),
+    "hired": tuple(f"hired:budget={budget}" for budget in BUDGETS),
+    "hired + divprune": tuple(f"hired:budget=0.5+divprune:budget={b}" for b in _STACKED),
+    "tome:0.5 + divprune": tuple(f"tome:budget=0.5+divprune:budget={b}" for b in (0.44, 0.22)),
+    "tome:0.33 + divprune": ("tome:budget=0.33+divprune:budget=0.33",),
+    "tome + hired + divprune": ("tome:budget=0.5+hired:budget=0.5+divprune:budget=0.44",),
+    "crops:0.5 + hired": tuple(f"crops:0.5+hired:budget={b}" for b in (0.6, 0.4, 0.2, 0.1)),
+    "crops:0.25 + hired": tuple(f"crops:0.25+hired:budget={b}" for b in (0.4, 0.2)),
+}
+
+
+def _timed() -> dict[str, list[tuple[str, float, dict[str, Any]]]]:
+    """Recipes with Hugging Face's time to the first token over theirs, and their numbers."""
+    accuracy = {str(Recipe.parse(name)): run for name, run in numbers("views-stacks").items()}
+    (times,) = measured("ask-views-cpu-float32")["models"].values()
+    timed = {str(Recipe.parse(name)): of for name, of in times.items() if name != "huggingface"}
+    return {
+        label: [
+            (recipe, timed[name]["ratio"]["ttft"], accuracy[name])
+            for recipe in recipes
+            if (name := str(Recipe.parse(recipe))) in accuracy and name in timed
+        ]
+        for label, recipes in _CURVES.items()
+    }
+
+
+def equal_time() -> str:
     """Accuracy beside the measured time to the first token, the slowest recipe first."""
-    plot = script("tools", "ttft_png")
-    every = ["none", *(p.recipe for own in plot.curves().values() for p in own)]
-    found = plot.points(list(recipes) or every)
+    curves = _timed()
+    ((_, _, full),) = curves["none"]
     rows = [["recipe", "kept", "TTFT", "images", "minus `none`"]]
-    for p in sorted(found, key=lambda point: point.faster):
-        rows.append(
-            [
-                f"`{p.recipe}`",
-                f"{100 * p.kept:.0f} %",
-                f"{p.faster:.2f}×",
-                f"{p.accuracy:.1f} [{p.low:.1f}, {p.high:.1f}]",
-                f"{p.accuracy - found[0].accuracy:+.1f}",
-            ]
-        )
+    found = [point for own in curves.values() for point in own]
+    for recipe, faster, run in sorted(found, key=lambda point: point[1]):
+        minus = 100 * run["accuracy_image"] - 100 * full["accuracy_image"]
+        kept = f"{100 * run['kept_image']:.0f} %"
+        row = [f"`{recipe}`", kept, f"{faster:.2f}×", within(run, "image"), f"{minus:+.1f}"]
+        rows.append(row)
     return table(rows)
+
+
+def time_chart() -> str:
+    """The same as a chart."""
+    from plotly.graph_objects import Figure, Scatter
+
+    shown = Figure()
+    for label, own in _timed().items():
+        recipes, faster, runs = zip(*own, strict=True)
+        y = [100 * run["accuracy_image"] for run in runs]
+        marks = [f"{100 * run['kept_image']:.0f} %" for run in runs]
+        shown.add_trace(
+            Scatter(x=faster, y=y, name=label, text=marks, mode="lines+markers+text").update(
+                textposition="top center", hovertext=recipes, hoverinfo="text+x+y"
+            )
+        )
+    shown.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0, 0, 0, 0)",
+        plot_bgcolor="rgba(0, 0, 0, 0)",
+        height=460,
+        legend={"orientation": "h", "y": -0.2},
+        xaxis_title="time to the first token: Hugging Face / recipe",
+        yaxis_title="accuracy of tiny on images (%)",
+    )
+    return html_of(shown, "")
+
+
+def home(part: str) -> str:
+    """A figure of the home page: ``tokens``, ``accuracy`` or ``time``."""
+    small, *_, large = measured("ask-cpu-bfloat16")["models"].values()
+    full, kept = (small[name]["visual_tokens"] for name in ("huggingface", "balanced"))
+    slow, fast = (large[name]["ttft"]["median"] for name in ("huggingface", "balanced"))
+    found = numbers("fresh")
+    runs = [found[str(Recipe.parse(n))] for n in ("balanced", "none", "random:budget=0.22")]
+    own, none, random = (f"{pair(run).replace(' /', ' % and')} %" for run in runs)
+    return {
+        "tokens": f"**{full / kept:.1f}× fewer visual tokens** with the same answer: {full} → "
+        f"{kept} on this image.",
+        "accuracy": f"**{own} accuracy** on images and videos with {100 * runs[0]['kept']:.0f} % "
+        f"of the tokens. The full model has {none}, random patches at the same cost {random}.",
+        "time": f"**{slow / fast:.1f}× faster first token** than Hugging Face `generate`: "
+        f"{slow:.2f} s → {fast:.2f} s with `balanced` on 2 CPU cores. "
+        f"{large['huggingface']['visual_tokens']:,} visual tokens, a LLaVA-NeXT "
+        "in the shape of Qwen2-0.5B.",
+    }[part]
 
 
 def static_frames() -> str:
@@ -460,10 +531,12 @@ PAGES: dict[str, Callable[[], str]] = {
     "static-frames": static_frames,
     "time-crops": partial(tower_time, "ask-views-cpu-float32"),
     "equal-time": equal_time,
+    "time-chart": time_chart,
+    **{f"home-{part}": partial(home, part) for part in ("tokens", "accuracy", "time")},
     "time-static": partial(tower_time, "ask-static-clip-cpu-bfloat16"),
     "time-moving": partial(tower_time, "ask-moving-clip-cpu-float32"),
 }
-_MARK = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
+_MARK = re.compile(r"<!-- table: (\S+) -->")
 
 
 def filled(page: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
@@ -145,33 +146,6 @@ def served_times(key: str, what: str) -> str:
     return table(rows)
 
 
-# Methods of `benchmarks/compare_presses.py` in the order of the table, those of a kind together.
-_PRESSES = (
-    ("vlmfast", "snapkv"),
-    ("vlmfast", "snapkv:window=64,kernel=5,pool=avg"),
-    ("kvpress", "SnapKV"),
-    ("vlmfast", "pyramidkv"),
-    ("vlmfast", "pyramidkv:window=64,kernel=5,pool=avg"),
-    ("kvpress", "PyramidKV, budgets of vlmfast"),
-    ("kvpress", "PyramidKV"),
-    ("vlmfast", "streamingllm"),
-    ("kvpress", "StreamingLLM, rotated"),
-    ("kvpress", "StreamingLLM"),
-    ("vlmfast", "h2o:decode=false"),
-    ("vlmfast", "h2o:decode=false,recent=0"),
-    ("vlmfast", "h2o:decode=false,recent=0,average=true"),
-    ("kvpress", "ObservedAttention"),
-    ("vlmfast", "cake"),
-    ("vlmfast", "vlcache"),
-    ("vlmfast", "lookm"),
-    ("kvpress", "ExpectedAttention"),
-    ("kvpress", "TOVA"),
-    ("kvpress", "Knorm"),
-    ("kvpress", "Random"),
-    ("vlmfast", "snapkv, all layers"),
-)
-
-
 def presses() -> str:
     """KL divergence, equal first tokens and perplexity of cache methods beside those of kvpress."""
 
@@ -198,7 +172,11 @@ def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
     found = {(line["side"], line["method"], line["keep"]): line for line in lines}
     keeps = sorted({line["keep"] for line in lines if line["method"] != "none"}, reverse=True)
     rows = [[title, *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
-    for side, method in _PRESSES:
+    # Methods of a kind stand together.
+    methods = dict.fromkeys((line["side"], line["method"]) for line in lines)
+    for side, method in sorted(methods, key=lambda of: re.split(r"\W", of[1].lower())[0]):
+        if method == "none":
+            continue
         rows.append([_press(side, method), *(cell(found[side, method, keep]) for keep in keeps)])
     return table(rows)
 

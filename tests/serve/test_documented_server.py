@@ -117,7 +117,6 @@ def test_page(
 ) -> None:
     monkeypatch.chdir(ROOT)
     namespace: dict[str, object] = {"__name__": "documented_page"}
-    known = set(namespace)
     if shutil.which("curl") is None:
         parts = [part for part in parts if isinstance(part, Block)]
     with started(command, tmp_path / "log") as address:
@@ -126,7 +125,7 @@ def test_page(
             if isinstance(part, Command):
                 assert answers(part) in curl(part.text, address)
                 continue
-            known |= check_python(part, known, tiny)
+            check_python(part, tiny)
             text = part.text.replace(ADDRESS, address)
             run_python(Block(part.page, part.line, part.language, text), namespace)
         if command is SERVERS[0][0]:

@@ -82,19 +82,23 @@ def _placed(method: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_list(found: list[dict[str, Any]]) -> None:
-    """One line a method, by place; shortened to the width of a terminal."""
+    """One line a method, by place and tier; shortened to the width of a terminal."""
+    from vlmfast.core.stage import TIERS
+
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     traits = {m["name"]: _marks(m) for m in found}
     first = max(len(_shortest(m)) for m in found)
     second = max(map(len, traits.values()))
+    third = max(len(m["tier"]) for m in found)
     for number, (place, about) in enumerate(PLACES.items()):
         here = [m for m in found if m["place"] == place]
         if not here:
             continue
         print("\n" * bool(number), end="")
         print(f"{place}: {about}")
-        for method in here:
-            start = f"  {_shortest(method):<{first}}  {traits[method['name']]:<{second}}"
+        for method in sorted(here, key=lambda m: TIERS.index(m["tier"])):
+            start = f"  {_shortest(method):<{first}}  {method['tier']:<{third}}  "
+            start += f"{traits[method['name']]:<{second}}"
             line = f"{start}  {method['summary']}"
             print(line if len(line) <= width else f"{line[: width - 1]}…")
     print()
@@ -117,6 +121,7 @@ def _shortest(method: dict[str, Any]) -> str:
 
 def _print_details(method: dict[str, Any]) -> None:
     traits = [
+        method["tier"],
         method["place"],
         "trained" if method["trained"] else "training-free",
         "query-dependent" if method["query_dependent"] else "query-independent",

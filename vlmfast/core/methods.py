@@ -11,7 +11,7 @@ from .stage import Stage
 
 
 def methods() -> list[dict[str, Any]]:
-    """List every stage and drafter: name, protocol, parameters, paper, whether it needs training.
+    """List every stage and drafter: name, protocol, tier, parameters, paper, whether trained.
 
     ``floor`` is the lowest fraction of visual tokens that it can keep, averaged over 32 layers.
     """
@@ -22,6 +22,7 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
     return {
         "name": cls.name,
         "protocol": cls.protocol,
+        "tier": cls.tier,
         "paper": cls.paper,
         "trained": cls.trained,
         "floor": cls().floor(32),

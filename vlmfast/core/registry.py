@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import RecipeError
 from .outside import STAGES, Found, found_outside
 from .params import listed, nearest, quoted
-from .stage import Stage
+from .stage import TIERS, Stage
 
 _HOMES = (
     "compressors.frames",
@@ -52,6 +52,8 @@ def _read(name: str, value: Any) -> type[Stage]:
         raise TypeError(f"it refers to no stage class with the name {name!r}")
     if cls.name != name:
         raise TypeError(f"its class {cls.__name__} has the name {cls.name!r}")
+    if cls.tier not in TIERS:
+        raise TypeError(f"its class has tier={cls.tier!r}, allowed are {listed(TIERS)}")
     cls()  # its parameters need defaults, and must lie within their bounds
     return cls
 

@@ -25,6 +25,8 @@ from .params import (
     show,
 )
 
+TIERS = ("core", "baseline", "experimental")
+
 # In texts: they join the parts of a recipe, or are no characters of one line.
 _RESERVED = re.compile("[+,\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -97,6 +99,9 @@ class Stage(metaclass=_StageType):
         One of `PROTOCOLS`.
     paper : str
         Title or venue and arXiv id.
+    tier : str
+        ``core`` for the methods that the project is about and those that lead a table of results,
+        ``baseline`` for established methods to compare with, ``experimental`` for all others.
     lead : str or None
         The field that a bare value (``hired:0.2``) sets.
     trained : bool
@@ -113,6 +118,7 @@ class Stage(metaclass=_StageType):
     name: ClassVar[str] = ""
     protocol: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+    tier: ClassVar[str] = "experimental"
     lead: ClassVar[str | None] = None
     trained: ClassVar[bool] = False
     # Not annotated: a ClassVar would come first among the fields of a stage that declares it.

@@ -101,6 +101,7 @@ class NGram(DrafterStage):
 
     name: ClassVar[str] = "draft-ngram"
     paper: ClassVar[str] = "Prompt lookup decoding, 2023"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "tokens"
     merges: ClassVar[bool] = True
 

@@ -140,6 +140,7 @@ class CAKE(Layered, SnapKV):
 
     name: ClassVar[str] = "cake"
     paper: ClassVar[str] = "ICLR 2025, arXiv 2503.12491"
+    tier: ClassVar[str] = "experimental"
 
     keep: float = param(
         0.2,

@@ -54,6 +54,7 @@ class FastKV(SnapKV):
 
     name: ClassVar[str] = "fastkv"
     paper: ClassVar[str] = "arXiv 2502.01068"
+    tier: ClassVar[str] = "experimental"
     # Not annotated: it is no parameter, but the parts read it.
     positions = "keep"
 

@@ -79,6 +79,7 @@ class H2O(Evictor):
 
     name: ClassVar[str] = "h2o"
     paper: ClassVar[str] = "NeurIPS 2023, arXiv 2306.14048"
+    tier: ClassVar[str] = "baseline"
 
     recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     decode: bool = param(True, "evict one slot per head for each token of the answer")

@@ -61,6 +61,7 @@ class Kivi(CacheStage):
 
     name: ClassVar[str] = "kivi"
     paper: ClassVar[str] = "ICML 2024, arXiv 2402.02750"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "bits"
     quantizes: ClassVar[bool] = True
 

@@ -91,6 +91,7 @@ class LookM(CacheStage):
 
     name: ClassVar[str] = "lookm"
     paper: ClassVar[str] = "EMNLP 2024 Findings, arXiv 2406.18139"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "keep"
 
     keep: float = param(

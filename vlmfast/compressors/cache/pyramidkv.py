@@ -57,6 +57,7 @@ class PyramidKV(SnapKV):
 
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
+    tier: ClassVar[str] = "baseline"
 
     window: float = param(
         8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0

@@ -63,6 +63,7 @@ class SnapKV(Evictor):
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "NeurIPS 2024, arXiv 2404.14469"
+    tier: ClassVar[str] = "baseline"
     query_dependent: ClassVar[bool] = True
 
     window: float = param(

@@ -77,6 +77,7 @@ class StreamingLLM(Evictor):
 
     name: ClassVar[str] = "streamingllm"
     paper: ClassVar[str] = "ICLR 2024, arXiv 2309.17453"
+    tier: ClassVar[str] = "baseline"
 
     sinks: int = param(4, "first slots, which are always kept", ge=0)
 

@@ -96,6 +96,7 @@ class ZipCache(CacheStage):
 
     name: ClassVar[str] = "zipcache"
     paper: ClassVar[str] = "NeurIPS 2024, arXiv 2405.14256"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "important"
     quantizes: ClassVar[bool] = True
 

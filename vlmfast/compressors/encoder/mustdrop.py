@@ -236,6 +236,7 @@ class MustDrop(Stage):
     name: ClassVar[str] = "mustdrop"
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "arXiv 2411.10803"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "budget"
     query_dependent: ClassVar[bool] = True
 

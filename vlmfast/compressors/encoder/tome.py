@@ -133,6 +133,7 @@ class ToMe(Stage):
     name: ClassVar[str] = "tome"
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "ICLR 2023, arXiv 2210.09461"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "keep"
 
     keep: float = param(1 / 3, "fraction of each view's visual tokens kept", gt=0.0, le=1.0)

@@ -63,6 +63,7 @@ class DART(PrefillStage):
 
     name: ClassVar[str] = "dart"
     paper: ClassVar[str] = "EMNLP 2025, arXiv 2502.11494"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 

@@ -43,6 +43,7 @@ class FastV(PrefillStage):
 
     name: ClassVar[str] = "fastv"
     paper: ClassVar[str] = "ECCV 2024, arXiv 2403.06764"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 

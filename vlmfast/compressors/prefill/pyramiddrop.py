@@ -65,6 +65,7 @@ class PyramidDrop(PrefillStage):
 
     name: ClassVar[str] = "pyramiddrop"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2410.17247"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 

@@ -98,6 +98,7 @@ class SparseVLM(Stage):
     name: ClassVar[str] = "sparsevlm"
     protocol: ClassVar[str] = "encode"
     paper: ClassVar[str] = "ICML 2025, arXiv 2410.04417"
+    tier: ClassVar[str] = "baseline"
     lead: ClassVar[str | None] = "keep"
     query_dependent: ClassVar[bool] = True
 

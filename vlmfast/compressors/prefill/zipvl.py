@@ -203,6 +203,7 @@ class ZipVL(Stage):
     name: ClassVar[str] = "zipvl"
     protocol: ClassVar[str] = "prefill"
     paper: ClassVar[str] = "arXiv 2410.08584"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "tau"
     query_dependent: ClassVar[bool] = True
     positions = "keep"  # read by the parts; no row is dropped

@@ -44,6 +44,7 @@ class DivPrune(Reducer):
 
     name: ClassVar[str] = "divprune"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2503.02175"
+    tier: ClassVar[str] = "baseline"
 
     keep: float = param(0.098, "fraction of the visual tokens kept", gt=0.0, le=1.0)
     across: str = param(

@@ -33,6 +33,7 @@ class Downsample(Reducer):
 
     name: ClassVar[str] = "downsample"
     paper: ClassVar[str] = "control"
+    tier: ClassVar[str] = "baseline"
 
     proportional_attention: bool = proportional_attention_param(False)
 

@@ -103,6 +103,7 @@ class FlashVID(Guarded):
 
     name: ClassVar[str] = "flashvid"
     paper: ClassVar[str] = "ICLR 2026, arXiv 2602.08024"
+    tier: ClassVar[str] = "core"
     exact: ClassVar[bool] = True
     joins_frames = True
 

@@ -25,6 +25,7 @@ class Grid(Reducer):
 
     name: ClassVar[str] = "grid"
     paper: ClassVar[str] = "control"
+    tier: ClassVar[str] = "baseline"
     exact: ClassVar[bool] = True
 
     def select_tokens(

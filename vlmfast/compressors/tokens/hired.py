@@ -151,6 +151,7 @@ class HiRED(GuardedRanking):
 
     name: ClassVar[str] = "hired"
     paper: ClassVar[str] = "AAAI 2025, arXiv 2408.10945"
+    tier: ClassVar[str] = "core"
 
     keep: float = param(0.2, "fraction of the patches of all views to select", gt=0.0, le=1.0)
     alpha: float = param(0.5, "fraction of the budget for the whole view", ge=0.0, le=1.0)

@@ -121,6 +121,7 @@ class PruMerge(GuardedRanking):
 
     name: ClassVar[str] = "prumerge"
     paper: ClassVar[str] = "ICCV 2025, arXiv 2403.15388"
+    tier: ClassVar[str] = "baseline"
     exact: ClassVar[bool] = True
 
     keep: float | None = param(  # type: ignore[assignment]  # none: not a fraction

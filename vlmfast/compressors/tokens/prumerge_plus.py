@@ -37,6 +37,7 @@ class PruMergePlus(PruMerge):
     """Keeps the outliers of CLS attention and an even grid, and merges neighbours into them."""
 
     name: ClassVar[str] = "prumerge-plus"
+    tier: ClassVar[str] = "baseline"
 
     def chosen(self, attention: Tensor, total: int | None, k: int) -> tuple[Tensor, int | None]:
         n = len(attention)

@@ -37,6 +37,7 @@ class Random(Reducer):
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
+    tier: ClassVar[str] = "baseline"
     exact: ClassVar[bool] = True
     wants_digest = True
 

@@ -44,6 +44,7 @@ class SCOPE(Guarded):
 
     name: ClassVar[str] = "scope"
     paper: ClassVar[str] = "NeurIPS 2025, arXiv 2510.24214"
+    tier: ClassVar[str] = "core"
     exact: ClassVar[bool] = True
     joins_frames = True
 

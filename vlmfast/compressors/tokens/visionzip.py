@@ -73,6 +73,7 @@ class VisionZip(GuardedRanking):
 
     name: ClassVar[str] = "visionzip"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.04467"
+    tier: ClassVar[str] = "baseline"
     wants_cls = True
 
     dominant: int = param(

@@ -55,6 +55,7 @@ class DraftEagle(DrafterStage):
 
     name: ClassVar[str] = "draft-eagle"
     paper: ClassVar[str] = "EAGLE-2, arXiv 2406.16858; EAGLE-3, 2503.01840; SpecVLM, 2509.11815"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "visual"
     trained: ClassVar[bool] = True
 

@@ -55,6 +55,7 @@ class DraftVispec(DrafterStage):
 
     name: ClassVar[str] = "draft-vispec"
     paper: ClassVar[str] = "ViSpec, NeurIPS 2025, arXiv 2509.15235"
+    tier: ClassVar[str] = "core"
     trained: ClassVar[bool] = True
     features: ClassVar[bool] = True
 

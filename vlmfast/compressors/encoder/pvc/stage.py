@@ -39,6 +39,7 @@ class PVC(Stage):
     name: ClassVar[str] = "pvc"
     protocol: ClassVar[str] = "in-encoder"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.09613"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "budget"
     trained: ClassVar[bool] = True
 

@@ -34,6 +34,7 @@ class ATP(PrefillStage):
 
     name: ClassVar[str] = "atp"
     paper: ClassVar[str] = "CVPR 2025, arXiv 2412.00447"
+    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "budget"
     trained: ClassVar[bool] = True
     query_dependent: ClassVar[bool] = True

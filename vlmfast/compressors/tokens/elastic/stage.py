@@ -28,6 +28,7 @@ class Elastic(Reducer):
 
     name: ClassVar[str] = "elastic"
     paper: ClassVar[str] = "SpecVLM, arXiv 2509.11815"
+    tier: ClassVar[str] = "core"
     trained: ClassVar[bool] = True
 
     keep: float | None = param(  # type: ignore[assignment]  # none: each branch has its own
