@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import io
+import random
 import struct
 import threading
 import time
@@ -78,7 +79,6 @@ def write_video(
     width: int = 80,
     rate: int | Fraction = 10,
     codec: str = "libx264",
-    rotation: int = 0,
     movflags: str = "",
     container: str | None = None,
     **options: str,
@@ -96,8 +96,6 @@ def write_video(
             pixels = frame_pixels(index, height, width)
             output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         output.mux(stream.encode())
-    if rotation:
-        path.write_bytes(_turned(path.read_bytes(), rotation))
     return path
 
 
@@ -131,13 +129,21 @@ def still(
     return buffer.getvalue()
 
 
-def _turned(data: bytes, rotation: int) -> bytes:
-    """Set the display rotation of an MP4, in degrees to the left."""
-    # Shown at (a x - b y, b x + a y), with y pointing down: b = 1 turns to the right.
-    a, b = {90: (0, -1), 180: (-1, 0), 270: (0, 1)}[rotation]
-    at = data.index(b"tkhd") + 4 + 40
-    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
-    return data[:at] + matrix + data[at + 36 :]
+def mangled(data: bytes, seed: str) -> bytes:
+    """One of six kinds of damage, drawn by ``seed``."""
+    rng, changed = random.Random(seed), bytearray(data)
+    kind, at, length = rng.randrange(6), rng.randrange(len(data)), rng.randrange(1, 64)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + data[at + length :]
+    if kind == 2:
+        return data[:at] + rng.randbytes(length) + data[at:]
+    # Flips anywhere, in the header, or at the end, where containers store their index.
+    first, last = ((0, len(data)), (0, min(len(data), 1024)), (len(data) // 2, len(data)))[kind - 3]
+    for _ in range(rng.choice((1, 2, 8, 32))):
+        changed[rng.randrange(first, last)] = rng.choice((0, 255, rng.randrange(256)))
+    return bytes(changed)
 
 
 def damaged(path: Path, index: int) -> bytes:

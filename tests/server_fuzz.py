@@ -31,7 +31,6 @@ from PIL import Image
 import fuzz_bodies
 import media_fixtures as fx
 import vlmfast
-from damaged_media import damaged
 from tiny_models import make_image
 from vlmfast.core.methods import methods
 
@@ -708,7 +707,7 @@ class Fuzz:
             self._change(rng, body)
         content = self._written(rng, body)
         if rng.random() < 0.15:
-            content = damaged(content, str(rng.random()))
+            content = fx.mangled(content, str(rng.random()))
         shown = content if len(content) < 300 else content[:80] + b"..." + content[-200:]
         return Case(repr(shown), post(path, content))
 
@@ -811,7 +810,7 @@ class Fuzz:
             case 0:
                 return rng.choice(odd)
             case 1:
-                return damaged(valid, str(rng.random()))
+                return fx.mangled(valid, str(rng.random()))
             case _:
                 return valid
 
@@ -846,7 +845,9 @@ class Fuzz:
         path, body = self.valid(rng)
         recipe = "+".join(self._stage(rng) for _ in range(rng.choice((1, 1, 1, 2, 3))))
         if rng.random() < 0.1:
-            recipe = damaged(recipe.encode("utf-8", "replace"), str(rng.random())).decode("latin-1")
+            recipe = fx.mangled(recipe.encode("utf-8", "replace"), str(rng.random())).decode(
+                "latin-1"
+            )
         body["recipe"] = recipe
         return Case(recipe[:200], post(path, json.dumps(body).encode()))
 

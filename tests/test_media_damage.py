@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
-import os
-import struct
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, features
 
-import damaged_media as dm
 import media_fixtures as fx
-import vlmfast
 from vlmfast import errors
 from vlmfast.errors import MediaError, OutOfMemory, VLMFastError, is_out_of_memory
-from vlmfast.media import containers, decoders, load_image, load_video, probe_video
+from vlmfast.media import decoders, load_image, load_video, probe_video
 
-pytest.importorskip("av")
+av = pytest.importorskip("av")
 
-DECORD = pytest.mark.skipif(
-    importlib.util.find_spec("decord") is None, reason="decord has no wheel for this platform"
-)
-BOTH = pytest.mark.parametrize("decoder", [pytest.param("decord", marks=DECORD), "av"])
+# Codec and encoder options.
+_VIDEOS = {
+    "end.mp4": ("libx264", {}),
+    "front.mp4": ("libx264", {"movflags": "+faststart"}),
+    "fragments.mp4": ("libx264", {"movflags": "frag_keyframe+empty_moov"}),
+    "video.mkv": ("libx264", {}),
+    "video.webm": ("libvpx", {"deadline": "realtime"}),
+    "video.avi": ("mpeg4", {}),
+    "video.ts": ("libx264", {}),
+}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return dm.videos(tmp_path_factory.mktemp("whole"))
+    """Small videos, one per container for which an encoder is available."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {
+        name: fx.write_video(
+            folder / name, 10, height=32, width=48, codec=codec, **options
+        ).read_bytes()
+        for name, (codec, options) in _VIDEOS.items()
+        if codec in av.codecs_available
+    }
+
+
+def images() -> dict[str, bytes]:
+    """Small images: one per format, an animation, 16 bits, and CMYK."""
+    plain, *others = (Image.fromarray(fx.make_image(20, 24, seed)) for seed in range(3))
+    deep = Image.fromarray(np.asarray(plain)[..., 0].astype(np.uint16) * 257)
+    found = {fmt: fx.encoded(plain, fmt) for fmt in ("PNG", "JPEG", "BMP", "TIFF", "PPM")}
+    for fmt in ("GIF", "WEBP", "PNG"):
+        found[f"moving {fmt}"] = fx.encoded(plain, fmt, save_all=True, append_images=others)
+    found["deep PNG"] = fx.encoded(deep, "PNG")
+    found["inks"] = fx.encoded(plain.convert("CMYK"), "JPEG")
+    found["inks TIFF"] = fx.encoded(plain.convert("CMYK"), "TIFF")
+    if features.check("avif"):
+        found["AVIF"] = fx.encoded(plain, "AVIF")
+    if features.check("jpg_2000"):
+        found["JPEG2000"] = fx.encoded(plain, "JPEG2000")
+    return found
 
 
 def outcome(loader, data: bytes, **options) -> str:
@@ -51,10 +76,10 @@ def outcome(loader, data: bytes, **options) -> str:
 )
 def test_damaged_images_are_read_or_rejected(seeds: range) -> None:
     seen = Counter()
-    for name, data in dm.images().items():
+    for name, data in images().items():
         assert outcome(load_image, data) == "read"
         for seed in seeds:
-            seen[outcome(load_image, dm.damaged(data, f"{name} {seed}"))] += 1
+            seen[outcome(load_image, fx.mangled(data, f"{name} {seed}"))] += 1
     assert min(seen["read"], seen["refused"]) > len(seeds)  # both happen
 
 
@@ -64,30 +89,11 @@ def test_damaged_images_are_read_or_rejected(seeds: range) -> None:
 def test_damaged_videos_are_read_or_rejected(whole: dict[str, bytes], seeds: range) -> None:
     seen = Counter()
     for name, data in whole.items():
-        assert outcome(load_video, data, decoder="av") == "read"
+        assert outcome(load_video, data) == "read"
         for seed in seeds:
-            bad = dm.damaged(data, f"{name} {seed}")
-            seen[outcome(load_video, bad, num_frames=4, decoder="av")] += 1
+            bad = fx.mangled(data, f"{name} {seed}")
+            seen[outcome(load_video, bad, num_frames=4)] += 1
     assert min(seen["read"], seen["refused"]) > len(seeds)
-
-
-@DECORD
-@pytest.mark.parametrize(
-    "cases",
-    [(0, 150), pytest.param((150, 3000), marks=pytest.mark.slow)],
-    ids=["few", "many"],
-)
-def test_damaged_videos_do_not_crash_the_process(cases: tuple[int, int]) -> None:
-    script, root = Path(dm.__file__), str(Path(vlmfast.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, cases)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, str(script.parent)])},
-        capture_output=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    read, refused = map(int, done.stdout.split())
-    assert read + refused == cases[1] - cases[0] and min(read, refused) > 10
 
 
 def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
@@ -96,67 +102,50 @@ def patched(data: bytes, box: bytes, at: int, value: bytes) -> bytes:
     return data[:start] + value + data[start + len(value) :]
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("name", "box", "at", "value"),
     [
-        ("front.mp4", b"stsz", 8, b"\xff\xff\xff\xff"),  # number of frames
         ("front.mp4", b"stsz", 12, b"\x00\xff\xff\xff"),  # size of the first frame
         ("front.mp4", b"stco", 8, b"\x00\xff\xff\xff"),  # its offset
-        ("front.mp4", b"stsc", 8, b"\x00\x00\x00\x00"),  # chunks are counted from 1
-        ("front.mp4", b"stsc", 12, b"\x00\x00\x00\x00"),  # chunks of no frames
-        ("fragments.mp4", b"trun", 4, b"\x00\xff\xff\xff"),
         ("fragments.mp4", b"trun", 8, b"\x0f\xff\xff\xff"),
         ("fragments.mp4", b"trun", 16, b"\x0f\xff\xff\xff"),
     ],
 )
-def test_index_outside_the_file_is_rejected(whole, decoder, name, box, at, value) -> None:
+def test_index_outside_the_file_is_rejected(whole, name, box, at, value) -> None:
     bad = patched(whole[name], box, at, value)
-    assert bad != whole[name]
     with pytest.raises(MediaError, match="is damaged: its index points outside the file"):
-        load_video(bad, decoder=decoder)
-    assert outcome(load_video, whole[name], decoder=decoder) == "read"
+        load_video(bad)
+    assert outcome(load_video, whole[name]) == "read"
 
 
-@DECORD
-def test_forged_durations_do_not_allocate_memory(whole) -> None:
-    at = whole["video.mkv"].index(b"\x44\x89\x88") + 3
-    long = bytearray(whole["video.mkv"])
-    long[at : at + 8] = struct.pack(">d", 1e13)
-    late = patched(whole["fragments.mp4"], b"tfdt", 6, b"\xff")
-    many = patched(whole["front.mp4"], b"stts", 8, b"\x9d")
-    for bad in (bytes(long), late, many):
-        with pytest.raises(MediaError, match="; use PyAV"):
-            load_video(bad, decoder="decord")
-    assert load_video(bytes(long), decoder="av").info.duration_s == 1.0
-
-
-def test_stated_durations(whole, tmp_path) -> None:
-    for name, container, seconds in (
-        ("video.mkv", "Matroska", 1.0),
-        ("front.mp4", "MP4", 1.0),
-        ("fragments.mp4", "MP4", 0.0),
-        ("video.avi", "AVI", 0.0),
-    ):
-        (tmp_path / name).write_bytes(whole[name])
-        with open(tmp_path / name, "rb") as file:
-            assert containers.stated_seconds(file, container) == seconds
+def test_forged_counts_are_rejected_before_memory_is_reserved(whole, tmp_path, monkeypatch) -> None:
+    """FFmpeg takes a gigabyte for them."""
+    sound = fx.write_audio(tmp_path / "sound.mp4").read_bytes()
+    forged = [
+        patched(whole["front.mp4"], b"stsz", 8, b"\xff\xff\xff\xff"),
+        patched(whole["front.mp4"], b"stsz", 4, b"\0\0\0\1\5\0\0\0"),  # of one byte each
+        patched(whole["fragments.mp4"], b"trun", 4, b"\x00\xff\xff\xff"),
+        patched(sound, b"stsz", 8, b"\5\0\0\0"),
+    ]
+    monkeypatch.setattr(av, "open", None)
+    for bad in forged:
+        with pytest.raises(MediaError, match="is damaged: its index points outside the file"):
+            load_video(bad)
 
 
 def test_unsupported_codec_is_rejected(whole) -> None:
     bad = whole["front.mp4"].replace(b"avc1", b"xyz1")
     for call in (load_video, probe_video):
         with pytest.raises(MediaError, match="a video stream that no installed decoder reads"):
-            call(bad, decoder="av")
+            call(bad)
 
 
-@BOTH
-def test_oversized_frames_are_rejected(whole, monkeypatch, decoder) -> None:
+def test_oversized_frames_are_rejected(whole, monkeypatch) -> None:
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48)
-    assert outcome(load_video, whole["front.mp4"], decoder=decoder) == "read"
+    assert outcome(load_video, whole["front.mp4"]) == "read"
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 48 - 1)
     with pytest.raises(MediaError, match=r"frames of 48x32, the limit is 1535 pixels"):
-        load_video(whole["front.mp4"], decoder=decoder)
+        load_video(whole["front.mp4"])
 
 
 def test_frames_larger_than_the_header_states_are_rejected(whole, monkeypatch) -> None:
@@ -164,7 +153,7 @@ def test_frames_larger_than_the_header_states_are_rejected(whole, monkeypatch) -
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 24 - 1)
     monkeypatch.setattr(decoders.AvReader, "_check_size", lambda *size: None)
     with pytest.raises(MediaError, match=r"cannot be decoded: .*max_pixels"):
-        load_video(whole["front.mp4"], decoder="av")
+        load_video(whole["front.mp4"])
 
 
 @pytest.mark.parametrize("step", ["demux", "decode"])
@@ -180,14 +169,8 @@ def test_decoder_exceptions_become_media_errors(whole, monkeypatch, step) -> Non
 
     monkeypatch.setattr(decoders, "AvReader", Broken)
     with pytest.raises(MediaError, match=r"^bytes \(\d+\): cannot be decoded: ") as caught:
-        load_video(whole["front.mp4"], decoder="av")
+        load_video(whole["front.mp4"])
     assert "\n" not in str(caught.value)
-
-
-def test_enormous_images_are_rejected() -> None:
-    bomb = fx.png_header(2**31 - 1, 2**31 - 1)
-    with pytest.raises(MediaError, match="is too large: 2147483647x2147483647"):
-        load_image(bomb)
 
 
 @pytest.mark.timeout(8)
@@ -220,8 +203,6 @@ def test_exhausted_memory_is_no_fault_of_an_image(monkeypatch, step, error) -> N
 
 
 def test_exhausted_memory_is_no_fault_of_a_video(whole, monkeypatch) -> None:
-    import av
-
     class Broken(decoders.AvReader):
         def _image(self, frame):
             raise av.error.MemoryError(12, "Cannot allocate memory")
@@ -231,10 +212,10 @@ def test_exhausted_memory_is_no_fault_of_a_video(whole, monkeypatch) -> None:
 
     monkeypatch.setattr(decoders, "AvReader", Broken)
     with pytest.raises(MediaError, match="Cannot allocate memory"):  # more than there ever is
-        load_video(whole["front.mp4"], decoder="av")
+        load_video(whole["front.mp4"])
     monkeypatch.setattr(errors.mmap, "mmap", full)
     with pytest.raises(OutOfMemory):
-        load_video(whole["front.mp4"], decoder="av")
+        load_video(whole["front.mp4"])
     for other in (RuntimeError("own"), OSError("out of"), OSError(2, "out of memory"), KeyError()):
         assert not is_out_of_memory(other)
     assert is_out_of_memory(OSError(errno.ENOMEM, "no"))

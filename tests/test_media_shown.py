@@ -123,7 +123,7 @@ def test_display_matrix_of_a_video(video: bytes, orientation: int) -> None:
     data = matrixed(video, *MATRIX[orientation])
     scaled = matrixed(video, *(1.5 * value for value in MATRIX[orientation]))
     for source in (data, scaled, remuxed(data, "matroska")):
-        found = load_video(source, decoder="av")
+        found = load_video(source)
         assert {fx.corners(frame) for frame in found.frames} == {SHOWN[orientation]}
         size = (80, 48) if orientation < 5 else (48, 80)
         assert {frame.size for frame in found.frames} == {size}
@@ -138,14 +138,14 @@ def test_orientation_in_the_codec_is_that_of_all_frames(video: bytes) -> None:
         ("rotate=0:flip=vertical", 4),
     ):
         form = f"h264_metadata=display_orientation=insert:{message}"
-        found = load_video(remuxed(video, "mp4", form), decoder="av")
+        found = load_video(remuxed(video, "mp4", form))
         assert {fx.corners(frame) for frame in found.frames} == {SHOWN[orientation]}
 
 
 def test_matrices_that_players_ignore(video: bytes) -> None:
     half = 0.5**0.5
     for matrix in ((half, half, -half, half), (0, 0, 0, 0), (1, 1, 1, 1), (1, 0.001, -0.001, 1)):
-        found = load_video(matrixed(video, *matrix), num_frames=1, decoder="av")
+        found = load_video(matrixed(video, *matrix), num_frames=1)
         assert fx.corners(found.frames[0]) == "RGBK"
 
 
@@ -248,7 +248,7 @@ def test_transparent_videos_are_on_white(codec: str, form: str) -> None:
             drawn = av.VideoFrame.from_ndarray(frame, format="rgba").reformat(format=form)
             output.mux(stream.encode(drawn))
         output.mux(stream.encode())
-    for image in load_video(out.getvalue(), decoder="av").frames:
+    for image in load_video(out.getvalue()).frames:
         assert (pixels(image)[20, 10] == 255).all()
         assert np.abs(pixels(image)[20, 70].astype(int) - [255, 0, 0]).max() < 4
 
@@ -267,7 +267,7 @@ def test_the_transparency_of_webm_is_on_white(codec: str) -> None:
             output.mux(stream.encode(whole.reformat(format="yuva420p")))
         output.mux(stream.encode())
     for chosen in ([0, 1, 2, 3, 4], [1, 4]):
-        video = load_video(out.getvalue(), decoder="av", select=lambda _, chosen=chosen: chosen)
+        video = load_video(out.getvalue(), select=lambda _, chosen=chosen: chosen)
         for index, image in zip(chosen, video.frames, strict=True):
             assert (pixels(image)[28:] == 255).all()
             assert np.abs(pixels(image)[:20].astype(int) - (250 - 50 * index)).max() < 9
@@ -313,7 +313,9 @@ def test_animated_images_are_videos(fmt: str, tmp_path: Path) -> None:
 
 def test_images_without_frames_are_no_videos() -> None:
     image = Image.new("RGB", (9, 7))
-    pages = fx.encoded(image, "TIFF", save_all=True, append_images=[image])
+    other = Image.new("RGB", (9, 7), "red")
+    pages = fx.encoded(image, "TIFF", save_all=True, append_images=[other])
+    assert load_image(pages) == image
     for data in (pages, fx.encoded(image, "GIF"), fx.encoded(image, "PNG")):
         with pytest.raises(MediaError, match=r"is an image \((TIFF|GIF|PNG)\), not a video"):
             load_video(data)

@@ -32,10 +32,9 @@ __all__ = ["AvReader", "DecordReader", "Reader"]
 _ALONE = {"protocol_whitelist": "none"}
 # Of a rotation by a degree, as far as players call it none.
 _STEEP = 57
-_MILLISECOND = 1e-3  # the longest tick of common containers, that of Matroska
+_MAX_SECONDS = 1e6
 _ADDED = "matroska_block_additional"  # to a packet
 _ALPHA = b"\0\0\0\0\0\0\0\1"  # the kind of addition
-_NO_ALPHA = "ignores the transparency of this file"
 
 
 class Reader(abc.ABC):
@@ -79,7 +78,6 @@ class Reader(abc.ABC):
                 self.duration_s = count / rate if usual else self.times[-1] + last_length
                 return
         length = last_length if last_length > 0 else 1.0 / stated
-        # To the microsecond: decord's clock is single precision.
         self.times = [round(start, 6) for start in starts]
         self.duration_s = round(span + length, 6)
         self.fps = count / (span + length)
@@ -166,6 +164,10 @@ class AvReader(Reader):
         self._open()
         stream = self._stream
         packets = self._packets()
+        if "mp4" in self._container.format.name:
+            size = self._container.size  # FFmpeg stops at a frame beyond it without an error
+            if any(entry.pos + entry.size > size for entry in stream.index_entries):
+                raise MediaError(f"{self.name}: is damaged: its index points outside the file")
         shown = [packet for packet in packets if not packet.is_discard]
         # AVI stores no display times, and invisible VP8 frames have packets of their own. For these
         # files, and if times are missing or duplicated, only decoding finds the frames.
@@ -320,7 +322,7 @@ class AvReader(Reader):
         from PIL import Image
 
         width, height = self._size
-        if _is_transparent(frame):
+        if _is_transparent(frame.format):
             pixels = frame.to_ndarray(format="rgba", width=width, height=height)
             image = on_white(Image.fromarray(pixels))
         else:
@@ -333,112 +335,88 @@ class AvReader(Reader):
         return image if self._turn is None else image.transpose(self._turn)
 
 
-class DecordReader(Reader):
-    """Frames by decord; parameters and errors as for :class:`AvReader`.
+class DecordReader(AvReader):
+    """Frames by decord, at the times that PyAV finds; parameters and errors as for `AvReader`.
 
     It decodes from the beginning up to the last requested frame. After a seek, decord returns wrong
     frames in open GOPs and near the end.
     """
 
-    _reader: Any
-    _at: int | None
+    _reader: Any = None
+    _at: int | None = None  # index of the next frame
 
-    def __init__(self, name: str, file: BinaryIO, max_pixels: int | None = None) -> None:
+    def _index(self) -> None:
         import decord
 
+        super()._index()
         # Process-wide, like FFmpeg's log level: decord offers no other way and cannot restore it.
         decord.logging.set_level(decord.logging.QUIET)
-        self.name, self._file, self._decord = name, file, decord
-        self._max_pixels = max_pixels or MAX_PIXELS
-        with self._decoding():
-            self._check_header()
-            self._open()
-            times = self._reader.get_frame_timestamp(range(len(self._reader)))
-            fps = float(self._reader.get_avg_fps())
-            starts, ends = times[:, 0].tolist(), times[:, 1].tolist()
-            length = ends[-1] - starts[-1] if starts else 0.0
-            # Its clock is single precision, and it does not tell the container's ticks.
-            tick = _MILLISECOND + (starts[-1] * 2**-23 if starts else 0.0)
-            super().__init__(name, starts, length, fps, tick)
-            self.width, self.height = self._image(self._reader.next()).size
-            self._check_size(self.width, self.height)
-            self._at = None
+        if unfit := self._unfit():
+            raise MediaError(f"{self.name}: decord {unfit}; use PyAV, decoder='av'")
 
-    def _check_header(self) -> None:
-        """Open the file with PyAV first, if it is installed.
-
-        decord aborts the process on some damaged headers; PyAV rejects them.
-        """
-        try:
-            import av
-        except ImportError:
-            return
-        self._file.seek(0)
-        with av.open(self._file, "r", metadata_errors="replace", options=_ALONE) as container:
-            stream: Any = container.streams.best("video")
-            if stream is None:
-                raise MediaError(f"{self.name}: has no video stream")
-            if stream.codec_context is None:
-                return
-            self._check_size(stream.codec_context.width, stream.codec_context.height)
-            stream.codec_context.options = self._bounded()
-            first = next(container.decode(stream), None)
-            unfit = _NO_ALPHA if _has_alpha(stream) else None
-            if first is not None:
-                unfit = unfit or _unlike_decord(first, container.format.name)
-            if unfit:
-                raise MediaError(f"{self.name}: decord {unfit}; use PyAV (pip install av)")
+    def _unfit(self) -> str | None:
+        """Return why decord would not show the same frames, None if it would."""
+        stream, container = self._stream, self._container
+        if not {"mp4", "matroska"} & {*container.format.name.split(",")}:
+            return f"does not find the frames of {container.format.name} files exactly"
+        stated = (stream.duration or 0) * (stream.time_base or 0), (container.duration or 0) / 1e6
+        if not max(*stated, self.times[-1]) <= _MAX_SECONDS:
+            return "reserves memory for the stated length of this file, which is above 11 days"
+        if _has_alpha(stream) or _is_transparent(stream.codec_context.format):
+            return "ignores the transparency of this file"
+        turn = self._turn.name if self._turn is not None else ""
+        if turn and not (turn.startswith("ROTATE") and "mp4" in container.format.name):
+            return "does not show this file upright: it is mirrored, or not rotated as an MP4 is"
+        count = len(self.times)
+        if stream.frames in (0, count):  # it also reserves memory for the stated number
+            self._restart()
+            if len(self._reader) == count:
+                return None
+        return "finds other frames than this file shows, such as those that its edit list hides"
 
     def close(self) -> None:
-        del self._reader
-
-    def read(self, indices: list[int]) -> list[Image.Image]:
-        """Decode the frames at ascending `indices`; a later call continues after this one."""
-        with self._decoding():
-            return self._read(indices)
+        self._reader = None
+        super().close()
 
     def _read(self, indices: list[int]) -> list[Image.Image]:
         if self._at is None or indices[0] < self._at:
-            self._open()
+            self._restart()
         at, self._at = self._at or 0, None  # start over after an error
         wanted = set(indices)
         images = []
         for index in range(at, indices[-1] + 1):
             frame = self._reader.next()
             if index in wanted:
-                images.append(self._image(frame))
+                images.append(_decord_image(frame))
         self._at = indices[-1] + 1
         return images
 
-    def _open(self) -> None:
+    def _restart(self) -> None:
+        import decord
+
         path = getattr(self._file, "name", None)
         source: Any = self._file
         if isinstance(path, str):  # decord copies file objects into memory, so give it the path
             source = "file:" + os.path.abspath(path) if ":" in path else path
         self._file.seek(0)
-        self._at = 0  # index of the next frame
-        try:
-            # The lowest fault tolerance: otherwise frames that cannot be decoded are replaced by
-            # their neighbors, with only a line on stderr.
-            self._reader = self._decord.VideoReader(source, fault_tol=1e-6)
-        except Exception as error:
-            check_memory(error)
-            if "cannot find video stream" in str(error):
-                raise MediaError(f"{self.name}: has no video stream") from error
-            raise
+        self._at = 0
+        # The lowest fault tolerance: otherwise frames that cannot be decoded are replaced by their
+        # neighbors, with only a line on stderr.
+        self._reader = decord.VideoReader(source, fault_tol=1e-6)
 
-    def _image(self, frame: Any) -> Image.Image:
-        import numpy as np
-        from PIL import Image
 
-        # A torch tensor if the user has set decord's bridge.
-        pixels = frame.asnumpy() if hasattr(frame, "asnumpy") else np.asarray(frame)
-        height, width, channels = pixels.shape
-        if channels != 3:
-            # Rows are padded to the decoder's alignment; in narrow frames decord treats the padding
-            # as additional channels.
-            pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
-        return Image.fromarray(np.ascontiguousarray(pixels))
+def _decord_image(frame: Any) -> Image.Image:
+    import numpy as np
+    from PIL import Image
+
+    # A torch tensor if the user has set decord's bridge.
+    pixels = frame.asnumpy() if hasattr(frame, "asnumpy") else np.asarray(frame)
+    height, width, channels = pixels.shape
+    if channels != 3:
+        # Rows are padded to the decoder's alignment; in narrow frames decord treats the padding
+        # as additional channels.
+        pixels = pixels.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def _turn(frame: Any) -> Image.Transpose | None:
@@ -469,27 +447,13 @@ def _turn(frame: Any) -> Image.Transpose | None:
     return None
 
 
-def _is_transparent(frame: Any) -> bool:
-    name = frame.format.name
-    return name == "pal8" or any(part.is_alpha for part in frame.format.components)
+def _is_transparent(form: Any) -> bool:
+    return form.name == "pal8" or any(part.is_alpha for part in form.components)
 
 
 def _has_alpha(stream: Any) -> bool:
     """Whether a video in WebM states its transparency, as a field of its track or in capitals."""
     return ("alpha_mode", "1") in ((key.lower(), value) for key, value in stream.metadata.items())
-
-
-def _unlike_decord(frame: Any, container: str) -> str | None:
-    """Return why decord would show a frame otherwise than a player, None if it would not."""
-    from PIL import Image
-
-    if _is_transparent(frame):
-        return _NO_ALPHA
-    turn = _turn(frame)
-    rotations = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-    if turn is None or (turn in rotations and "mp4" in container):
-        return None
-    return "does not show this file upright: it is mirrored, or not rotated as an MP4 file is"
 
 
 def _one_line(reason: object) -> str:

@@ -1,25 +1,24 @@
 """Downloads a file over HTTP, with a total time limit, a size limit and no secrets in errors.
 
-``urllib`` limits each wait for the server but not their sum, follows redirects to FTP, and puts
-whole URLs into its errors. Here headers and body share one deadline, redirects are followed
-explicitly, and every message is written by vlmfast.
+HTTP clients limit each wait for the server but not their sum, follow redirects themselves, and put
+whole URLs into their errors. Here connection, headers and body share one deadline, redirects are
+followed explicitly, and every message is written by vlmfast. The client is the lower half of httpx,
+which does not let its callers choose the address of a connection.
 """
 
 from __future__ import annotations
 
-import functools
-import http.client
-import io
 import re
 import socket
 import ssl
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+import httpcore2
 
 from vlmfast.errors import MediaError, MediaUnavailable, check_memory
 
@@ -30,7 +29,7 @@ Resolve = Callable[[str, int], str]
 
 _MOVED = (301, 302, 303, 307, 308)
 _MOST_MOVES = 10
-_CHUNK = 1 << 16
+_ASCII = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
 def download(
@@ -77,7 +76,7 @@ def download(
         raise
     except Exception as error:
         check_memory(error)
-        if _is_timeout(error):
+        if isinstance(error, TimeoutError | httpcore2.TimeoutException):
             late = f"{name}: cannot be fetched: took over {timeout_s:g} s"
             raise MediaUnavailable(late) from error
         raise MediaUnavailable(f"{name}: cannot be fetched: {_reason(error)}") from error
@@ -99,7 +98,7 @@ def _check(name: str, url: str) -> None:
         raise MediaError(
             f"{name}: cannot be fetched: a URL with a user name or password is not supported"
         )
-    if not parts.hostname:
+    if not parts.hostname or not re.fullmatch("[!-~]+", url):
         raise MediaError(f"{name}: cannot be fetched: is not a valid URL")
 
 
@@ -107,55 +106,56 @@ def _fetched(
     name: str, url: str, deadline: float, most_bytes: int, resolve: Resolve | None
 ) -> bytes | str:
     """Return the content of a URL, or the URL of a redirect."""
+    parts = urlsplit(url)
     address = None
     if resolve is not None:
-        parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         address = resolve(str(parts.hostname), port)
-    # Not build_opener, which supports FTP, files and data: URLs and follows redirects itself.
-    opener = urllib.request.OpenerDirector()
-    for handler in (
+    pool = httpcore2.ConnectionPool(
+        ssl_context=ssl.create_default_context() if parts.scheme == "https" else None,
         # A proxy would look the name up again.
-        urllib.request.ProxyHandler(None if resolve is None else {}),
-        urllib.request.UnknownHandler(),
-        _HTTP(deadline, address),
-        _HTTPS(deadline, address),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.HTTPErrorProcessor(),
-    ):
-        opener.add_handler(handler)
-    request = urllib.request.Request(url, headers={"User-Agent": "vlmfast"})
-    try:
-        response = opener.open(request, timeout=_left(deadline))
-    except urllib.error.HTTPError as error:
-        with error:
-            location = error.headers.get("Location")
-            if error.code in _MOVED and location:
-                # As urllib does: headers are Latin-1, URLs are ASCII.
-                safe = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-                return urljoin(url, quote(location, encoding="iso-8859-1", safe=safe))
-        raise
-    with response:
-        return _body(name, response, most_bytes)
+        proxy=_proxy(parts.scheme, parts.netloc) if resolve is None else None,
+        network_backend=_Network(deadline, address),
+    )
+    headers = [("Host", parts.netloc), ("User-Agent", "vlmfast"), ("Accept-Encoding", "identity")]
+    with pool, pool.stream("GET", url, headers=headers) as response:
+        found = {key.lower(): value for key, value in response.headers}
+        if response.status in _MOVED and (location := found.get(b"location")):
+            return urljoin(url, quote(location, safe=_ASCII))
+        if not 200 <= response.status < 300:
+            raise MediaUnavailable(f"{name}: cannot be fetched: HTTP {_status(response.status)}")
+        return _body(name, response, int(found.get(b"content-length", -1)), most_bytes)
 
 
-def _body(name: str, response: Any, most_bytes: int) -> bytes:
+def _body(name: str, response: httpcore2.Response, stated: int, most_bytes: int) -> bytes:
+    """The content of an answer of a stated length, which is -1 if it states none."""
     too_large = f"{name}: is too large to download: more than {most_bytes >> 20} MiB"
-    stated = response.headers.get("Content-Length", "")
-    expected = int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
-    if expected is not None and expected > most_bytes:
+    if stated > most_bytes:
         raise MediaError(too_large)
-    chunks: list[bytes] = []
-    received = 0
-    while chunk := response.read1(_CHUNK):
-        chunks.append(chunk)
-        received += len(chunk)
-        if received > most_bytes:
-            raise MediaError(too_large)
-    if expected is not None and received < expected:
-        part = f"{received} of {expected} bytes received"
-        raise MediaUnavailable(f"{name}: cannot be fetched: {part}")
-    return b"".join(chunks)
+    data = bytearray()
+    try:
+        for chunk in response.iter_stream():
+            data += chunk
+            if len(data) > most_bytes:
+                raise MediaError(too_large)
+    except httpcore2.RemoteProtocolError as error:
+        if len(data) >= stated:
+            raise
+        part = f"{len(data)} of {stated} bytes received"
+        raise MediaUnavailable(f"{name}: cannot be fetched: {part}") from error
+    return bytes(data)
+
+
+def _proxy(scheme: str, netloc: str) -> httpcore2.Proxy | None:
+    """The proxy that the environment states for a host."""
+    url = urllib.request.getproxies().get(scheme)
+    if not url or urllib.request.proxy_bypass(netloc):
+        return None
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    login = None
+    if parts.username is not None:
+        login = (unquote(parts.username), unquote(parts.password or ""))
+    return httpcore2.Proxy(parts.geturl(), login)
 
 
 def _left(deadline: float) -> float:
@@ -165,132 +165,79 @@ def _left(deadline: float) -> float:
     return left
 
 
-class _Timed(io.RawIOBase):
-    """Reads from a socket until the deadline, even if the data arrives slowly."""
+class _Network(httpcore2.SyncBackend):
+    """Connects to `address` instead of looking the host up, unless it is None."""
 
-    def __init__(self, sock: Any, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-        self._raw = sock.makefile("rb", buffering=0)
+    def __init__(self, deadline: float, address: str | None) -> None:
+        self._deadline, self._address = deadline, address
 
-    def readable(self) -> bool:
-        return True
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        """Connect to the first address that answers, with the time that is left."""
+        error: Exception = OSError("the host has no address")
+        for found in socket.getaddrinfo(self._address or host, port, type=socket.SOCK_STREAM):
+            left, own = _left(self._deadline), str(found[4][0])
+            try:
+                stream = super().connect_tcp(own, port, left, local_address, socket_options)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as failed:
+                error = failed
+            else:
+                return _Timed(stream, self._deadline)
+        raise error
 
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(_left(self._deadline))
-        return self._raw.readinto(buffer)
+
+class _Timed(httpcore2.NetworkStream):
+    """Ends every wait at the deadline, even if data arrives slowly."""
+
+    def __init__(self, stream: httpcore2.NetworkStream, deadline: float) -> None:
+        self._stream, self._deadline = stream, deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, _left(self._deadline))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, _left(self._deadline))
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.NetworkStream:
+        left = _left(self._deadline)
+        return _Timed(self._stream.start_tls(ssl_context, server_hostname, left), self._deadline)
 
     def close(self) -> None:
-        if not self.closed:
-            self._raw.close()
-        super().close()
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
 
 
-class _Response(http.client.HTTPResponse):
-    """Reads status, headers and body against the deadline."""
-
-    def __init__(self, sock: Any, *args: Any, deadline: float, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp.close()
-        self.fp = io.BufferedReader(_Timed(sock, deadline))
-
-
-class _HTTPConnection(http.client.HTTPConnection):
-    """Connects to `address` instead of looking its host up, unless it is None."""
-
-    address: str | None = None
-    _create_connection: Callable[..., socket.socket]
-
-    def connect(self) -> None:
-        if self.address is None:
-            super().connect()
-        else:
-            self.sock = self._create_connection((self.address, self.port))
-
-
-class _HTTPSConnection(http.client.HTTPSConnection):
-    """`_HTTPConnection` with TLS; the certificate must be that of the host."""
-
-    address: str | None = None
-    _create_connection: Callable[..., socket.socket]
-
-    def __init__(self, host: str, *, context: ssl.SSLContext, **options: Any) -> None:
-        super().__init__(host, context=context, **options)
-        self._trust = context
-
-    def connect(self) -> None:
-        if self.address is None:
-            super().connect()
-        else:
-            sock = self._create_connection((self.address, self.port))
-            self.sock = self._trust.wrap_socket(sock, server_hostname=self.host)
-
-
-class _HTTP(urllib.request.HTTPHandler):
-    def __init__(self, deadline: float, address: str | None) -> None:
-        super().__init__()
-        self._limits = (deadline, address)
-
-    def http_open(self, request: Any) -> Any:
-        make = functools.partial(_connection, _HTTPConnection, *self._limits)
-        return self.do_open(make, request)
-
-
-class _HTTPS(urllib.request.HTTPSHandler):
-    def __init__(self, deadline: float, address: str | None) -> None:
-        super().__init__()
-        self._limits, self._trust = (deadline, address), ssl.create_default_context()
-
-    def https_open(self, request: Any) -> Any:
-        make = functools.partial(_connection, _HTTPSConnection, *self._limits)
-        return self.do_open(make, request, context=self._trust)
-
-
-def _connection(kind: Any, deadline: float, address: str | None, host: str, **options: Any) -> Any:
-    """A connection on which every wait ends at the deadline."""
-    connection = kind(host, **options)
-    connection.address = address
-    connection._create_connection = functools.partial(_connected, deadline)
-    connection.response_class = functools.partial(_Response, deadline=deadline)
-    return connection
-
-
-def _connected(deadline: float, address: tuple[str, int], *_: Any) -> socket.socket:
-    """A socket to the first address of a host that answers, with the time that is left."""
-    error: OSError = OSError("the host has no address")
-    for found_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-        host, port = found_address[4][:2]
-        try:
-            found = socket.create_connection((str(host), int(port)), _left(deadline))
-        except OSError as own:
-            error = own
-        else:
-            found.settimeout(_left(deadline))
-            return found
-    raise error
-
-
-def _is_timeout(error: Exception) -> bool:
-    reason = getattr(error, "reason", None)
-    return isinstance(error, TimeoutError) or isinstance(reason, TimeoutError)
+def _status(code: int) -> str:
+    try:
+        return f"{code} {HTTPStatus(code).phrase}"
+    except ValueError:
+        return str(code)
 
 
 def _reason(error: Exception) -> str:
     """The reason of a failure, without text from the URL or the server."""
-    if isinstance(error, urllib.error.HTTPError):
-        try:
-            return f"HTTP {error.code} {HTTPStatus(error.code).phrase}"
-        except ValueError:
-            return f"HTTP {error.code}"
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    # The client's errors contain those of the system.
+    cause = next((part for part in error.args if isinstance(part, OSError)), error)
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {_plain(cause.verify_message)}"
     if isinstance(cause, OSError) and cause.strerror:
         return _plain(cause.strerror)
-    if isinstance(cause, http.client.InvalidURL | ValueError):
+    if isinstance(cause, ValueError | httpcore2.LocalProtocolError):
         return "is not a valid URL"
-    if isinstance(cause, http.client.HTTPException | OSError):
-        return f"the server's answer cannot be read ({type(cause).__name__})"
-    return _plain(str(cause)) if isinstance(cause, str) else type(cause).__name__
+    return f"the server's answer cannot be read ({type(cause).__name__})"
 
 
 def _plain(text: str) -> str:

@@ -7,6 +7,7 @@ this module is cheap.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, TypeAlias, cast
 
 from vlmfast.errors import MediaError, MediaUnavailable
 
-from .containers import damage, is_edited, stated_seconds
+from .containers import damage
 from .images import (
     check_size,
     from_array,
@@ -44,11 +45,7 @@ if TYPE_CHECKING:
     from .decoders import Reader
     from .types import ImageLike, VideoLike
 
-Decoder: TypeAlias = Literal["auto", "decord", "av"]
-
-# PyAV first, since it finds any frame by its time. decord seeks by counting, and miscounts.
-_DECODERS = ("av", "decord")
-_MAX_SECONDS = 1e6
+Decoder: TypeAlias = Literal["av", "decord"]
 
 
 def load_image(
@@ -115,7 +112,7 @@ def load_image(
     return upright_rgb(name, image, load_pixels(name, image))
 
 
-def probe_video(source: VideoLike, *, decoder: Decoder = "auto") -> VideoInfo:
+def probe_video(source: VideoLike, *, decoder: Decoder = "av") -> VideoInfo:
     """Count a video's frames and read its rate, length and size; parameters as `load_video`."""
     if isinstance(source, (list, tuple)):
         return _timed(source, None, None).info
@@ -132,7 +129,7 @@ def load_video(
     fps: float | None = None,
     timestamps: Sequence[float] | None = None,
     select: Callable[[VideoInfo], Sequence[int]] | None = None,
-    decoder: Decoder = "auto",
+    decoder: Decoder = "av",
     max_pixels: int | None = MAX_VIDEO_PIXELS,
 ) -> VideoFrames:
     """Read some frames of a video as RGB.
@@ -162,11 +159,12 @@ def load_video(
         ascending, from 0 on.
     select : callable, optional
         Takes the :class:`VideoInfo` and returns the indices, ascending.
-    decoder : {"auto", "decord", "av"}
-        "auto" uses PyAV if it is installed, else decord; a decoder that fails is not replaced by
-        the other one. Both return the same frames. decord decodes a video from its beginning,
-        since it returns wrong frames after seeking. It rejects files that it reads incorrectly even
-        so: MP4 files trimmed by an edit list, and containers other than MP4 and Matroska.
+    decoder : {"av", "decord"}
+        PyAV by default. decord returns the same frames, at the times that PyAV finds, and decodes
+        a video from its beginning, since it returns wrong frames after seeking. Files that it reads
+        incorrectly even so are rejected: MP4 files trimmed by an edit list, transparent or mirrored
+        videos, and containers other than MP4 and Matroska. Name it for files that you trust: it is
+        native code that may end the process on a damaged one, although PyAV checks the file first.
     max_pixels : int, optional
         Reject more pixels in all chosen frames together. None: no limit.
 
@@ -183,9 +181,9 @@ def load_video(
     Notes
     -----
     Frames are turned by quarter turns and mirrored as the file states, and transparent ones are
-    composited on white. With PyAV installed, decord rejects files that it does not show so. In a
-    damaged file, PyAV rejects frames that the codec flags, and decord only those that cannot be
-    decoded. Later frames that depend on a damaged one are decoded as in any player.
+    composited on white. In a damaged file, PyAV rejects frames that the codec flags, and decord
+    only those that cannot be decoded. Later frames that depend on a damaged one are decoded as in
+    any player.
     """
     with open_video(
         source,
@@ -240,7 +238,7 @@ def open_video(
     fps: float | None = None,
     timestamps: Sequence[float] | None = None,
     select: Callable[[VideoInfo], Sequence[int]] | None = None,
-    decoder: Decoder = "auto",
+    decoder: Decoder = "av",
 ) -> Iterator[OpenVideo]:
     """Choose frames of a video and read them part by part; parameters as for :func:`load_video`.
 
@@ -352,8 +350,8 @@ def _timed(
 
 @contextlib.contextmanager
 def _opened_video(source: VideoLike, decoder: str) -> Iterator[Reader]:
-    if decoder not in ("auto", "decord", "av"):
-        raise MediaError(f"decoder={decoder!r}: must be 'auto', 'decord' or 'av'")
+    if decoder not in ("av", "decord"):
+        raise MediaError(f"decoder={decoder!r}: must be 'av' or 'decord'")
     if is_url(source):
         raise MediaError(f"{shown(source)}: videos are not fetched from URLs; download it first")
     if is_array(source) or is_tensor(source):
@@ -379,30 +377,10 @@ def _reader(name: str, file: BinaryIO, decoder: str, max_pixels: int | None) -> 
         raise MediaError(f"{name}: {reason}")
     from .decoders import AvReader, DecordReader
 
-    readers: dict[str, type[AvReader] | type[DecordReader]]
-    readers = {"av": AvReader, "decord": DecordReader}
-    order = _DECODERS if decoder == "auto" else (decoder,)
-    choice = next((module for module in order if _installed(module)), None)
-    if choice is None:
-        raise MediaError(f"{name}: {' or '.join(order)} must be installed: pip install {order[0]}")
-    if choice == "decord":
-        unfit = None
-        if container not in ("MP4", "Matroska"):
-            unfit = f"does not find the frames of {container} files exactly"
-        elif container == "MP4" and is_edited(file):
-            unfit = "ignores the edit list of this trimmed file"
-        elif not stated_seconds(file, container) <= _MAX_SECONDS:
-            unfit = "reserves memory for the stated length of this file, which is above 11 days"
-        if unfit:
-            raise MediaError(f"{name}: decord {unfit}; use PyAV (pip install av)")
-    return readers[choice](name, file, max_pixels)
-
-
-def _installed(module: str) -> bool:
-    import importlib
-
-    try:
-        importlib.import_module(module)
-    except (ImportError, OSError):  # OSError: a shared library cannot be loaded
-        return False
-    return True
+    # PyAV first: both bring a libvpx, and that of decord is too old for PyAV.
+    for module in ("av", "decord") if decoder == "decord" else ("av",):
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as error:  # OSError: a shared library cannot be loaded
+            raise MediaError(f"{name}: {module} must be installed: pip install {module}") from error
+    return (DecordReader if decoder == "decord" else AvReader)(name, file, max_pixels)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmfast.errors import MediaError, check_memory
 from vlmfast.media import load_image, open_video
-from vlmfast.media.containers import HEAD_BYTES, damage, sniff, stated_seconds
+from vlmfast.media.containers import HEAD_BYTES, damage, sniff
 from vlmfast.media.selection import check_choice
 from vlmfast.media.sources import BoundedVideo, sniffed
 
@@ -266,7 +266,6 @@ def _check_video(data: bytes, limits: MediaLimits) -> int:
         raise Refused(f"is an image ({container}), not a video")
     if reason := damage(file, container):
         raise Refused(reason)
-    _check_seconds(stated_seconds(file, container), limits)
     file.seek(0)
     import av
 
@@ -291,6 +290,8 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> int
     with av.open(file, "r", metadata_errors="replace", options=nothing) as video:
         if _DEMUXERS[container].isdisjoint(video.format.name.split(",")):
             raise Refused(f"cannot be read as {container}")
+        if container in ("MP4", "Matroska"):  # of others, it is guessed
+            _check_seconds((video.duration or 0) / 1e6, limits)
         stream = video.streams.best("video")
         if stream is None or stream.codec_context is None:
             raise Refused("has no video stream that can be decoded")
