@@ -38,7 +38,6 @@ from servers import Loads, Requests, Server, Spec, in_rounds, load, plural, rati
 from shapes import LARGE_QWEN, SMALL_QWEN, prefill_flops, small_qwen
 
 from vlmfast import VLM
-from vlmfast.core.display import markdown_table
 from vlmfast.eval.bench import load_average
 from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
@@ -132,12 +131,14 @@ def saved(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def servers_of(part: str, args: argparse.Namespace, folder: Path, shown: str) -> list[Spec]:
     """vLLM itself, its own pruning of videos, and the plug-in with each of `RECIPES`."""
-    options: dict[str, Sequence[str]] = {VLLM: ()}
-    if part == "videos":
-        options[EVS] = PRUNED
+    frames = {"num_frames": FRAMES} if part == "videos" else {}
+    largest = {"count": 1, "width": SIDES[part], "height": SIDES[part]} | frames
+    kind, other = ("video", "image") if frames else ("image", "video")
+    most = ("--limit-mm-per-prompt", json.dumps({kind: largest, other: 0}))
+    options = {VLLM: most} | ({EVS: (*most, *PRUNED)} if frames else {})
     found = [vllm_spec(args, *of, folder, part, shown, **ALONE) for of in options.items()]
     for recipe in RECIPES:
-        given = overridden(recipe)
+        given = (*most, *overridden(recipe))
         found.append(vllm_spec(args, vllm_name(recipe), given, folder, part, shown))
     return found
 
@@ -205,18 +206,6 @@ def rows(part: str, found: Loads) -> list[Row]:
 # --- the command ---------------------------------------------------------------------------------
 
 
-def markdown(part: str, row: dict[str, Any]) -> str:
-    """Answers per second, and those over vLLM itself."""
-    ratios = {of["what"]: f" ({of['median']:.2f}x)" for of in row["rows"]}
-    lines: dict[str, list[str]] = {}
-    for of in row["loads"]:
-        what = f"answers per second, `{of['server']}` over `{VLLM}`, {plural(of['clients'])}"
-        cells = lines.setdefault(of["server"], [of["server"], f"{row['kept'][of['server']]:.0f}"])
-        cells.append(f"{of['answers_per_s']['median']:.2f}{ratios.get(what, '')}")
-    clients = dict.fromkeys(of["clients"] for of in row["loads"])
-    return markdown_table([part, "visual tokens", *map(plural, clients)], list(lines.values()))
-
-
 def version(python: Path) -> str:
     """Of vLLM in an environment."""
     code = "from importlib.metadata import version; print(version('vllm'))"
@@ -234,5 +223,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     missing = [name for name in parts.missing(NAMES) if name in args.only]
     left = parts.measure(missing, lambda part: measure(part, args), float("inf"))
     for part, row in parts.rows.items():
-        print("\n" + (f"{part}: {row['failed']}" if "failed" in row else markdown(part, row)))
+        print(f"\n{part}: {row.get('failed', row.get('kept'))}")
+        for of in row.get("rows", ()):
+            print(f"{of['what']}: {of['median']:.2f} {of['verdict']}")
     return parts.ended(left, any("failed" in row for row in parts.rows.values()))

@@ -379,7 +379,8 @@ def test_parts_inside_vllm_are_resumed(
     answers = {(of["server"], of["clients"]): of["rounds"][0]["answers"] for of in tiny["loads"]}
     assert answers == {(name, n): max(3, 2 * n) for name in tiny["kept"] for n in (1, 4)}
     assert len(tiny["rows"]) == 4 and len(videos["rows"]) == 6
-    assert f"| {inside.EVS} | 20 | " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"answers per second, `{inside.EVS}` over `{inside.VLLM}`, 4 clients: " in shown
     with pytest.raises(SystemExit, match="was measured with"):
         run(tmp_path, *common, "tiny", "--clients", "1")
 
