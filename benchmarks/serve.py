@@ -28,7 +28,8 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
   answers one request after the other, which the results say. It has no ``gap``: it reads the images
   after the stream has ended.
 * ``--vllm`` adds ``vllm serve`` for each of ``--recipes``, with its plug-in where the recipe is
-  not `none`, to ``throughput``. It runs in an environment of its own.
+  not `none`, to ``throughput``. It runs in an environment of its own. ``--only images videos tiny``
+  compares vLLM with and without the plug-in, see `inside_vllm.py`.
 * For ``memory`` the prefix cache has 32 MiB, so that it is full after the first
   200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
 
@@ -41,7 +42,6 @@ import argparse
 import json
 import re
 import shlex
-import socket
 import statistics
 import sys
 import tempfile
@@ -53,24 +53,35 @@ from typing import Any
 
 import harness
 import httpx2
-import numpy as np
+import inside_vllm
 from ask import TINY
 from harness import Row
+from inside_vllm import VLLM, overridden, vllm_name, vllm_spec
 from PIL import Image
-from servers import Answer, Load, Requests, Server, ServerFailed, Spec, load, stalled
+from servers import (
+    Loads,
+    Requests,
+    Server,
+    ServerFailed,
+    Spec,
+    in_rounds,
+    load,
+    plural,
+    ratio,
+    stalled,
+    summary,
+)
 
 from vlmfast.core.display import markdown_table
 from vlmfast.core.help import count
-from vlmfast.eval.bench import rotated, spread
+from vlmfast.eval.bench import rotated
 from vlmfast.eval.results import write_json
 from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("throughput", "memory", "gap")
 TRANSFORMERS = "transformers serve"
-VLLM = "vllm serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
-VLLM_MODULE = "vllm.entrypoints.cli.main"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
 AIMS = {4: 2.5, 16: 3}
 GROWN = 1.05  # largest ratio of `memory`
@@ -78,7 +89,6 @@ MEMORY_REQUESTS = 200, 2000  # of `memory`: requests before each look
 MEMORY_CLIENTS, CACHE_BYTES = 4, 32 << 20
 IMAGES = 8  # of the request of `gap`
 STREAM = 2048  # most tokens of the stream of `gap`
-PERCENTILES = (25, 50, 75, 95, 99)
 FELL_BACK = "does not support continuous batching"
 
 
@@ -122,28 +132,11 @@ def vllm_specs(args: argparse.Namespace, exported: Path, folder: str) -> list[Sp
     folder : str
         Its name in the API.
     """
-    found = []
-    off = ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")
-    for recipe in args.recipes:
-        options = ["--dtype", args.dtype, *(() if args.caches else off)]
-        if recipe != "none":
-            options += ["--hf-overrides", json.dumps({"vlmfast_recipe": recipe})]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = ["--host", "127.0.0.1", "--port", str(free.getsockname()[1])]
-        named = ["--served-model-name", folder, "--max-model-len", "4096"]
-        command = ["-m", VLLM_MODULE, "serve", str(exported), *address, *named, *options]
-        shown = shlex.join(["vllm", "serve", args.model, *options])
-        variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-        found.append(
-            Spec(vllm_name(recipe), tuple(command), shown, False, str(args.vllm), variables, True)
-        )
-    return found
-
-
-def vllm_name(recipe: str) -> str:
-    """The name of a server of vLLM in the tables."""
-    return VLLM if recipe == "none" else f"{VLLM}, {recipe}"
+    off = () if args.caches else ("--no-enable-prefix-caching", "--mm-processor-cache-gb", "0")
+    return [
+        vllm_spec(args, vllm_name(of), (*off, *overridden(of)), exported, folder, args.model)
+        for of in args.recipes
+    ]
 
 
 @dataclass
@@ -213,13 +206,10 @@ class Job:
 
 # --- throughput ----------------------------------------------------------------------------------
 
-Loads = dict[tuple[str, int], list[Load]]  # by server and clients, one for each round
-
 
 def measured(job: Job) -> Loads:
     """All servers, interleaved."""
     args, requests = job.args, job.requests()
-    found: Loads = {}
     with ExitStack() as stack:
         servers: list[Server] = []
         off = () if args.caches else ("--prefix-cache-bytes", "0")
@@ -232,14 +222,12 @@ def measured(job: Job) -> Loads:
             if (server := stack.enter_context(started)) is not None:
                 server.pause()
                 servers.append(server)
-        for number in range(args.rounds):
-            for clients in args.clients:
-                bodies = requests.bodies(args.requests, args.max_tokens)
-                for server in rotated(servers, number):
-                    with server.awake():
-                        sample = load(server.url, bodies, clients)
-                    found.setdefault((server.spec.name, clients), []).append(sample)
-            print(f"throughput: round {number + 1} of {args.rounds}", file=sys.stderr)
+        found = in_rounds(
+            servers,
+            args.rounds,
+            args.clients,
+            lambda clients: requests.bodies(args.requests, args.max_tokens),
+        )
     return dict(sorted(found.items(), key=lambda item: order(args, item[0])))
 
 
@@ -307,46 +295,6 @@ def equality(found: Loads) -> list[Row]:
             what = f"share of answers equal to those of `{rival}`, {plural(clients)}"
             table.append(Row("throughput", what, shares))
     return table
-
-
-def plural(clients: int) -> str:
-    return "1 client" if clients == 1 else f"{clients} clients"
-
-
-def ratio(loads: list[Load], others: list[Load]) -> list[float]:
-    """Of answers per second, for each round."""
-    return [a.per_second / b.per_second for a, b in zip(loads, others, strict=True)]
-
-
-def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
-    """JSON values of the rounds of a server at a number of clients; times in milliseconds."""
-    answers = [answer for load in loads for answer in load.answers]
-    times: dict[str, Callable[[Answer], list[float]]] = {
-        "ttft_ms": lambda answer: [answer.ttft],
-        "gap_ms": lambda answer: answer.gaps,
-        "total_ms": lambda answer: [answer.total],
-    }
-    return {
-        "server": name,
-        "clients": clients,
-        "rounds": [
-            {"seconds": of.seconds, "answers": len(of.answers), "tokens": of.tokens} for of in loads
-        ],
-        "answers_per_s": spread([of.per_second for of in loads]),
-        "tokens_per_s": spread([of.tokens / of.seconds for of in loads]),
-        **{
-            key: percentiles([1e3 * value for answer in answers for value in values(answer)])
-            for key, values in times.items()
-        },
-    }
-
-
-def percentiles(values: list[float]) -> dict[str, float] | None:
-    """`PERCENTILES` of values; ``None`` without any."""
-    if not values:
-        return None
-    found = np.percentile(values, PERCENTILES).tolist()
-    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
 
 
 # --- memory, gap ---------------------------------------------------------------------------------
@@ -444,9 +392,11 @@ def loads_markdown(loads: list[dict[str, Any]]) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = harness.parser(__doc__, dtype="bfloat16", device=harness.DEVICE, threads=2, out=None)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser = harness.parser(
+        __doc__, dtype="bfloat16", device=harness.DEVICE, threads=2, fresh=False, out=None
+    )
+    add, every = parser.add_argument, NAMES + inside_vllm.NAMES
+    add("--only", nargs="+", choices=every, metavar="NAME", help=f"of {', '.join(every)}")
     add("--model", default="tiny", help="tiny, a folder or a hub id (%(default)s)")
     add("--recipes", nargs="+", default=["none", "balanced"], help="a server each (%(default)s)")
     add("--clients", nargs="+", type=count, default=[1, 4, 16], help="1 among them (%(default)s)")
@@ -471,6 +421,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--clients must have 1 among them")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
     args.only = args.only or NAMES
+    inside = set(args.only) & set(inside_vllm.NAMES)
+    if inside and (inside < set(args.only) or args.vllm is None):
+        parser.error(f"{', '.join(inside_vllm.NAMES)} need --vllm, and a run of their own")
     if "gap" in args.only and args.model != "tiny" and not Path(args.model).is_dir():
         parser.error("gap needs the folder of a model: choose others with --only")
     return args
@@ -480,6 +433,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.vllm is not None and not args.vllm.is_file():
         raise SystemExit(f"--vllm {args.vllm} is no Python interpreter")
+    if args.only[0] in inside_vllm.NAMES:
+        return inside_vllm.run(args, argv)
     # The threads are those of the servers.
     report = harness.begin("serve.py", argv, argparse.Namespace(device=args.device)) | {
         "dtype": args.dtype,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
 import json
 import os
@@ -13,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Callable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 from harness import ROOT, gap_ratio
-from PIL import Image
+from PIL import Image, ImageChops
 
+from vlmfast.eval.bench import rotated, spread
 from vlmfast.scenes.examples import CAPTION_QUESTION
+from vlmfast.scenes.files import lossless_video
 
 BEFORE, AFTER = 24, 8  # parts of the stream of `stalled` before and after the other request
 START_S, ANSWER_S, STOP_S = 300, 600, 60
@@ -47,10 +50,17 @@ class Requests:
     scenes : list of PIL.Image.Image
     model : str
         Name of the model in the API.
+    frames : int
+        Of videos, in which the scenes move; 0 for images.
+    fields
+        Further fields of the body.
     """
 
-    def __init__(self, scenes: list[Image.Image], model: str) -> None:
-        self.scenes, self.model, self._count = scenes, model, 0
+    def __init__(
+        self, scenes: list[Image.Image], model: str, frames: int = 0, **fields: Any
+    ) -> None:
+        self.scenes, self.model, self.frames, self.fields = scenes, model, frames, fields
+        self._count = 0
 
     def bodies(self, count: int, max_tokens: int, images: int = 1) -> list[bytes]:
         """JSON of ``count`` requests; the same scenes in each call, with other pixels."""
@@ -59,9 +69,7 @@ class Requests:
         ]
 
     def _body(self, scenes: list[int], max_tokens: int) -> bytes:
-        parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": self._url(number)}} for number in scenes
-        ]
+        parts = [self._part(number) for number in scenes]
         content = [*parts, {"type": "text", "text": CAPTION_QUESTION}]
         body = {
             "model": self.model,
@@ -70,19 +78,22 @@ class Requests:
             "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.fields,
         }
         return json.dumps(body).encode()
 
-    def _url(self, scene: int) -> str:
-        return "data:image/png;base64," + base64.b64encode(self._png(scene)).decode()
-
-    def _png(self, scene: int) -> bytes:
+    def _part(self, scene: int) -> dict[str, Any]:
         image = self.scenes[scene % len(self.scenes)].copy()
         image.putpixel((0, 0), tuple(self._count.to_bytes(3, "big")))
         self._count += 1
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        return file.getvalue()
+        if self.frames:
+            moved = [ImageChops.offset(image, 4 * number, 0) for number in range(self.frames)]
+            kind, form, data = "video_url", "video/mp4", lossless_video(moved)
+        else:
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            kind, form, data = "image_url", "image/png", file.getvalue()
+        return {"type": kind, kind: {"url": f"data:{form};base64,{b64encode(data).decode()}"}}
 
 
 # --- the client ----------------------------------------------------------------------------------
@@ -99,8 +110,8 @@ class Answer:
     times : list of float
         Of the pieces of text.
     text : str
-    tokens : int
-        By the server's usage.
+    tokens, prompt : int
+        Of the answer and of the prompt, by the server's usage.
     """
 
     begin: float
@@ -108,6 +119,7 @@ class Answer:
     end: float
     text: str
     tokens: int
+    prompt: int = 0
 
     @property
     def ttft(self) -> float:
@@ -174,8 +186,8 @@ class Received:
             usage = event.get("usage") or usage
         if usage is None or not texts:
             raise ServerFailed("an answer without text or usage")
-        text, tokens = "".join(texts).strip(), usage["completion_tokens"]
-        return Answer(self.begin, times, self.end, text, tokens)
+        text, counts = "".join(texts).strip(), (usage["completion_tokens"], usage["prompt_tokens"])
+        return Answer(self.begin, times, self.end, text, *counts)
 
 
 async def parts(
@@ -259,6 +271,25 @@ def load(url: str, bodies: Many[bytes], clients: int) -> Load:
 
     seconds, responses = asyncio.run(run())
     return Load(seconds, [response.answer() for response in responses])
+
+
+Loads = dict[tuple[str, int], list[Load]]  # by server and clients, one for each round
+
+
+def in_rounds(
+    servers: list[Server], rounds: int, clients: list[int], bodies: Callable[[int], list[bytes]]
+) -> Loads:
+    """Loads of paused servers, interleaved; ``bodies`` makes requests for a number of clients."""
+    found: Loads = {}
+    for number in range(rounds):
+        for many in clients:
+            asked = bodies(many)
+            for server in rotated(servers, number):
+                with server.awake():
+                    sample = load(server.url, asked, many)
+                found.setdefault((server.spec.name, many), []).append(sample)
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return found
 
 
 def stalled(url: str, stream: bytes, other: bytes) -> float:
@@ -426,3 +457,48 @@ class Server:
             self._process.kill()
             self._process.wait()
         self._signal(signal.SIGKILL)
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+PERCENTILES = (25, 50, 75, 95, 99)
+
+
+def plural(clients: int) -> str:
+    return "1 client" if clients == 1 else f"{clients} clients"
+
+
+def ratio(loads: list[Load], others: list[Load]) -> list[float]:
+    """Of answers per second, for each round."""
+    return [a.per_second / b.per_second for a, b in zip(loads, others, strict=True)]
+
+
+def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
+    """JSON values of the rounds of a server at a number of clients; times in milliseconds."""
+    answers = [answer for load in loads for answer in load.answers]
+    times: dict[str, Callable[[Answer], list[float]]] = {
+        "ttft_ms": lambda answer: [answer.ttft],
+        "gap_ms": lambda answer: answer.gaps,
+        "total_ms": lambda answer: [answer.total],
+    }
+    return {
+        "server": name,
+        "clients": clients,
+        "rounds": [
+            {"seconds": of.seconds, "answers": len(of.answers), "tokens": of.tokens} for of in loads
+        ],
+        "answers_per_s": spread([of.per_second for of in loads]),
+        "tokens_per_s": spread([of.tokens / of.seconds for of in loads]),
+        **{
+            key: percentiles([1e3 * value for answer in answers for value in values(answer)])
+            for key, values in times.items()
+        },
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """`PERCENTILES` of values; ``None`` without any."""
+    if not values:
+        return None
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}

@@ -10,17 +10,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench_script import script
+from vlmfast import VLM
+from vlmfast.media import load_video
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 pytest.importorskip("httpx2")
 if not Path("/proc/self/status").is_file():
     pytest.skip("memory of processes is read from /proc", allow_module_level=True)
 
-servers, serve = script("servers"), script("serve")
+harness, servers, serve = script("harness"), script("servers"), script("serve")
+inside, shapes = script("inside_vllm"), script("shapes")
 
 # A server whose behaviour is known. It refuses an image that it has seen before.
 FAKE = """
@@ -28,7 +34,7 @@ import hashlib, json, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 how = {"pause": 0.01, "pieces": 6, "long": 80, "salt": "", "kept": 0, "stall": 0, "status": 200} | {
-    "sequential": False, "error": False, "usage": True
+    "sequential": False, "error": False, "usage": True, "prompt": 9
 } | json.loads(sys.argv[1])
 seen, kept, lock, until = set(), [], threading.Lock(), [0.0]
 
@@ -37,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         (message,) = request["messages"]
-        images = [p["image_url"]["url"] for p in message["content"] if p["type"] == "image_url"]
+        images = [p[p["type"]]["url"] for p in message["content"] if p["type"] != "text"]
         again = bool(seen & set(images)) or len(set(images)) < len(images)
         seen.update(images)
         self.send_response(400 if again else how["status"])
@@ -65,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
             if how["error"]:
                 self.wfile.write(b'data: {"error": {"message": "broken"}}\\n\\n')
                 return
-        usage = {"completion_tokens": count} if how["usage"] else None
+        usage = {"completion_tokens": count, "prompt_tokens": how["prompt"]}
+        usage = usage if how["usage"] else None
         self.send({}, usage=usage)
         self.wfile.write(b"data: [DONE]\\n\\n")
 
@@ -331,3 +338,120 @@ def test_summary() -> None:
     assert found["ttft_ms"]["p99"] == 1000 and found["gap_ms"]["p50"] == 1000
     assert found["total_ms"]["p50"] == 2500
     assert found["rounds"][2] == {"seconds": 40.0, "answers": 4, "tokens": 8}
+
+
+# --- inside vLLM ---------------------------------------------------------------------------------
+
+
+def test_parts_inside_vllm_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, started = tmp_path / "fake.py", []
+    file.write_text(FAKE)
+
+    def servers_of(part: str, *given: Any) -> list[Any]:
+        started.append(part)
+        prompts = {inside.VLLM: 112, **({inside.EVS: 32} if part == "videos" else {})}
+        prompts |= dict.fromkeys(map(inside.vllm_name, inside.RECIPES), 34)
+        return [
+            servers.Spec(
+                name, (str(file), json.dumps({"pause": 0.002, "prompt": of})), f"fake {name}"
+            )
+            for name, of in prompts.items()
+        ]
+
+    monkeypatch.setattr(inside, "servers_of", servers_of)
+    monkeypatch.setattr(inside, "saved", lambda *given: {"model": "fake", "visual_tokens": 100})
+    monkeypatch.setattr(inside, "version", lambda python: "0")
+    monkeypatch.setattr(inside, "SIDES", dict.fromkeys(inside.NAMES, 32))
+    monkeypatch.setattr(inside, "FRAMES", 2)
+    python = tmp_path / "python"
+    python.touch()
+    common = ["--vllm", str(python), "--requests", "3", "--rounds", "1", "--only"]
+    one = run(tmp_path, *common, "videos")
+    both = run(tmp_path, *common, "videos", "tiny")
+    assert started == ["videos", "tiny"] and list(both["parts"]) == started
+    assert both["parts"]["videos"] == one["parts"]["videos"]
+    videos, tiny = both["parts"].values()
+    ours = {inside.vllm_name(recipe): 22 for recipe in inside.RECIPES}
+    assert videos["kept"] == {inside.VLLM: 100, inside.EVS: 20, **ours}
+    assert tiny["kept"] == {inside.VLLM: 100, **ours}
+    answers = {(of["server"], of["clients"]): of["rounds"][0]["answers"] for of in tiny["loads"]}
+    assert answers == {(name, n): max(3, 2 * n) for name in tiny["kept"] for n in (1, 4)}
+    assert len(tiny["rows"]) == 4 and len(videos["rows"]) == 6
+    shown = capsys.readouterr().out
+    assert f"answers per second, `{inside.EVS}` over `{inside.VLLM}`, 4 clients: " in shown
+    with pytest.raises(SystemExit, match="was measured with"):
+        run(tmp_path, *common, "tiny", "--clients", "1")
+
+
+def test_only_answers_under_load_are_bounded() -> None:
+    name = inside.vllm_name(inside.RECIPES[0])
+    found = {
+        (server, clients): loads([10.0 / factor, 20.0 / factor], "ab")
+        for server, factor in ((inside.VLLM, 1.0), (name, 1.25))
+        for clients in (1, 16)
+    }
+    one, many = inside.rows("images", found)
+    assert one.ratios == many.ratios == [1.25, 1.25]
+    assert one.verdict == "" and many.verdict == "missed"
+    assert [row.verdict for row in inside.rows("videos", found)] == ["", ""]
+
+
+def test_vllm_itself_has_no_plug_in() -> None:
+    args = serve.parse(["--vllm", sys.executable, "--only", "videos"])
+    stock, pruned, *ours = inside.servers_of("videos", args, Path("folder"), "model")
+    for spec in (stock, pruned):
+        assert spec.variables["VLLM_PLUGINS"] == "" and "--hf-overrides" not in spec.command
+    rate = pruned.command[pruned.command.index("--video-pruning-rate") + 1]
+    assert float(rate) == 1 - inside.SHARE and "--video-pruning-rate" not in stock.command
+    for spec, recipe in zip(ours, inside.RECIPES, strict=True):
+        assert "VLLM_PLUGINS" not in spec.variables and "--video-pruning-rate" not in spec.command
+        assert json.dumps({"vlmfast_recipe": recipe}) in spec.command
+    assert len(inside.servers_of("images", args, Path("folder"), "model")) == 1 + len(ours)
+
+
+@pytest.mark.parametrize("only", [["images"], ["images", "gap", "--vllm", sys.executable]])
+def test_parts_inside_vllm_stand_alone(only: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(["--only", *only])
+
+
+def test_videos_of_requests_differ() -> None:
+    requests = servers.Requests([Image.new("RGB", (32, 32), "red")], "m", 3, ignore_eos=True)
+    seen = set()
+    for body in requests.bodies(2, 7):
+        content = json.loads(body)["messages"][0]["content"]
+        assert json.loads(body)["ignore_eos"] is True
+        data = base64.b64decode(content[0]["video_url"]["url"].partition(",")[2])
+        frames = [np.asarray(frame) for frame in load_video(data).frames]
+        assert len(frames) == 3 and len({frame.tobytes() for frame in frames}) == 3
+        seen.add(frames[0].tobytes())
+    assert len(seen) == 2
+
+
+def test_the_small_qwen_has_the_ratio_of_the_large_one() -> None:
+    large, small = (shapes.prefill_flops(name, 1024, 32) for name in shapes.RATIO)
+    assert large == pytest.approx((5.629e12, 6.024e12), rel=1e-3)
+    assert small[0] / small[1] == pytest.approx(large[0] / large[1], rel=0.01)
+    # The control: with the MLPs of the 3B over 4 it would not.
+    narrow = shapes.RATIO[shapes.SMALL_QWEN][1]["intermediate_size"] - 11008 / 4
+    without = small[1] - 2 * 1056 * 9 * 3 * 512 * narrow
+    assert small[0] / without != pytest.approx(large[0] / large[1], rel=0.1)
+
+
+@pytest.mark.slow
+def test_flops_of_the_small_qwen_are_counted() -> None:
+    """By PyTorch, in attention that computes what causal attention leaves out, too."""
+    model, processor = shapes.small_qwen(torch.float32, 224, 224)
+    model.set_attn_implementation("eager")
+    vlm, image = VLM(model, processor), Image.new("RGB", (224, 224))
+    inputs = harness.padded(vlm, "What?", [image])
+    rows = inputs["input_ids"].shape[1]
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs, logits_to_keep=1)
+    tower, language = shapes.prefill_flops(shapes.SMALL_QWEN, 64, rows - 64)
+    text = shapes.RATIO[shapes.SMALL_QWEN][1]
+    acausal = 2 * rows**2 * text["num_hidden_layers"] * text["hidden_size"]
+    head = 2 * text["hidden_size"] * model.get_output_embeddings().out_features
+    assert counter.get_total_flops() == pytest.approx(tower + language + acausal + head, rel=1e-3)
