@@ -383,7 +383,11 @@ def check_python(block: Block, vlm: Any) -> None:
                 case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in owners:
                     getattr(owners[name], attr)
                 case ast.ImportFrom(module=str(name)) if name.partition(".")[0] == "vlmfast":
-                    exec(ast.unparse(node), {})
+                    try:
+                        exec(ast.unparse(node), {})
+                    except ModuleNotFoundError as error:  # of another project
+                        if str(error.name).partition(".")[0] == "vlmfast":
+                            raise
                 case ast.keyword(arg="recipe" | "recipes", value=value):
                     texts = (n.value for n in ast.walk(value) if isinstance(n, ast.Constant))
                     for text in texts:
