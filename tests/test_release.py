@@ -309,6 +309,8 @@ def test_expected_files_are_tracked_files(release: ModuleType, tmp_path: Path) -
     for command in (["init", "-q"], ["add", "vlmfast/a.py", "c.py"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     assert release.expected_files(tmp_path) == {"vlmfast/a.py", "vlmfast/d.png"}
+    (tmp_path / "pyproject.toml").write_text("[tool.hatch.build.targets.wheel]\n")
+    assert release.expected_files(tmp_path, "c.py") == {"c.py"}
 
 
 def test_failing_command_aborts_the_release(release: ModuleType, tmp_path: Path) -> None:
@@ -316,6 +318,12 @@ def test_failing_command_aborts_the_release(release: ModuleType, tmp_path: Path)
     assert release.run([*python, "print('fine')"], tmp_path) == "fine\n"
     with pytest.raises(release.ReleaseError, match=r"exited with 3:\nbad"):
         release.run([*python, "print('bad'); raise SystemExit(3)"], tmp_path)
+    fails = [*python, "print('needs vLLM'); raise SystemExit(2)"]
+    release.refused(fails, "needs vLLM", tmp_path)
+    with pytest.raises(release.ReleaseError, match="exited with 2:\nneeds vLLM"):
+        release.refused(fails, "another reason", tmp_path)
+    with pytest.raises(release.ReleaseError, match="did not fail: needs"):
+        release.refused([*python, "print('needs vLLM')"], "needs", tmp_path)
 
 
 def test_commands_run_without_checkout_on_path(

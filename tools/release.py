@@ -4,7 +4,7 @@ The wheel is built from the sdist, so a file that is missing from either is dete
 of the wheel are compared with those under version control, and the metadata of both are checked:
 README must have no link that works only in the repository. The wheel is then installed into a new
 virtual environment and used from a folder outside the repository. Only files that pass are moved
-to ``dist``.
+to ``dist``. So are those of the plug-in for vLLM, which is installed after it; vLLM is not.
 
 By default the new environment uses the dependencies that are installed for the running Python.
 ``--download`` installs them from the package index instead, which also finds missing dependencies.
@@ -26,10 +26,19 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+PLUGIN = ROOT / "plugins" / "vllm"
 # A question, its arguments and the answer of the shipped model.
 QUESTIONS = (
     (["picture.png", "What is in the bottom left?"], "yellow triangle"),
     (["clip.mp4", "Which way does the cyan star move?", "--num-frames", "4"], "up"),
+)
+
+
+# The module of the plug-in's entry point, as vLLM loads it.
+LOADED = (
+    "from importlib.metadata import entry_points; "
+    "(found,) = entry_points(group='vllm.general_plugins', name='vlmfast'); "
+    "print(found.load().__module__)"
 )
 
 
@@ -61,12 +70,12 @@ def version(root: Path = ROOT) -> str:
     return names["__version__"]
 
 
-def expected_files(root: Path = ROOT) -> set[str]:
+def expected_files(root: Path = ROOT, package: str = "vlmfast") -> set[str]:
     """Paths that the wheel must contain in addition to its metadata."""
-    tracked = run(["git", "ls-files", "-z", "vlmfast"], root).split("\0")
+    tracked = run(["git", "ls-files", "-z", package], root).split("\0")
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    return {path for path in tracked if path} | set(wheel["force-include"].values())
+    return {path for path in tracked if path} | set(wheel.get("force-include", {}).values())
 
 
 def wheel_problems(wheel: Path, expected: set[str]) -> list[str]:
@@ -155,13 +164,19 @@ def hook() -> ModuleType:
     return module
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The sdist and the wheel, built in ``folder``."""
-    run([sys.executable, "-m", "build", "--outdir", folder, ROOT], ROOT)
+def build(folder: Path, root: Path = ROOT, package: str = "vlmfast") -> tuple[Path, Path]:
+    """The sdist and the wheel of a package, built in ``folder`` and checked."""
+    run([sys.executable, "-m", "build", "--outdir", folder, root], ROOT)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     for file in (sdist, wheel):
-        if not file.name.startswith(f"vlmfast-{version()}"):
+        if not file.name.startswith(f"{package}-{version()}"):
             raise ReleaseError(f"{file.name} does not have version {version()}")
+    if found := wheel_problems(wheel, expected_files(root, package)):
+        raise ReleaseError("\n".join([f"{wheel.name}:", *found]))
+    address = hook().repository() if root == ROOT else None
+    for file in (sdist, wheel):
+        if found := metadata_problems(metadata_of(file), address):
+            raise ReleaseError("\n".join([f"{file.name}:", *found]))
     return sdist, wheel
 
 
@@ -169,8 +184,7 @@ def install(wheel: Path, folder: Path, download: bool) -> Path:
     """Install the wheel into a new environment in ``folder``. Returns the folder of its scripts."""
     run([sys.executable, "-m", "venv", folder], ROOT)
     scripts = folder / ("Scripts" if os.name == "nt" else "bin")
-    pip = [scripts / "python", "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", "--quiet", *([] if download else ["--no-deps"]), wheel], ROOT)
+    add(wheel, scripts, download)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = Path(run([scripts / "python", "-c", code], folder).strip())
     if not download:
@@ -184,17 +198,23 @@ def install(wheel: Path, folder: Path, download: bool) -> Path:
     home = Path(run([scripts / "python", "-c", code], folder).strip())
     if packages.resolve() not in home.resolve().parents:
         raise ReleaseError(f"vlmfast was imported from {home}, not from the wheel")
-    unmet = unmet_requirements(scripts / "python", folder)
-    if unmet:
-        raise ReleaseError("requirements of the wheel are not met:\n" + "\n".join(unmet))
+    check_requirements(scripts, folder)
     return scripts
 
 
-def unmet_requirements(python: Path, cwd: Path) -> list[str]:
-    """The lines of ``pip check`` about vlmfast; other packages are ignored."""
-    command = [python, "-m", "pip", "--disable-pip-version-check", "check"]
+def add(wheel: Path, scripts: Path, download: bool) -> None:
+    """Install a wheel into the environment of ``scripts``."""
+    pip = [scripts / "python", "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "--quiet", *([] if download else ["--no-deps"]), wheel], ROOT)
+
+
+def check_requirements(scripts: Path, cwd: Path) -> None:
+    """Raise for the lines of ``pip check`` about our packages; others are ignored."""
+    command = [scripts / "python", "-m", "pip", "--disable-pip-version-check", "check"]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    return [line for line in done.stdout.splitlines() if line.startswith("vlmfast ")]
+    own = ("vlmfast ", "vlmfast-vllm ")
+    if unmet := [line for line in done.stdout.splitlines() if line.startswith(own)]:
+        raise ReleaseError("requirements of the wheel are not met:\n" + "\n".join(unmet))
 
 
 def use(scripts: Path, folder: Path) -> None:
@@ -211,6 +231,28 @@ def use(scripts: Path, folder: Path) -> None:
         run([vlmfast, *command], folder)
 
 
+def refused(command: list[str | Path], reason: str, cwd: Path) -> None:
+    """Raise unless a command fails with ``reason`` in its output."""
+    try:
+        run(command, cwd)
+    except ReleaseError as error:
+        if reason in str(error):
+            return
+        raise
+    raise ReleaseError(f"{' '.join(map(str, command))} did not fail: {reason}")
+
+
+def use_plug_in(wheel: Path, scripts: Path, folder: Path, download: bool) -> None:
+    """Serve without the plug-in, install it, and run what needs no vLLM."""
+    serve = [scripts / "vlmfast", "serve", "tiny", "--engine", "vllm"]
+    refused(serve, "pip install vlmfast-vllm vllm", folder)
+    add(wheel, scripts, download)
+    check_requirements(scripts, folder)
+    if (found := run([scripts / "python", "-c", LOADED], folder).strip()) != "vlmfast_vllm":
+        raise ReleaseError(f"the entry point for vLLM is of {found}")
+    refused(serve, "--engine vllm needs vLLM: pip install vllm", folder)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -221,26 +263,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         temporary = Path(name)
         try:
-            say("building the sdist and the wheel ...\n")
+            say("building the sdists and the wheels ...\n")
             sdist, wheel = build(temporary / "dist")
-            if found := wheel_problems(wheel, expected_files()):
-                raise ReleaseError("\n".join([f"{wheel.name}:", *found]))
-            address = hook().repository()
-            for file in (sdist, wheel):
-                if found := metadata_problems(metadata_of(file), address):
-                    raise ReleaseError("\n".join([f"{file.name}:", *found]))
-            if address is None:
+            plug_in = build(temporary / "dist-vllm", PLUGIN, "vlmfast_vllm")
+            if hook().repository() is None:
                 say("VLMFAST_REPOSITORY is not set: README has no links to the repository\n")
             say("installing the wheel into a fresh environment ...\n")
             scripts = install(wheel, temporary / "environment", args.download)
             say("running its commands ...\n")
             shutil.copytree(ROOT / "examples", temporary / "empty")
             use(scripts, temporary / "empty")
+            say("adding the plug-in for vLLM ...\n")
+            use_plug_in(plug_in[1], scripts, temporary / "empty", args.download)
         except ReleaseError as error:
             sys.stderr.write(f"{error}\n")
             return 1
         (ROOT / "dist").mkdir(exist_ok=True)
-        for file in (sdist, wheel):
+        for file in (sdist, wheel, *plug_in):
             shutil.move(file, ROOT / "dist" / file.name)
             say(f"dist/{file.name}\n")
     return 0
