@@ -89,7 +89,7 @@ test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KI
 	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
 # What asks a server, whichever engine answers.
-CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips wrong_types)
+CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips shadow wrong_types)
 test-vllm: $(VLLM)/.ready   ## Test the vLLM plug-in with vLLM on this CPU
 	$(VLLM)/bin/python -m pytest plugins/vllm/tests $(PYTEST_FLAGS)
 	VLMFAST_SERVE_ENGINE=vllm $(VLLM)/bin/python -m pytest $(CLIENTS) $(PYTEST_FLAGS)
@@ -148,7 +148,7 @@ docs: $(SITE)    ## Build the documentation and check its links offline
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/python tools/check_site.py site
 
-wheel: $(BUILD)  ## Build the sdist and the wheel in dist/, and test the wheel
+wheel: $(BUILD)  ## Build the sdists and wheels of vlmfast and its plug-in in dist/, and test them
 	@$(BIN)/python tools/release.py $(WHEEL_FLAGS)
 
 clean:           ## Remove environments and caches

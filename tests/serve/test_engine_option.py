@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
 import tiny_families
 from tiny_models import make_image
-from vlmfast import VLM
+from vlmfast import VLM, RecipeError
 from vlmfast.cli import main
 from vlmfast.cli.commands import _parser
 from vlmfast.cli.parser import every_parser
@@ -84,7 +84,6 @@ def test_every_option_is_in_one_list(options: ModuleType) -> None:
         ("--prefix-cache-bytes", "1"),
         ("--prefill-chunk-size", "64"),
         ("--tower-batch-bytes", "64"),
-        ("--shadow", "0.01"),
     ],
 )
 def test_options_without_meaning_are_refused(
@@ -128,6 +127,8 @@ def test_translated_options(options: ModuleType) -> None:
     }
     plain = _parser().parse_args(["serve", "tiny"])
     assert options.translated(plain) == {"dtype": "auto"} and plain.engine_options == []
+    shadowed = _parser().parse_args(["serve", "tiny", "--shadow", "0.01"])
+    assert options.translated(shadowed)["max_logprobs"] == -1
 
 
 def test_the_page_prints_what_differs(options: ModuleType) -> None:
@@ -139,7 +140,8 @@ def test_the_page_prints_what_differs(options: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llava_next", pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"]
+    "family",
+    ["llava_next", pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl", "internvl"],
 )
 def test_counts_are_those_of_the_library(options: ModuleType, tmp_path: Path, family: str) -> None:
     """Tokens in and kept of images and a video, without weights."""
@@ -154,6 +156,10 @@ def test_counts_are_those_of_the_library(options: ModuleType, tmp_path: Path, fa
         plan = frontend.plan(str(frontend.recipe(recipe)))
         for media in ([images[0]], images, [video]):
             messages = [{"role": "user", "content": [*media, question]}]
+            if family == "internvl" and media == [video]:
+                with pytest.raises(RecipeError, match="only images of this model"):
+                    frontend.prompt(messages, plan, "")
+                continue
             prompt = frontend.prompt(messages, plan, "")
             stats = vlm.chat(messages, recipe=recipe, max_new_tokens=1).stats
             assert sum(map(len, prompt.layouts)) == stats.visual_tokens_in
@@ -175,7 +181,6 @@ def test_a_model_of_another_family(options: ModuleType, tmp_path: Path) -> None:
 def test_recipes_of_requests(options: ModuleType, tmp_path: Path) -> None:
     from vlmfast_vllm.frontend import Frontend
 
-    from vlmfast import RecipeError
     from vlmfast.serve.config import ServerConfig
     from vlmfast.serve.errors import RequestError
     from vlmfast.serve.query import Recipes
