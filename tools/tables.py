@@ -32,6 +32,7 @@ from timings import (
     timings,
     tower_calls,
     tower_time,
+    vllm_launches,
 )
 
 from vlmfast.core.recipe import Recipe
@@ -423,6 +424,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "saliency-measured": saliency,
     "vllm-no-caches": partial(served_vllm, "no-caches"),
     "vllm-caches": partial(served_vllm, "caches"),
+    "vllm-launches": vllm_launches,
     "serving-beside": served_beside,
     "serving-scaling": served_scaling,
     "serving-first": partial(served_times, "ttft_ms", "time to the first token"),
