@@ -34,7 +34,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm test-ray test-cpus kvpress mutants lint format types bench results gpu gpu-first docs wheel clean
+.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm vllm-launches test-ray test-cpus kvpress mutants lint format types bench results gpu gpu-first docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -89,10 +89,13 @@ test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KI
 	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
 # What asks a server, whichever engine answers.
-CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips wrong_types)
+CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips shadow wrong_types)
 test-vllm: $(VLLM)/.ready   ## Test the vLLM plug-in with vLLM on this CPU
 	$(VLLM)/bin/python -m pytest plugins/vllm/tests $(PYTEST_FLAGS)
 	VLMFAST_SERVE_ENGINE=vllm $(VLLM)/bin/python -m pytest $(CLIENTS) $(PYTEST_FLAGS)
+
+vllm-launches: $(READY)   ## Count what the vLLM plug-in launches in a request, without a GPU
+	$(BIN)/python plugins/vllm/launches.py
 
 test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this machine
 	$(RAYENV)/bin/python -m pytest tests/clusters $(PYTEST_FLAGS)

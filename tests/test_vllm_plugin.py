@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -292,6 +293,23 @@ def test_other_token_numbers_are_an_error(plugin: ModuleType, vlm: VLM) -> None:
     media, rows = plans.family.media((64, 64)), torch.zeros(5, 8)
     with pytest.raises(ModelError, match="vLLM made 5 tokens"):
         reduction.reduced(plans.of(), media, rows, Seen(), 0, dict, rows[:0], 0)
+
+
+@pytest.mark.slow
+def test_launches_are_counted_as_recorded(tmp_path: Path) -> None:
+    """With kept positions the host waits only where the method itself does."""
+    pytest.importorskip("triton")
+    recorded = PLUGIN.parents[1] / "benchmarks" / "results" / "vllm-launches.json"
+    found = tmp_path / "found.json"
+    command = [sys.executable, str(PLUGIN / "launches.py"), "--out", str(found)]
+    subprocess.run(command, check=True, cwd=PLUGIN.parents[1])
+    counts = json.loads(found.read_text())
+    assert counts == json.loads(recorded.read_text())
+    for recipe in ("grid:budget=0.2", "divprune:budget=0.2", "scope:budget=0.2"):
+        kept = counts["recipes"][recipe]["qwen2_5_vl"]
+        assert {kind for cost in kept.values() for kind in cost["reads"]} == {"copy to device"}
+        renumbered = counts["recipes"][f"{recipe},positions=compact"]["qwen2_5_vl"]
+        assert renumbered["encode"]["reads"]["copy to host"] == 1  # the control
 
 
 # --- Qwen ---------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from timings import (
     timings,
     tower_calls,
     tower_time,
+    vllm_launches,
 )
 
 from vlmfast.core.recipe import Recipe
@@ -498,6 +499,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "vllm-images": partial(inside_vllm, "images"),
     "vllm-videos": partial(inside_vllm, "videos"),
     "vllm-tiny": partial(inside_vllm, "tiny"),
+    "vllm-launches": vllm_launches,
     "serving-beside": served_beside,
     "serving-scaling": served_scaling,
     "serving-first": partial(served_times, "ttft_ms", "time to the first token"),

@@ -307,6 +307,29 @@ def launches() -> str:
     return table(rows)
 
 
+def vllm_launches() -> str:
+    """What the plug-in adds to a request of vLLM under each recipe."""
+    found = measured("vllm-launches")["recipes"]
+    rows = [["recipe", "image, Qwen2.5-VL", "`compact`", "its prefill", "decode step"]]
+    rows[0].append("image, LLaVA-NeXT")
+    for recipe, of in found.items():
+        if "compact" in recipe:
+            continue
+        parts = of["qwen2_5_vl"]
+        other = found.get(f"{recipe},positions=compact", {}).get("qwen2_5_vl")
+        rows.append(
+            [
+                f"`{recipe}`",
+                _launches(parts["encode"]),
+                _launches(other["encode"]) if other else "",
+                _launches(parts["prefill"]),
+                _launches(parts["decode"]),
+                _launches(of["llava_next"]["encode"]),
+            ]
+        )
+    return table(rows)
+
+
 def _by_recipe(parts: dict[str, Any]) -> dict[str, Any]:
     shipped, shape = (parts[name]["requests"] for name in ("tiny", "llava-next"))
     own = {request["recipe"]: request for request in shape}

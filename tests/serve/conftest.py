@@ -48,7 +48,6 @@ DIFFERENT = {
     "test_tokenize": "trace",
     "test_video": "trace",
     "test_empty_fields_of_messages_are_unset[/tokenize]": "trace",
-    "test_a_schema_that_never_ends_is_followed_to_the_length": "schemas",
 }
 
 
@@ -61,8 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
-        fixtures = getattr(item, "fixturenames", ())
-        if "served" not in fixtures or "serve" in fixtures:
+        fixtures = {*getattr(item, "fixturenames", ())}
+        if not fixtures & {"served", "shadowed"} or "serve" in fixtures:
             item.add_marker(pytest.mark.skip("asks no server, or starts one of its own"))
         for name in {item.name, getattr(item, "originalname", "")} & DIFFERENT.keys():
             item.add_marker(pytest.mark.skip(known[DIFFERENT[name]]))
@@ -217,24 +216,31 @@ def listening(server: Server, vlm: VLM, guard: float = GUARD) -> Iterator[Served
 
 
 @contextlib.contextmanager
-def serving_by_vllm(vlm: VLM) -> Iterator[Served]:
-    """As `served`; LLaVAs have no other positions in vLLM, and counts must follow from sizes."""
+def serving_by_vllm(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
     from vlmfast_vllm.serving import prepared
 
     from vlmfast.cli.commands import _parser
 
-    recipes = {
-        name: str(with_field(Recipe.parse(text), "positions", "compact")) or "none"
-        for name, text in (RECIPES | {"fast": "hired:budget=0.1"}).items()
-    }
-    config = ServerConfig(recipe=recipes.pop("tiny"), aliases=recipes)
     words = ["serve", "tiny", "--engine", "vllm", "--dtype", "float32"]
-    words += ["--max-cache-bytes", str(1 << 30)]
+    words += ["--max-cache-bytes", str(1 << 30), "--shadow", str(config.shadow)]
     words += ["--", "--enforce-eager", "--max-model-len", "2048"]
     with contextlib.ExitStack() as stack:
         frontend, runner = stack.enter_context(prepared(_parser().parse_args(words), config))
         server = Server(config, lambda: frontend, runner)
         yield stack.enter_context(listening(server, vlm, 500))
+
+
+def serving_shared(vlm: VLM, **options: Any) -> contextlib.AbstractContextManager[Served]:
+    """A server of `RECIPES` by the engine that is tested."""
+    recipes = dict(RECIPES)
+    if ENGINE == "vllm":  # LLaVAs have no other positions there, and counts follow from sizes
+        recipes["fast"] = "hired:budget=0.1"
+        recipes = {
+            name: str(with_field(Recipe.parse(text), "positions", "compact"))
+            for name, text in recipes.items()
+        }
+    config = ServerConfig(recipe=recipes.pop("tiny"), aliases=recipes, **options)
+    return (serving_by_vllm if ENGINE == "vllm" else serving)(vlm, config)
 
 
 @pytest.fixture(scope="session")
@@ -252,13 +258,14 @@ def vlm() -> VLM:
 @pytest.fixture(scope="session")
 def served(shipped: VLM) -> Iterator[Served]:
     """A server without keys, shared by tests that leave it as it is."""
-    if ENGINE == "vllm":
-        with serving_by_vllm(shipped) as found:
-            yield found
-        return
-    recipe, *_ = RECIPES.values()
-    config = ServerConfig(recipe=recipe, aliases={k: v for k, v in RECIPES.items() if k != "tiny"})
-    with serving(shipped, config) as found:
+    with serving_shared(shipped) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def shadowed(shipped: VLM) -> Iterator[Served]:
+    """A server that answers all requests again."""
+    with serving_shared(shipped, shadow=1.0) as found:
         yield found
 
 

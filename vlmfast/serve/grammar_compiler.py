@@ -30,7 +30,7 @@ MAX_TOKEN_S = 0.25  # of processor time, to find the tokens that may come first
 _STACK = 2 << 20  # the smallest of a thread that Python starts, on the systems that are supported
 # At most one space after a separator and no other whitespace, which small models may repeat
 # without end.
-_OPTIONS: Any = {
+OPTIONS: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
@@ -48,7 +48,7 @@ def compiled(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
         With llguidance's reason.
     """
     limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(matcher.get_error())

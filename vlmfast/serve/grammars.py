@@ -210,12 +210,17 @@ class JSONProcessor:
     def _compute(self) -> None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # its mask then allows end tokens
-            raise RequestError(
-                f"{self._param} cannot be followed further: it is too complex, or needs characters "
-                "that are not in the vocabulary of the model",
-                param=self._param,
-            )
+            raise unfollowed(self._param)
         self._allowed = np.unpackbits(bits, bitorder="little").astype(bool)
+
+
+def unfollowed(param: str) -> RequestError:
+    """The error of an answer that ends before its format is complete."""
+    return RequestError(
+        f"{param} cannot be followed further: it is too complex, or needs characters that are not "
+        "in the vocabulary of the model",
+        param=param,
+    )
 
 
 def _unwritable(param: str) -> RequestError:

@@ -218,9 +218,10 @@ class Opener(ABC, Generic[_Pending]):
     def warm_up(self) -> None:
         """Answer one question under each recipe of the configuration."""
 
+    @property
     @abstractmethod
-    def start_shadow(self, found: Callable[[Agreement | None], None]) -> None:
-        """Answer the configured share of requests again; ``found`` is as in `Shadow`."""
+    def idle(self) -> bool:
+        """Whether no request of a client is left."""
 
     @abstractmethod
     def run(self) -> None:
@@ -233,8 +234,15 @@ class Opener(ABC, Generic[_Pending]):
     def close(self) -> None:
         """Let no more requests in, and forget those whose media have not been read."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.shadow is not None:
+            self.shadow.close()
 
     # --- of all engines --------------------------------------------------------------------------
+
+    def start_shadow(self, found: Callable[[Agreement | None], None]) -> None:
+        """Answer the configured share of requests again; ``found`` is as in `Shadow`."""
+        if self.config.shadow:
+            self.shadow = Shadow(self.config.shadow, lambda: self.idle, found)
 
     async def open(self, query: Query, key: str, arrived: float, end: float) -> _Pending:
         """Read the media of a request, and submit it.

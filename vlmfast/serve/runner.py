@@ -29,7 +29,7 @@ from .metrics import Metrics
 from .opening import Opener, Piece, Result, Wakes, alone, tenant_of
 from .penalties import OpenAIPenalties
 from .query import Query, Recipes, generation_of
-from .shadow import Agreement, Sample, Shadow
+from .shadow import Again, Sample
 from .text import TextStream
 
 
@@ -155,13 +155,8 @@ class Runner(Opener[Running]):
     def run(self) -> None:
         self.vlm.engine.serve(lambda: self._closed)
 
-    def start_shadow(self, found: Callable[[Agreement | None], None]) -> None:
-        if self.config.shadow:
-            self.shadow = Shadow(self.vlm, self.config.shadow, lambda: self.idle, found)
-
     @property
     def idle(self) -> bool:
-        """Whether no request is left."""
         load = self.vlm.engine.load()
         return not (self._preparing or load.waiting or load.prefilling or load.decoding)
 
@@ -180,8 +175,6 @@ class Runner(Opener[Running]):
     def close(self) -> None:
         super().close()
         self._finisher.shutdown(wait=False)
-        if self.shadow is not None:
-            self.shadow.close()
         self._grammars.close()
         self._closed = True
         self.vlm.engine.notify()
@@ -207,9 +200,9 @@ class Runner(Opener[Running]):
         )
         sample = None
         if self.shadow is not None and self.shadow.takes(str(query.recipe)):
-            sample = Sample(
-                request, partial(self._again, replace(query, turns=())), self.config.max_new_tokens
-            )
+            stateful = partial(self._again, replace(query, turns=()))
+            again = Again(self.vlm, request, stateful, self.config.max_new_tokens)
+            sample = Sample(messages, again.compared)
         text = self._text(query)
         request = replace(request, generation=generation | self._stateful(query, text, end))
         left = end - time.monotonic()

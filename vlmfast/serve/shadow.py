@@ -27,36 +27,6 @@ _PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A request that was answered, to be answered again.
-
-    Parameters
-    ----------
-    request : Request
-        Without what counts tokens, such as a grammar: that is made for each answer.
-    stateful : callable
-        Makes these generation arguments.
-    default_new_tokens : int
-        As for `VLM.submit`.
-    """
-
-    request: Request
-    stateful: Callable[[], dict[str, Any]]
-    default_new_tokens: int
-
-    @property
-    def bytes(self) -> int:
-        """Of its media: decoded images, and videos as they were sent."""
-        contents = (message["content"] for message in self.request.messages or ())
-        entries = (entry for content in contents if isinstance(content, list) for entry in content)
-        media = (entry[key] for entry in entries for key in ("image", "video") if key in entry)
-        return sum(
-            len(one) if isinstance(one, bytes) else one.width * one.height * len(one.getbands())
-            for one in media
-        )
-
-
-@dataclass(frozen=True)
 class Agreement:
     """What the answer under a recipe and that of the full model have in common.
 
@@ -75,6 +45,33 @@ class Agreement:
     overlap: float
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A request that was answered, to be answered again.
+
+    Parameters
+    ----------
+    messages : list of dict
+        As of `VLM.chat`.
+    compared : callable
+        Compares an answer to it with that of the full model.
+    """
+
+    messages: list[dict[str, Any]]
+    compared: Callable[[Answer], Agreement]
+
+    @property
+    def bytes(self) -> int:
+        """Of its media: decoded images, and videos as they were sent."""
+        contents = (message["content"] for message in self.messages)
+        entries = (entry for content in contents if isinstance(content, list) for entry in content)
+        media = (entry[key] for entry in entries for key in ("image", "video") if key in entry)
+        return sum(
+            len(one) if isinstance(one, bytes) else one.width * one.height * len(one.getbands())
+            for one in media
+        )
+
+
 class FirstToken:
     """A logits processor that changes nothing, and keeps the distribution of the first token."""
 
@@ -87,34 +84,47 @@ class FirstToken:
         return scores
 
 
-def agreement(vlm: VLM, sample: Sample, answer: Answer) -> Agreement:
-    """Compare an answer with that of the full model.
+@dataclass(frozen=True)
+class Again:
+    """Answers a request of vlmfast's engine again.
 
     Parameters
     ----------
-    answer : Answer
-        To the sample's request.
+    vlm : VLM
+    request : Request
+        Without what counts tokens, such as a grammar: that is made for each answer.
+    stateful : callable
+        Makes these generation arguments.
+    default_new_tokens : int
+        As for `VLM.submit`.
     """
-    sampled = bool(sample.request.generation["do_sample"])
-    own, _ = _again(vlm, sample, sample.request.recipe, max_new_tokens=1)
-    full, other = _again(vlm, sample, "none", **({"max_new_tokens": 1} if sampled else {}))
-    equal = None if sampled else other.token_ids == answer.token_ids
-    return Agreement(answer.canonical_recipe, equal, float(own.minimum(full).sum()))
 
+    vlm: VLM
+    request: Request
+    stateful: Callable[[], dict[str, Any]]
+    default_new_tokens: int
 
-def _again(vlm: VLM, sample: Sample, recipe: Any, **more: Any) -> tuple[Tensor, Answer]:
-    """The distribution of the first token, and the answer, of another answer to a request."""
-    first, generation = FirstToken(), sample.request.generation | sample.stateful() | more
-    processors = [*generation.pop("logits_processor", ()), first]
-    generation["logits_processor"] = LogitsProcessorList(processors)
-    handle = vlm.submit(
-        replace(sample.request, recipe=recipe, generation=generation),
-        priority=PRIORITY,
-        default_new_tokens=sample.default_new_tokens,
-    )
-    answer = handle.result()
-    assert first.probabilities is not None
-    return first.probabilities, answer
+    def compared(self, answer: Answer) -> Agreement:
+        """Compare an answer to the request with that of the full model."""
+        sampled = bool(self.request.generation["do_sample"])
+        own, _ = self._answer(self.request.recipe, max_new_tokens=1)
+        full, other = self._answer("none", **({"max_new_tokens": 1} if sampled else {}))
+        equal = None if sampled else other.token_ids == answer.token_ids
+        return Agreement(answer.canonical_recipe, equal, float(own.minimum(full).sum()))
+
+    def _answer(self, recipe: Any, **more: Any) -> tuple[Tensor, Answer]:
+        """The distribution of the first token, and the answer."""
+        first, generation = FirstToken(), self.request.generation | self.stateful() | more
+        processors = [*generation.pop("logits_processor", ()), first]
+        generation["logits_processor"] = LogitsProcessorList(processors)
+        handle = self.vlm.submit(
+            replace(self.request, recipe=recipe, generation=generation),
+            priority=PRIORITY,
+            default_new_tokens=self.default_new_tokens,
+        )
+        answer = handle.result()
+        assert first.probabilities is not None
+        return first.probabilities, answer
 
 
 class Shadow:
@@ -122,7 +132,6 @@ class Shadow:
 
     Parameters
     ----------
-    vlm : VLM
     share : float
         Of the requests with another recipe than ``none``.
     idle : callable
@@ -132,13 +141,9 @@ class Shadow:
     """
 
     def __init__(
-        self,
-        vlm: VLM,
-        share: float,
-        idle: Callable[[], bool],
-        found: Callable[[Agreement | None], None],
+        self, share: float, idle: Callable[[], bool], found: Callable[[Agreement | None], None]
     ) -> None:
-        self._vlm, self._share, self._idle, self._found = vlm, share, idle, found
+        self._share, self._idle, self._found = share, idle, found
         self._waiting: deque[tuple[Sample, Answer]] = deque()
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="vlmfast-shadow", daemon=True)
@@ -177,7 +182,7 @@ class Shadow:
                     continue
                 sample, answer = self._waiting.popleft()
             try:
-                self._found(agreement(self._vlm, sample, answer))
+                self._found(sample.compared(answer))
             except Exception:
                 if self._closed.is_set():
                     return

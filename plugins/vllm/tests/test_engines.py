@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import random_models
+import torch
 from engines import Case, Engine, asked, engine, greedy, pictured, prompted, tokens
 from PIL import Image
 
@@ -244,6 +245,40 @@ def test_recipes_of_requests_in_one_batch(families: dict[str, Path], family: str
                 assert [next(found) for _ in cases] == wanted[recipe], (recipe, number)
         assert llm.answers([pictured(vlm, case) for case in cases]) == wanted[recipes[1]]
     assert len({str(answers) for answers in wanted.values()}) == len(recipes)
+
+
+@pytest.mark.parametrize("recipe", ["scope:budget=0.3", "balanced"])
+def test_choices_differ_only_where_gains_are_equal(
+    folder: Path, vlm: VLM, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two towers round differently; plain images have patches whose gains are the same."""
+    from vlmfast.compressors.tokens import scope
+
+    choices, cover = [], scope.cover
+
+    def noted(alike: Any, count: int, scale: Any) -> Any:
+        choices.append((alike.double(), scale.double(), cover(alike, count, scale=scale)))
+        return choices[-1][2]
+
+    monkeypatch.setattr(scope, "cover", noted)
+    cases = [("What is here?", [tiny_models.make_image(64, 64, seed=n)]) for n in range(12)]
+    with engine(folder, "none") as llm:
+        llm.answers([pictured(vlm, case, recipe) for case in cases])
+    renumbered(vlm, cases, recipe)
+    differ = []
+    for found, wanted in zip(choices[:12], choices[12:], strict=True):
+        for one, other in zip(found[:2], wanted[:2], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        rows = (found[2] != wanted[2]).nonzero().flatten()
+        differ.append(len(rows) > 0)
+        if len(rows):
+            alike, scale, order = wanted
+            known = alike[:, order[: rows[0]]]
+            covered = known.amax(1) if known.numel() else torch.zeros(len(alike)).double()
+            gains = (alike - covered[:, None]).clamp(min=0).sum(0) * scale
+            own, others = gains[order[rows[0]]], gains[found[2][rows[0]]]
+            torch.testing.assert_close(own, others, rtol=1e-6, atol=0.0)
+    assert sum(differ) < len(differ)
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_onevision", "internvl"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import random_models
+import torch
 from engines import Engine, asked, engine, filmed, greedy, pictured
 
 import tiny_models
@@ -170,9 +171,22 @@ def test_chunks_and_prefixes(models: Models, name: str) -> None:
     assert cached > 1000
 
 
+def test_the_language_model_may_be_compiled(models: Models) -> None:
+    folder, vlm = models["qwen3_vl"]
+    cases = [(question, [image]) for question in QUESTIONS for image in scenes()]
+    recipes = ("none", "hired:budget=0.3", "divprune:budget=0.3,positions=compact")
+    with engine(folder, "none", enforce_eager=False) as llm:
+        found = iter(llm.answers([pictured(vlm, c, recipe) for recipe in recipes for c in cases]))
+    for recipe in recipes:
+        assert [next(found) for _ in cases] == asked(vlm, cases, recipe), recipe
+
+
 @pytest.mark.parametrize("name", QWENS)
 def test_videos(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All recipes, again from the caches. Text after a video stands where transformers puts it."""
+    """All recipes, again from the caches; several in one pass of the encoder.
+
+    Text after a video stands where transformers puts it.
+    """
     from vlmfast_vllm.grids import Grids
 
     if name != "qwen3_vl":
@@ -183,13 +197,21 @@ def test_videos(models: Models, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     wanted = {recipe: asked(vlm, cases, recipe, video=True) for recipe in RECIPES}
     # The normalization of vLLM is that of images, and the tiny processors differ.
     options = {"mm_device_do_normalize": False, "block_size": 32}
-    limit = {"limit_mm_per_prompt": {"image": 0, "video": 1}}
+    limit, passes = {"limit_mm_per_prompt": {"image": 0, "video": 1}}, []
     with engine(folder, "none", **options, **limit) as llm:
+        process = llm.model._process_video_input
+
+        def counted(given: Any) -> Any:
+            passes.append(len(given["video_grid_thw"]))
+            return process(given)
+
+        monkeypatch.setattr(llm.model, "_process_video_input", counted)
         prompts = [filmed(vlm, case, recipe) for recipe in RECIPES for case in cases]
         for number in range(2):
             found = iter(llm.answers(prompts))
             for recipe in RECIPES:
                 assert [next(found) for _ in cases] == wanted[recipe], (recipe, number)
+    assert max(passes) > 2
     assert sum(wanted[recipe] != wanted["none"] for recipe in RECIPES) == len(RECIPES) - 1
 
 
@@ -248,10 +270,11 @@ def test_what_is_off_by_one_changes_answers(
     wanted = [answer for recipe in recipes for answer in asked(vlm, cases, recipe)]
     given = qwen.with_places
     if kind == "positions":
-        monkeypatch.setattr(qwen, "with_places", lambda rows, places: given(rows, places + 1))
+        low = torch.tensor([0, 1, 0, 1, 0, 1])
+        monkeypatch.setattr(qwen, "with_places", lambda parts, ids: given(parts, ids + low))
     elif kind == "order":
         monkeypatch.setattr(
-            qwen, "with_places", lambda rows, places: given(rows.roll(1, 0), places)
+            qwen, "with_places", lambda parts, ids: given([x.roll(1, 0) for x in parts], ids)
         )
     else:
         processor = qwen.Processor
@@ -269,18 +292,17 @@ def test_what_is_off_by_one_changes_answers(
 
 
 def test_ids_travel_exactly_in_bfloat16() -> None:
-    import torch
-    from vlmfast_vllm.travel import split_places, with_places
+    from vlmfast_vllm.travel import digits, split_places, with_places
 
     ids = torch.arange(65536).expand(3, -1) - torch.tensor([0, 1, 2])[:, None]
     ids = ids.clamp(min=0)
     features = torch.randn(65536, 4, dtype=torch.bfloat16)
-    found, places = split_places(with_places(features, ids))
+    found, places = split_places(with_places([features], digits(ids)))
     assert torch.equal(places, ids) and torch.equal(found, features)
     rounded = torch.cat([features, ids.T.to(torch.bfloat16)], dim=1)[:, 4:].long().T
     assert not torch.equal(rounded, ids)  # the control
     with pytest.raises(ModelError, match="65537 rotary ids"):
-        with_places(features[:1], torch.full((3, 1), 65536))
+        digits(torch.full((3, 1), 65536))
 
 
 @pytest.mark.parametrize(

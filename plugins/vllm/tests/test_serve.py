@@ -15,7 +15,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ import random_models  # noqa: E402
 
 import tiny_models  # noqa: E402
 from vlmfast import VLM, Recipe  # noqa: E402
+from vlmfast.eval.axes import with_field  # noqa: E402
 from vlmfast.scenes.files import video as clip  # noqa: E402
 
 RECIPE, NEW_TOKENS = "hired:budget=0.3", 12
@@ -77,16 +80,14 @@ def part(kind: str, form: str, data: bytes) -> dict[str, Any]:
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("qwen")
-    random_models.build_qwen("qwen3_vl", folder / "model")
+@contextmanager
+def serving(folder: Path, recipe: str, aliases: dict[str, str], *options: str) -> Iterator[Served]:
+    """A server of the model in ``folder``."""
     command = [sys.executable, "-m", "vlmfast", "serve", str(folder / "model"), "--port", "0"]
-    command += ["--engine", "vllm", "--recipe", RECIPE, "--name", "qwen", "--dtype", "float32"]
-    for name, recipe in ALIASES.items():
-        command += ["--alias", f"{name}={recipe}"]
-    command += ["--", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
-    command += ["--no-mm-device-do-normalize"]  # which is that of images: tiny processors differ
+    command += ["--engine", "vllm", "--recipe", recipe, "--name", "qwen", "--dtype", "float32"]
+    for name, of in aliases.items():
+        command += ["--alias", f"{name}={of}"]
+    command += ["--", "--enforce-eager", "--max-model-len", "2048", *options]
     log = folder / "log"
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -101,8 +102,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         address = re.search(r"http://127\.0\.0\.1:\d+", line)
         assert address, log.read_text()[-6000:]
         assert line.startswith("qwen is served at")
-        options = {"dtype": "float32", "device": "cpu", "prefix_cache_bytes": 0}
-        vlm = VLM.from_pretrained(folder / "model", **options)
+        given = {"dtype": "float32", "device": "cpu", "prefix_cache_bytes": 0}
+        vlm = VLM.from_pretrained(folder / "model", **given)
         with openai.OpenAI(base_url=f"{address[0]}/v1", api_key="-", max_retries=0) as client:
             yield Served(client, vlm, process)
             process.send_signal(signal.SIGTERM)
@@ -111,6 +112,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("qwen")
+    random_models.build_qwen("qwen3_vl", folder / "model")
+    # Normalization is that of images: tiny processors differ.
+    options = ("--block-size", "32", "--no-mm-device-do-normalize")
+    with serving(folder, RECIPE, ALIASES, *options) as found:
+        yield found
 
 
 def test_models_and_health(served: Served) -> None:
@@ -298,3 +309,31 @@ def test_metrics_count_what_is_kept(served: Served) -> None:
     kept = own["visual_tokens_kept"]["hired"]
     assert [b - a for a, b in zip(before, after, strict=True)] == [own["visual_tokens_in"], kept]
     assert str(Recipe.parse(RECIPE)) == own["recipe"]
+
+
+def test_internvl(tmp_path: Path) -> None:
+    """Images in crops; a video under ``none``."""
+    random_models.build_internvl(tmp_path / "model")
+    data, _ = clip()
+    with serving(tmp_path, "none", {}) as served:
+        changed = 0
+        for recipe in ("none", "hired:budget=0.4", "mmtok:budget=0.4"):
+            run = with_field(Recipe.parse(recipe), "positions", "compact")
+            for number in range(len(SIZES)):
+                given = {"recipe": run, "max_new_tokens": NEW_TOKENS}
+                expected = served.vlm.ask(QUESTION, image(number), **given)
+                found = served.ask(sent(number), recipe=recipe)
+                assert found.choices[0].message.content == expected.text
+                own, stats = found.usage.vlmfast, expected.stats
+                assert own["visual_tokens_in"] == stats.visual_tokens_in
+                assert own["visual_tokens_kept"] == stats.visual_tokens_kept
+                full = served.vlm.ask(QUESTION, image(number), max_new_tokens=NEW_TOKENS)
+                changed += full.token_ids != expected.token_ids
+        assert changed > len(SIZES)  # the control
+        film = part("video", "video/mp4", data)
+        found = served.ask(film, num_frames=3)
+        expected = served.vlm.ask(QUESTION, video=data, num_frames=3, max_new_tokens=NEW_TOKENS)
+        assert found.choices[0].message.content == expected.text
+        assert found.usage.vlmfast["visual_tokens_in"] == expected.stats.visual_tokens_in
+        with pytest.raises(openai.BadRequestError, match="only images of this model"):
+            served.ask(film, recipe="hired:budget=0.4", num_frames=3)

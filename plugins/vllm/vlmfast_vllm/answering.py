@@ -11,9 +11,10 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,16 @@ from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import DeadlineExceeded, ModelError, RequestCancelled, VLMFastError
 from vlmfast.serve.config import ServerConfig
 from vlmfast.serve.errors import RequestError
-from vlmfast.serve.grammars import Grammars
+from vlmfast.serve.grammar_compiler import OPTIONS
+from vlmfast.serve.grammars import Grammars, unfollowed
 from vlmfast.serve.metrics import Metrics
 from vlmfast.serve.opening import Opener, Piece, Result, Wakes, tenant_of
 from vlmfast.serve.query import Query, Recipes
+from vlmfast.serve.shadow import Agreement, Sample
 from vlmfast.serve.text import TextStream
 
 from .frontend import Frontend, Prompt, kept
+from .recipes import Plan
 
 # Hugging Face's, where neither the request nor the checkpoint sets one.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
@@ -75,9 +79,9 @@ class Running:
         Of answers that are streamed or have stop strings.
     arrived : float
         By `time.perf_counter`.
+    sample : Sample, optional
+        Of a request that is to be answered again.
     """
-
-    sample = None
 
     def __init__(
         self,
@@ -86,12 +90,13 @@ class Running:
         frontend: Frontend,
         text: TextStream | None,
         arrived: float,
+        sample: Sample | None = None,
     ) -> None:
-        self.query, self.text, self.counted = query, text, False
+        self.query, self.text, self.counted, self.sample = query, text, False, sample
         self._prompt, self._frontend, self._arrived = prompt, frontend, arrived
         self._event, self._wakes = asyncio.Event(), None
         self._ids: list[int] = []  # of the prompt
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._reason, self._cached = "", 0
         self._queue_s = self._prefill_s = 0.0
@@ -103,7 +108,7 @@ class Running:
     @property
     def begun(self) -> bool:
         """Whether it has a first token, or ended without one."""
-        return self._done or bool(self._tokens)
+        return self._done or bool(self.tokens)
 
     # --- in the engine's thread ------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class Running:
         self._last = now
         (new,) = output.outputs
         for number, token in enumerate(new.token_ids):
-            self._tokens.append(token)
+            self.tokens.append(token)
             if self.query.top_logprobs is not None:
                 self._logprobs.append(_logprobs(token, new.logprobs[number], self.query))
             if self.text is not None:
@@ -145,6 +150,8 @@ class Running:
         """Why an answer that ended is none."""
         if self._reason in ("stop", "length"):
             return None
+        if self._reason == "error" and self.query.response_format is not None:
+            return unfollowed("response_format")
         return RuntimeError(f"vLLM ended a request: {self._reason or 'without a reason'}")
 
     # --- in the server's thread ------------------------------------------------------------------
@@ -185,12 +192,12 @@ class Running:
             raise self._error
         if self.text is None:
             decode = self._frontend.processor.tokenizer.decode
-            text = decode(self._tokens, skip_special_tokens=True).strip()
+            text = decode(self.tokens, skip_special_tokens=True).strip()
         else:
             text = self.text.text
         answer = Answer(
             text,
-            self._tokens,
+            self.tokens,
             self._stats(),
             Trace(),
             self.query.recipe.text,
@@ -212,7 +219,7 @@ class Running:
         plan, layouts = self._prompt.plan, self._prompt.layouts
         left = kept(plan, layouts) if layouts else {}
         whole = sum(map(len, layouts)) if layouts else self._frontend.visual(self._ids)
-        count, spent = len(self._tokens), self._last - self._first
+        count, spent = len(self.tokens), self._last - self._first
         return Stats(
             visual_tokens_in=whole,
             visual_tokens_kept=left,
@@ -272,13 +279,16 @@ class VllmRunner(Opener[Running]):
         if query.response_format is not None:  # refused where vLLM would fail
             self._grammars.processor(query.response_format, end=end)
         params = self._params(query)
-        plan = self._frontend.plan(str(query.recipe) or "none")
-        prompt = self._frontend.prompt(messages, plan, tenant_of(key, query.cache_salt))
+        tenant = tenant_of(key, query.cache_salt)
+        prompt = self._frontend.prompt(messages, self._plan(query), tenant)
         text = None
         if query.stream or query.stops:
             text = TextStream(self.tokenizer, query.stops)
         left = replace(prompt, given={})  # without its media, which may be large
-        running = Running(replace(query, turns=()), left, self._frontend, text, arrived)
+        query, sample = replace(query, turns=()), None
+        if self.shadow is not None and self.shadow.takes(str(query.recipe)):
+            sample = Sample(messages, partial(self._compared, query, messages, tenant))
+        running = Running(query, left, self._frontend, text, arrived, sample)
         work = self._answer(running, prompt.given, params, end)
         running.cancel = asyncio.run_coroutine_threadsafe(work, self._loop).cancel
         if gone.is_set():
@@ -300,11 +310,8 @@ class VllmRunner(Opener[Running]):
         messages = [{"role": "user", "content": content}]
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         for recipe in dict.fromkeys(map(str, self.recipes.by_model.values())):
-            prompt = self._frontend.prompt(messages, self._frontend.plan(recipe or "none"), "")
+            prompt = self._frontend.prompt(messages, self._frontend.plan(recipe), "")
             self._loop.run_until_complete(self._first(prompt.given, params))
-
-    def start_shadow(self, found: Callable[[Any], None]) -> None:
-        """Requests are not answered again."""
 
     def run(self) -> None:
         try:
@@ -314,8 +321,12 @@ class VllmRunner(Opener[Running]):
             self._engine.shutdown()
             self._loop.close()
 
-    def release(self) -> bool:
+    @property
+    def idle(self) -> bool:
         return not (self._preparing or self._unanswered)
+
+    def release(self) -> bool:
+        return self.idle
 
     def close(self) -> None:
         super().close()
@@ -331,9 +342,20 @@ class VllmRunner(Opener[Running]):
                 raise ModelError("vLLM's engine has ended; its log lines tell why")
             await asyncio.sleep(_LOOK_S)
 
-    async def _first(self, given: dict[str, Any], params: SamplingParams) -> None:
-        async for _ in self._engine.generate(given, params, uuid.uuid4().hex):
-            pass
+    async def _first(self, given: dict[str, Any], params: SamplingParams) -> Any:
+        """What vLLM says of a single token."""
+        async for output in self._engine.generate(given, params, uuid.uuid4().hex):
+            found = output.outputs[0]
+        return found
+
+    async def _generated(
+        self, running: Running, given: dict[str, Any], params: SamplingParams
+    ) -> None:
+        outputs = self._engine.generate(given, params, uuid.uuid4().hex)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if running.add(output):
+                    break
 
     async def _answer(
         self, running: Running, given: dict[str, Any], params: SamplingParams, end: float
@@ -341,11 +363,7 @@ class VllmRunner(Opener[Running]):
         self._unanswered.add(running)
         try:
             async with asyncio.timeout(end - time.monotonic()):
-                outputs = self._engine.generate(given, params, uuid.uuid4().hex)
-                async with aclosing(outputs):
-                    async for output in outputs:
-                        if running.add(output):
-                            break
+                await self._generated(running, given, params)
             running.end(running.refusal)
         except asyncio.CancelledError:
             running.end(RequestCancelled("the request was cancelled"))
@@ -356,6 +374,43 @@ class VllmRunner(Opener[Running]):
             running.end(_told(error))
         finally:
             self._unanswered.discard(running)
+
+    # --- in the thread of `Shadow` ---------------------------------------------------------------
+
+    def _compared(
+        self, query: Query, messages: list[dict[str, Any]], tenant: str, answer: Answer
+    ) -> Agreement:
+        """Compare an answer with that of the full model."""
+        plans = self._plan(query), self._frontend.plan("none")
+        prompts = [self._frontend.prompt(messages, plan, tenant) for plan in plans]
+        own, full = (self._distribution(prompt.given) for prompt in prompts)
+        query, equal = replace(query, stream=False, top_logprobs=None), None
+        params = self._params(query)
+        if not params.temperature:
+            text = TextStream(self.tokenizer, query.stops) if query.stops else None
+            other = Running(query, prompts[1], self._frontend, text, time.perf_counter())
+            self._waited(self._generated(other, prompts[1].given, params))
+            equal = other.tokens == answer.token_ids
+        return Agreement(answer.canonical_recipe, equal, float(own.minimum(full).sum()))
+
+    def _distribution(self, given: dict[str, Any]) -> torch.Tensor:
+        """Of the first token, (V,), before a format or penalties act on it."""
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=-1, flat_logprobs=True, detokenize=False
+        )
+        scores = self._waited(self._first(given, params)).logprobs
+        found = torch.zeros(self._frontend.config.get_text_config().vocab_size)
+        found[scores.token_ids] = torch.tensor(scores.logprobs).exp()
+        return found
+
+    def _waited(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of what runs in the engine's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # --- what vLLM is given ----------------------------------------------------------------------
+
+    def _plan(self, query: Query) -> Plan:
+        return self._frontend.plan(str(query.recipe))
 
     def _params(self, query: Query) -> SamplingParams:
         own, most = self._frontend.generation, self.config.max_new_tokens
@@ -407,12 +462,14 @@ def _logprobs(token: int, found: dict[int, Any], query: Query) -> TokenLogprobs:
 
 
 def _structured(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
+    """A format for llguidance, with the options of vlmfast's own schemas."""
     kind = response_format["type"]
     if kind == "text":
         return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json={"type": "object"})
-    return StructuredOutputsParams(json=response_format["json_schema"]["schema"])
+    schema = {"type": "object"}
+    if kind == "json_schema":
+        schema = response_format["json_schema"]["schema"]
+    return StructuredOutputsParams(json={**schema, "x-guidance": OPTIONS})
 
 
 def _told(error: Exception) -> Exception:

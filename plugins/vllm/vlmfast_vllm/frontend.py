@@ -27,10 +27,12 @@ from vlmfast.models import adapter_class
 from .crops import Crops
 from .grids import Grids
 from .recipes import KEY, Plan, Plans
+from .tiles import Tiles
 
 FAMILIES = {
     **dict.fromkeys(("llava", "llava_next", "llava_onevision"), Crops),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Grids),
+    "internvl": Tiles,
 }
 _SIZES = 256  # of images and videos whose layouts are kept
 
@@ -144,7 +146,7 @@ class Frontend:
         given: dict[str, Any] = {"prompt": text, "cache_salt": salt}
         images, videos = self.adapter.parted(read.images, read.frames)
         if images or videos:
-            _check_frames(plan, read)
+            _check_videos(plan, read)
             given["multi_modal_data"] = self._media(images, videos, read)
             given["mm_processor_kwargs"] = {KEY: plan.text}
         layouts: list[ImageLayout | VideoLayout] = []
@@ -155,25 +157,31 @@ class Frontend:
 
     def visual(self, ids: list[int]) -> int:
         """Placeholders of images and videos in a prompt."""
-        marks = self.adapter.placeholders()
+        marks = {*self.adapter.placeholders()}
+        if isinstance(self.plans.family, Tiles):  # whose videos keep another one in vLLM
+            marks.add(self.processor.tokenizer.convert_tokens_to_ids(self.processor.video_token))
         return sum(token in marks for token in ids)
 
     def _media(self, images: list[Any], videos: list[Any], read: Rendered) -> dict[str, Any]:
         found: dict[str, Any] = {"image": images} if images else {}
         if videos:
             of = self.adapter.of_videos(videos, read.times)
-            found["video"] = [
-                (np.stack([np.asarray(frame) for frame in frames]), {**about, _SAMPLE: False})
-                for frames, about in zip(of["videos"], of["video_metadata"], strict=True)
-            ]
+            arrays = [np.stack([np.asarray(frame) for frame in own]) for own in of["videos"]]
+            if not isinstance(self.plans.family, Tiles):  # which has no times
+                about = [{**own, _SAMPLE: False} for own in of["video_metadata"]]
+                arrays = list(zip(arrays, about, strict=True))
+            found["video"] = arrays
         return found
 
     def _image_of(self, size: tuple[int, int]) -> ImageLayout:
         """An image of ``size`` (height, width)."""
-        family = self.plans.family
+        family, images = self.plans.family, self.processor.image_processor
         if isinstance(family, Crops):
             return family.media(size).of
-        rows, columns = _patches(self.processor.image_processor, *size)
+        if isinstance(family, Tiles):
+            views = images.get_number_of_image_patches(*size, {"crop_to_patches": True})
+            return family.media((*size, *(self.adapter.canvas(size) if views > 1 else (0, 0)))).of
+        rows, columns = _patches(images, *size)
         return family.media("image", (1, rows, columns)).of
 
     def _video_of(self, size: tuple[int, int], frames: int) -> VideoLayout:
@@ -207,11 +215,16 @@ def _own(recipe: str) -> str:
     return (str(Recipe.parse(recipe)) or "none") if Recipe.reads_file(recipe) else recipe
 
 
-def _check_frames(plan: Plan, read: Rendered) -> None:
-    """Refuse recipes that vLLM would run in another way on a video that is read as images."""
+def _check_videos(plan: Plan, read: Rendered) -> None:
+    """Refuse recipes that vLLM would run in another way on the videos of a prompt."""
     if isinstance(plan.family, Grids) or not read.times:
         return
     for stage in plan.stages:
+        if isinstance(plan.family, Tiles):
+            raise RecipeError(
+                f"{stage.name}: vLLM reduces only images of this model; ask about videos under "
+                "recipe 'none'"
+            )
         if stage.joins_frames:
             raise RecipeError(
                 f"{stage.name} chooses among all frames of a video, and vLLM reduces each frame "

@@ -15,7 +15,7 @@ from vlmfast.core.statistics import VisionStats
 from vlmfast.engine.attention_maps import received_sum
 
 from .grids import Blocks, Grids
-from .recipes import Plan
+from .recipes import Plan, joined
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _saliency(
     for step, item in enumerate(media.items):
         span = slice(first + step * each, first + (step + 1) * each)
         if source == "norm":
-            merged = torch.cat(seen.merged)[span].float()[None]
+            merged = joined(seen.merged)[span].float()[None]
             rows, many, keys = merged.norm(dim=-1)[:, None], 1, merged if asked.keys else None
         else:
             query, key = (x[span].transpose(0, 1) for x in seen.attended[family.block(asked)])

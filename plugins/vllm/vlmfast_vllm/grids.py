@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.models import adapter_class
 
 from .recipes import Family, Media
+from .travel import digits
 
 Grid = tuple[int, int, int]  # steps, rows and columns of patches
 
@@ -48,6 +49,11 @@ class Blocks(Media):
     places: Tensor
     step: Tensor
     extent: int
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """`places` as they travel."""
+        return digits(self.places)
 
 
 class Grids(Family):

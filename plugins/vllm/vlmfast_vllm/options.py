@@ -45,6 +45,7 @@ SAME = (
     "--max-queue",
     "--grace",
     "--media-threads",
+    "--shadow",
 )
 # To arguments of vLLM's engine.
 TRANSLATED = {
@@ -58,9 +59,8 @@ REFUSED = {
     "--prefix-cache-bytes": "vLLM's prefix cache takes what running requests leave of the KV "
     "cache; only 0, which turns it off, is allowed",
     "--prefill-chunk-size": "vLLM bounds the tokens of a step: -- --max-num-batched-tokens N",
-    "--shadow": "requests are not answered again",
 }
-_ALLOWED = {"--prefix-cache-bytes": (None, 0), "--shadow": (0.0,)}  # by default None alone
+_ALLOWED = {"--prefix-cache-bytes": (None, 0)}  # by default None alone
 # Arguments of vLLM's engine, and what sets them.
 RESERVED = {
     "model": "MODEL",
@@ -72,6 +72,7 @@ RESERVED = {
     "kv_cache_memory_bytes": "--max-cache-bytes, before the --",
     "enable_prefix_caching": "--prefix-cache-bytes 0, before the --",
     "mm_processor_kwargs": "preprocessor_config.json of MODEL",
+    "max_logprobs": "top_logprobs of a request, at most 20",
     "skip_tokenizer_init": "the tokenizer of MODEL",
 }
 # What clients of the same server see of vLLM, by a short name.
@@ -83,9 +84,10 @@ DIFFERENT = {
     "usage": "`usage.vlmfast` has no `kv_bytes`, `kv_bytes_full`, `drafted_tokens` and "
     "`accepted_tokens`; `cached_tokens` counts tokens of the shortened prompt",
     "sampling": "a `seed` gives other tokens",
-    "schemas": "JSON schemas are also compiled by vLLM, which ends answers to some recursive ones",
-    "ties": "methods that compare tokens, such as `scope`, may keep another of two that score "
-    "nearly the same",
+    "ties": "methods that compare tokens, such as `scope`, may keep another of two whose scores "
+    "differ by rounding alone",
+    "shadow": "`--shadow` compares distributions of the first token before a `response_format` and "
+    "penalties act on them; vLLM computes a client's request beside one that is answered again",
     "length": "a prompt and its answer may be as long as `--max-model-len`; a longer answer is cut",
     "metrics": "`/metrics` has vLLM's own gauges, named `vllm:`, in place of those of the engine",
 }
@@ -112,6 +114,8 @@ def translated(args: Namespace) -> dict[str, Any]:
         value = getattr(args, _field(option))
         if value is not None:
             found[name] = bool(value) if name == "enable_prefix_caching" else value
+    if args.shadow:
+        found["max_logprobs"] = -1  # for whole distributions
     return found
 
 

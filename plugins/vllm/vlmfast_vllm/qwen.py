@@ -20,7 +20,7 @@ from .grids import Blocks, Grids, numbered, runs_of
 from .processing import Counted, Informed, note_key
 from .recipes import KEY, Media, plans_of
 from .shifts import BITS, Chain, Shifts
-from .travel import Note, batches, split_places, with_places
+from .travel import Note, batches, digits, split_places, with_places
 
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
@@ -161,18 +161,22 @@ class Reduced:
         main, *levels = features.split(self.config.get_text_config().hidden_size, dim=1)
         stats = statistics(plan, self.plans.family, media, seen, first, tensors)
         text = self._text(note.text, device) if note.text else main[:0]
-        whole = VisualTokens(main, media.layout.to(device), tuple(levels))
+        whole = VisualTokens(main, media.on(device, "layout"), tuple(levels))
         tokens, renumbered = plan.reduce(media, whole, stats, text, note.before)
-        rows = torch.cat([tokens.features, *tokens.extra], dim=1)
-        kept = tokens.layout.order.cpu()
+        parts, order = (tokens.features, *tokens.extra), tokens.layout.order
+        if not (plan.compact or note.around):  # nothing is read from the device
+            return with_places(parts, media.on(device, "columns")[order])
+        kept = order.cpu()
         places, extents = media.places[:, kept], [media.extent] * media.runs
         if renumbered:
             places, extents = self.plans.family.compacted(media, kept)
-        if note.around:
-            rows, places = self._joined(note.around, media, rows, kept, places, extents)
         if plan.compact:
             self._shifts.know(note.tag, media.extent * media.runs - sum(extents))
-        return with_places(rows, places)
+        if note.around:
+            rows = torch.cat(parts, dim=1)
+            rows, places = self._joined(note.around, media, rows, kept, places, extents)
+            parts = (rows,)
+        return with_places(parts, digits(places))
 
     def _joined(
         self,
@@ -261,9 +265,9 @@ class Reduced:
         given = multimodal_embeddings
         if self.plans is not None and given is not None and len(given):
             parts = [self._parted(rows) for rows in given]
-            if any(int(rows.shape[1] > self._width) for rows in given):
+            if any(rows.shape[1] > self._width for rows in given):
                 assert is_multimodal is not None
-                rows = is_multimodal.nonzero().flatten()
+                rows = is_multimodal.nonzero().flatten()  # of the host
                 self._waiting = rows, torch.cat([places for _, places in parts], dim=1)
             multimodal_embeddings = [features for features, _ in parts]
         return super().embed_input_ids(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,10 +53,21 @@ class Media:
         """All tokens; ``order`` counts from 0."""
         frames = self.of.frames if isinstance(self.of, VideoLayout) else (self.of,)
         layout = TokenLayout.cat([frame.layout for frame in frames])
-        return layout.replace(order=torch.arange(len(layout)))
+        layout = layout.replace(order=torch.arange(len(layout)))
+        return layout.seen(layout.on_host)  # on a device too
 
     def __len__(self) -> int:
         return len(self.of)
+
+    @cached_property
+    def _copies(self) -> dict[tuple[str, torch.device], Any]:
+        return {}
+
+    def on(self, device: torch.device, name: str) -> Any:
+        """A field on a device; copied once."""
+        if (key := (name, device)) not in self._copies:
+            self._copies[key] = getattr(self, name).to(device)
+        return self._copies[key]
 
 
 class Family:
@@ -231,6 +243,11 @@ class Plans:
         if not isinstance(text, str) or Recipe.reads_file(text):
             raise RecipeError(f"{KEY}={text!r} must be the text of a recipe")
         return Plan(self.family, Recipe.parse(text))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts; those of a single pass are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def plans_of(config: Any, family: type[Family]) -> Plans | None:

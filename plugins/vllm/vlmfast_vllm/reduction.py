@@ -17,7 +17,7 @@ from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.errors import ModelError
 
 from .crops import Renumbered
-from .recipes import Media, Plan
+from .recipes import Media, Plan, joined
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Reduction:
             from vlmfast.engine.features import with_digests
 
             stats = replace(stats, items=with_digests(self.family.adapter, pixels(), stats.items))
-        tokens = VisualTokens(features, media.layout.to(features.device))
+        tokens = VisualTokens(features, media.on(features.device, "layout"))
         kept, _ = plan.reduce(media, tokens, stats, text, before)
         return kept.features
 
@@ -160,7 +160,7 @@ class Reduction:
         cls = None
         if self.wants_cls(plan):
             # The module's own call would run the hooks of whoever watches the projector.
-            cls = self.projector.forward(torch.cat(seen.output)[span, :1])[:, 0]
+            cls = self.projector.forward(joined(seen.output)[span, :1])[:, 0]
         return VisionStats((item,), {}, cls=cls, saliency=saliency)
 
     def _of_tokens(self, patches: Saliency, item: ItemGeometry) -> Saliency:
@@ -175,7 +175,7 @@ class Reduction:
     def _saliency(self, seen: Seen, span: slice, asked: SaliencyRequest) -> Saliency:
         source = self.family.source(asked)
         if source == "norm":
-            rows = torch.cat([x.flatten(0, -3) for x in seen.inputs])[span].float()
+            rows = joined([x.flatten(0, -3) for x in seen.inputs])[span].float()
             return Saliency(source, rows.norm(dim=-1)[:, None], rows if asked.keys else None)
         block = self.family.block(asked)
         (attention, heads), special = self.attention(block), int(self.cls)

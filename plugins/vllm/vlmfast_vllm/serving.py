@@ -104,8 +104,8 @@ def _arguments(args: Namespace, model: str, recipe: str) -> Any:
         setattr(given, name, value)
     engine = AsyncEngineArgs.from_cli_args(given)
     formats = engine.structured_outputs_config
-    if formats.backend == "auto":  # as vlmfast's: small models repeat whitespace without an end
-        formats.backend, formats.disable_any_whitespace = "guidance", True
+    if formats.backend == "auto":
+        formats.backend = "guidance"  # as vlmfast's own
     return engine
 
 

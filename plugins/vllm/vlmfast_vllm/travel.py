@@ -78,8 +78,8 @@ def batches(sizes: Sequence[int], most: int) -> Iterator[slice]:
     yield slice(first, len(sizes))
 
 
-def with_places(features: Tensor, places: Tensor) -> Tensor:
-    """Features (K, D) with rotary ids (3, K) as more columns.
+def digits(places: Tensor) -> Tensor:
+    """Rotary ids (3, K) of the host, as columns (K, `COLUMNS`).
 
     Raises
     ------
@@ -91,11 +91,15 @@ def with_places(features: Tensor, places: Tensor) -> Tensor:
             f"an image or video takes {int(places.max()) + 1} rotary ids; at most "
             f"{BASE**2} are supported"
         )
-    digits = torch.stack([places // BASE, places % BASE], dim=-1).transpose(0, 1).flatten(1)
-    return torch.cat([features, digits.to(features.device, features.dtype)], dim=1)
+    return torch.stack([places // BASE, places % BASE], dim=-1).transpose(0, 1).flatten(1)
+
+
+def with_places(parts: Sequence[Tensor], columns: Tensor) -> Tensor:
+    """Parts of features (K, D) with the columns of `digits` after them."""
+    return torch.cat([*parts, columns.to(parts[0].device, parts[0].dtype)], dim=1)
 
 
 def split_places(given: Tensor) -> tuple[Tensor, Tensor]:
     """Features (K, D) and rotary ids (3, K): the inverse of `with_places`."""
-    digits = given[:, -COLUMNS:].long().unflatten(1, (3, 2))
-    return given[:, :-COLUMNS], (digits[..., 0] * BASE + digits[..., 1]).T
+    high, low = given[:, -COLUMNS:].long().unflatten(1, (3, 2)).unbind(-1)
+    return given[:, :-COLUMNS], (high * BASE + low).T
