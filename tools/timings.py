@@ -81,25 +81,6 @@ def served_vllm(setting: str) -> str:
     return table(rows)
 
 
-def inside_vllm(part: str) -> str:
-    """Answers per second of vLLM with and without the plug-in, and over those without."""
-    found = measured("serve-vllm-cpu-bfloat16")["parts"][part]
-    ratios = {of["what"]: of for of in found["rows"]}
-    rows = [["answers/s", "visual tokens"]]
-    for name, kept in found["kept"].items():
-        rows.append([f"`{name}`", f"{kept:,.0f}"])
-        for load in found["loads"]:
-            if load["server"] != name:
-                continue
-            clients = _clients(load["clients"])
-            ratio = ratios.get(f"answers per second, `{name}` over `vllm serve`, {clients}")
-            cell = f"{load['answers_per_s']['median']:.2f}"
-            rows[-1].append(cell if ratio is None else f"{cell} ({ratio['median']:.2f}×)")
-            if len(rows) == 2:
-                rows[0].append(clients)
-    return table(rows)
-
-
 def _served() -> dict[str, dict[str, Any]]:
     return {row["what"]: row for row in measured("serve-cpu-bfloat16")["rows"]}
 
