@@ -138,6 +138,7 @@ def test_models_and_health(served: Served) -> None:
         ({}, RECIPE),
         ({"recipe": "divprune:budget=0.2"}, "divprune:budget=0.2"),
         ({"recipe": "downsample:budget=0.5+visionzip:budget=0.5"}, None),
+        ({"recipe": "hired:budget=0.3,positions=compact"}, None),
         ({"model": "asks"}, ALIASES["asks"]),
         ({"model": "full"}, "none"),
         ({"model": "full", "recipe": "hired:budget=0.5"}, "hired:budget=0.5"),
@@ -245,7 +246,6 @@ def test_answers_in_a_format(served: Served) -> None:
     [
         ({"recipe": "hird:0.2"}, "did you mean 'hired", "recipe"),
         ({"recipe": "snapkv:0.5"}, "snapkv acts in the cache step", "recipe"),
-        ({"recipe": "hired:0.2,positions=compact"}, "keep their positions", "recipe"),
         ({"recipe": "/etc/passwd.yaml"}, "cannot name a recipe file", "recipe"),
         ({"trace": True}, "vLLM does not tell which tokens are kept", "trace"),
         *(
