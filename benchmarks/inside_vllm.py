@@ -49,7 +49,9 @@ SHARE = 0.22
 RECIPES = (f"hired:budget={SHARE}", f"divprune:budget={SHARE}")  # with and without attention
 EVS = f"{VLLM}, EVS"
 PRUNED = ("--video-pruning-rate", f"{1 - SHARE:g}", "--worker-cls", "benchmarks.evs_worker.Worker")
-ALONE = {"VLLM_PLUGINS": ""}  # without the plug-in
+# Four servers wait in memory at a time, and 32 of these prompts fill a tenth of 1 GiB.
+MEMORY = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+ALONE = {"VLLM_PLUGINS": "", **MEMORY}  # without the plug-in
 LEAST = dict.fromkeys((16, 32), 1.3)  # of ``images``, by clients
 SIDES, FRAMES, PATCHES = {"images": 896, "videos": 336, "tiny": 128}, 16, 2  # frames of a patch
 TEXT = 32  # tokens of a prompt that are not visual
@@ -139,7 +141,7 @@ def servers_of(part: str, args: argparse.Namespace, folder: Path, shown: str) ->
     found = [vllm_spec(args, *of, folder, part, shown, **ALONE) for of in options.items()]
     for recipe in RECIPES:
         given = (*most, *overridden(recipe))
-        found.append(vllm_spec(args, vllm_name(recipe), given, folder, part, shown))
+        found.append(vllm_spec(args, vllm_name(recipe), given, folder, part, shown, **MEMORY))
     return found
 
 

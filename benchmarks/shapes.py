@@ -320,6 +320,13 @@ def small_qwen(dtype: torch.dtype, image: int, frame: int) -> tuple[Any, Any]:
     for of, side in ((processor.image_processor, image), (processor.video_processor, frame)):
         _resize(of, {"shortest_edge": 3136, "longest_edge": side * side})
         of.patch_size = 14
+    # Tokens that are no text of their own, such as parts of characters, are never generated:
+    # servers send them late or not at all.
+    tokens, head = processor.tokenizer, model.get_output_embeddings().weight
+    for token in range(len(tokens)):
+        text = tokens.decode([token], skip_special_tokens=True).strip()
+        if not (text and text.isascii()):
+            head[token] = 0.0
     return model, processor
 
 
