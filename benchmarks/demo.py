@@ -144,12 +144,6 @@ class Page:
                     if not message["success"]:
                         raise SystemExit(f"the demo failed: {message['output']}")
                     break
-        for then in self.wiring.values():
-            if then["trigger_after"] == event["id"]:
-                about = {"data": [], "fn_index": then["id"], "session_hash": self.session}
-                drawn = self.http.post("gradio_api/run/predict", json=about).raise_for_status()
-                if not all(drawn.json()["data"]):
-                    raise SystemExit(f"the demo drew nothing: {drawn.json()}")
         whole = time.perf_counter() - begin
         for chat in chats:
             if expected not in said(shown[chat]):

@@ -122,11 +122,6 @@ def test_menu_shows_a_group_beside_the_baselines(report) -> None:
     )
 
 
-def test_group_of_the_marked_recipe_is_visible(report) -> None:
-    assert by_name(figure(rows(report)))["fastv"].visible == "legendonly"
-    assert by_name(figure(rows(report), current="fastv:budget=0.5"))["fastv"].visible is True
-
-
 def test_lines_of_a_real_report_are_distinct() -> None:
     file = Path(__file__).parent.parent / "docs" / "results" / "report.json"
     shown = figure(rows(file))
@@ -134,23 +129,6 @@ def test_lines_of_a_real_report_are_distinct() -> None:
     assert len(drawn) > 20
     looks = {(t.line.color, t.line.dash, t.marker.symbol) for t in drawn}
     assert len(looks) == len(drawn)
-
-
-@pytest.mark.parametrize("current", ["hired:budget=0.22", "hired:budget=0.22,positions=keep"])
-def test_measured_recipe_is_marked(report, current: str) -> None:
-    shown = by_name(figure(rows(report), current=current, kept=0.4))
-    mark = shown[f"current: {current}"]
-    assert (list(mark.x), list(mark.y)) == ([22.0], [93.0])
-    assert not any("not measured" in name for name in shown)
-
-
-def test_kept_share_of_another_recipe_is_a_line(report) -> None:
-    shown = by_name(figure(rows(report), current="hired:0.3", kept=0.3))
-    line = shown["hired:0.3: 30 % kept, not measured"]
-    assert set(line.x) == {30.0}
-    assert not any("current" in name for name in shown)
-    plain = by_name(figure(rows(report), current="hired:0.3"))
-    assert set(plain) == set(by_name(figure(rows(report))))
 
 
 def test_sessions_are_a_view_of_the_cache(report) -> None:
@@ -170,17 +148,23 @@ def test_group_of() -> None:
     assert group_of(Recipe.parse("hired:0.5+snapkv:0.5")) == STACKS
 
 
-def test_errors_name_what_is_wrong(report, tmp_path: Path) -> None:
-    with pytest.raises(VLMFastError, match=r"cannot read the report .*absent\.json"):
-        rows(tmp_path / "absent.json")
+@pytest.mark.parametrize(
+    ("of", "task", "words"),
+    [
+        ("absent.json", None, r"cannot read the report .*absent\.json"),
+        ("bad.json", None, "cannot read the report"),
+        (None, "pope", "no task pope in the report; it has: shapes"),
+        ({}, None, "it has: none"),
+        ({"tasks": {}}, None, "it has: none"),
+    ],
+)
+def test_errors_name_what_is_wrong(report, tmp_path: Path, of, task, words) -> None:
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(VLMFastError, match="cannot read the report"):
-        rows(tmp_path / "bad.json")
-    with pytest.raises(VLMFastError, match="no task pope in the report; it has: shapes"):
-        rows(report, "pope")
-    for other in ({}, {"tasks": {}}):
-        with pytest.raises(VLMFastError, match="it has: none"):
-            rows(other)
+    with pytest.raises(VLMFastError, match=words):
+        rows(tmp_path / of if isinstance(of, str) else report if of is None else of, task)
+
+
+def test_empty_chart_is_refused() -> None:
     with pytest.raises(VLMFastError, match="nothing to show"):
         figure([])
 

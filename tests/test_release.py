@@ -303,12 +303,9 @@ def test_expected_files_are_tracked_files(release: ModuleType, tmp_path: Path) -
     (tmp_path / "vlmfast").mkdir()
     for name in ("vlmfast/a.py", "vlmfast/b.py", "c.py"):
         (tmp_path / name).write_text("")
-    (tmp_path / "pyproject.toml").write_text(
-        "[tool.hatch.build.targets.wheel.force-include]\n'docs/d.png' = 'vlmfast/d.png'\n"
-    )
     for command in (["init", "-q"], ["add", "vlmfast/a.py", "c.py"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    assert release.expected_files(tmp_path) == {"vlmfast/a.py", "vlmfast/d.png"}
+    assert release.expected_files(tmp_path) == {"vlmfast/a.py"}
 
 
 def test_failing_command_aborts_the_release(release: ModuleType, tmp_path: Path) -> None:

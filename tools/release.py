@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -64,9 +63,7 @@ def version(root: Path = ROOT) -> str:
 def expected_files(root: Path = ROOT) -> set[str]:
     """Paths that the wheel must contain in addition to its metadata."""
     tracked = run(["git", "ls-files", "-z", "vlmfast"], root).split("\0")
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    return {path for path in tracked if path} | set(wheel["force-include"].values())
+    return {path for path in tracked if path}
 
 
 def wheel_problems(wheel: Path, expected: set[str]) -> list[str]:

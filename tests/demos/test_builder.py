@@ -23,12 +23,12 @@ REDUCERS = list(filter(_has_budget, sorted(stage_names())))
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("none", ("none", "", None, True)),
-        ("balanced", ("balanced", "downsample", 0.5, True)),
-        ("downsample:budget=0.33+scope:budget=0.33", ("fast", "downsample", 0.33, True)),
-        ("hired:0.5+scope:budget=0.4", ("custom", "hired", None, True)),
-        ("snapkv:0.5", ("custom", "", None, True)),
-        ("hired:positions=compact,budget=0.2", ("custom", "hired", 0.2, False)),
+        ("none", ("none", "", None)),
+        ("balanced", ("balanced", "downsample", 0.5)),
+        ("downsample:budget=0.33+scope:budget=0.33", ("fast", "downsample", 0.33)),
+        ("hired:0.5+scope:budget=0.4", ("custom", "hired", None)),
+        ("snapkv:0.5", ("custom", "", None)),
+        ("hired:positions=compact,budget=0.2", ("custom", "hired", 0.2)),
     ],
 )
 def test_text_sets_the_controls(text: str, shown: tuple) -> None:
@@ -46,9 +46,6 @@ def test_presets_are_labeled_with_their_methods() -> None:
 def test_control_changes_only_its_part() -> None:
     text = "hired:budget=0.5,alpha=0.3+scope:0.9+kivi:4+draft-ngram"
     assert builder.set_budget(text, 0.3) == text.replace("budget=0.5", "budget=0.3")
-    compact = builder.set_positions(text, keep=False)
-    assert not builder.read(compact).keep
-    assert builder.set_positions(compact, keep=True) == text
     # The budget replaces the method's own parameter.
     assert builder.set_budget("hired:0.5+kivi:4", 0.3) == "hired:budget=0.3+kivi:4"
 

@@ -181,9 +181,6 @@ def test_dockerfile_copies_what_exists_and_the_package_needs() -> None:
     names = {name.removeprefix("COPY") for group in copied for name in group}
     assert {"vlmfast", "pyproject.toml"} <= names
     assert not [name for name in names if not (ROOT / name).exists()]
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for line in re.findall(r'^"(docs/\S+)" = "vlmfast/', project, re.M):
-        assert line in names
 
 
 def copied_to(folder: Path) -> list[str]:
@@ -224,9 +221,6 @@ def test_package_builds_from_what_the_dockerfile_copies(tmp_path: Path) -> None:
         packed = set(archive.namelist())
     modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "vlmfast").rglob("*.py")}
     assert modules <= packed
-    assert "vlmfast/demos/results/report.json" in packed
-    shutil.rmtree(folder / "docs")
-    assert built(folder).returncode != 0  # the control
 
 
 @pytest.mark.slow

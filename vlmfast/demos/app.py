@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # kept in memory all the same
@@ -26,10 +25,9 @@ from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import ServerConfig
 
 from . import panels
-from .comparison import Panel, comparison, user_of, wire
+from .comparison import Comparison, user_of
 from .drawn import thumbnails, write_examples
 from .files import Files, temporary
-from .measured import measured
 from .recipe_controls import recipe_controls
 from .remote import RemoteVLM
 from .talk import Desk, Media, Opening
@@ -133,16 +131,15 @@ def build(desk: Desk, files: Files) -> gr.Blocks:
                 pass
     with gr.Blocks(title="vlmfast", fill_width=True, delete_cache=(3600, _DAY)) as page:
         gr.HTML(panels.about(desk.name, url))
-        tabs: dict[str, tuple[Any, Panel]] = {}
+        opens, tabs = {}, []
         with gr.Tabs():
             for kind in examples:
                 with gr.Tab(kind.capitalize(), elem_id=f"{kind}-tab") as tab:
-                    tabs[kind] = tab, comparison(desk, kind, examples[kind], small[kind])
-            chart = gr.Tab("Measured", elem_id="measured-tab")
+                    tabs.append(Comparison(desk, files, kind, examples[kind], small[kind]))
+                opens[kind] = tab.select if kind == "video" else page.load
         controls = recipe_controls(desk)
-        measured(desk, controls, chart)
-        for kind, (tab, panel) in tabs.items():
-            wire(desk, files, panel, examples[kind], controls, page, tab)
+        for comparison in tabs:
+            comparison.connect(controls, opens[comparison.kind])
         if desk.is_demo_model:
             gr.Markdown(_TINY, elem_classes="footnote")
 

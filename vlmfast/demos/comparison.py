@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
@@ -41,39 +40,8 @@ _ON_LOAD = """
 element.querySelector('input[type=range]').addEventListener('input', event =>
   element.closest('.comparison').style.setProperty('--dim', event.target.value / 100));
 """
-
-
-@dataclass
-class Panel:
-    """The components of a tab."""
-
-    kind: str
-    opening: Opening
-    status: Any
-    view: Any
-    question: Any
-    ask: Any
-    again: Any
-    stop: Any
-    full: Any
-    recipe: Any
-    counters: Any
-    media: Any
-    path: Any
-    frames: Any
-    examples: list[Any]
-    depths: Any
-    trace: Any
-
-    @property
-    def answers(self) -> list[Any]:
-        """The components that are updated during an answer."""
-        return [self.status, self.view, self.full, self.recipe, self.counters, self.trace]
-
-    @property
-    def drawings(self) -> list[Any]:
-        """The components that are updated once a turn is complete."""
-        return [self.depths, self.trace]
+# In the browser, before the server answers.
+_AT_ONCE = f"() => {json.dumps(panels.progress('Asking …'))}"
 
 
 def user_of(request: gr.Request, kind: str) -> str:
@@ -81,96 +49,169 @@ def user_of(request: gr.Request, kind: str) -> str:
     return f"{request.session_hash}-{kind}"
 
 
-def comparison(desk: Desk, kind: str, examples: list[list[str]], thumbnails: list[str]) -> Panel:
-    """Add the components of a tab to the page; `wire` connects them."""
-    path, asked = examples[0]
-    opening = Opening(Media(kind, path), asked)
-    talk = desk.opened(opening)
-    turn = talk.turns[-1] if talk else None
-    shown = turn.shown if turn else None
-    with gr.Column(elem_classes="comparison", elem_id=f"{kind}-comparison"):
-        status = gr.HTML(
-            panels.result(turn) if turn else panels.progress("Preparing the first example …"),
-            elem_id=f"{kind}-status",
-        )
-        with gr.Row(elem_classes="result"):
-            with gr.Column(elem_classes="shown", min_width=160):
-                view = gr.HTML(
-                    views.kept_html(shown) if shown else "",
-                    elem_id=f"{kind}-view",
-                )
-                gr.HTML(_CONTROLS.format(kind=kind), js_on_load=_ON_LOAD)
-            with gr.Column(elem_classes="said", min_width=160):
-                question = gr.Textbox(
-                    asked,
-                    label=f"Question about the {kind}",
-                    elem_id=f"{kind}-question",
-                    max_lines=3,
-                    submit_btn=False,
-                )
-                with gr.Row(elem_classes="buttons"):
-                    ask = gr.Button("Ask", variant="primary", elem_id=f"{kind}-ask", min_width=60)
-                    again = gr.Button(
-                        "Look again at full detail", elem_id=f"{kind}-again", min_width=190
+class Comparison:
+    """The components of a tab, which are added to the page, and what they do.
+
+    Parameters
+    ----------
+    desk : Desk
+    files : Files
+    kind : {"image", "video"}
+    examples : list of [str, str]
+        Paths and questions; the tab opens with the first.
+    thumbnails : list of str
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        files: Files,
+        kind: str,
+        examples: list[list[str]],
+        thumbnails: list[str],
+    ) -> None:
+        self.desk, self.files, self.kind, self.examples = desk, files, kind, examples
+        path, asked = examples[0]
+        self.opening = Opening(Media(kind, path), asked)
+        self.built = talk = desk.opened(self.opening)  # the page contains it from the start
+        turn = talk.turns[-1] if talk else None
+        with gr.Column(elem_classes="comparison", elem_id=f"{kind}-comparison"):
+            self.status = gr.HTML(
+                panels.result(turn) if turn else panels.progress("Preparing the first example …"),
+                elem_id=f"{kind}-status",
+            )
+            with gr.Row(elem_classes="result"):
+                with gr.Column(elem_classes="shown", min_width=160):
+                    self.view = gr.HTML(_view_of(talk) if talk else "", elem_id=f"{kind}-view")
+                    gr.HTML(_CONTROLS.format(kind=kind), js_on_load=_ON_LOAD)
+                with gr.Column(elem_classes="said", min_width=160):
+                    self.question = gr.Textbox(
+                        asked,
+                        label=f"Question about the {kind}",
+                        elem_id=f"{kind}-question",
+                        max_lines=3,
+                        submit_btn=False,
                     )
-                    stop = gr.Button("Stop", elem_id=f"{kind}-stop", min_width=60)
-                with gr.Row(elem_classes="answers"):
-                    sides = [
-                        gr.HTML(
-                            panels.answer_html(talk, side, title),
-                            elem_id=f"{kind}-{side}",
-                            elem_classes="answer-card",
-                            min_width=120,
-                        )
-                        for side, title in _TITLES.items()
-                    ]
-                counters = gr.HTML(panels.table(panels.counters(turn)), elem_id=f"{kind}-counters")
-        current = gr.State(path)
-        with gr.Row(elem_classes="inputs"):
-            with gr.Column(scale=1, min_width=200):
-                media = _dropzone(kind)
-                frames = gr.Slider(
-                    1,
-                    32,
-                    value=opening.media.num_frames,
-                    step=1,
-                    label="Number of frames, evenly spaced",
-                    elem_id=f"{kind}-frames",
-                    visible=kind == "video",
-                )
-            with gr.Column(scale=3, min_width=280):
-                gr.HTML('<p class="strip-label">Examples: select one to ask it</p>')
-                with gr.Row(elem_classes="strip", elem_id=f"{kind}-examples"):
-                    buttons = [
-                        gr.Button(text, icon=icon, elem_classes="example", min_width=120)
-                        for (_, text), icon in zip(examples, thumbnails, strict=True)
-                    ]
-        with gr.Accordion("Tokens in the language model, by depth", open=False):
-            depths = gr.HTML(
-                views.depths_html(shown) if shown else "",
-                elem_id=f"{kind}-depths",
+                    with gr.Row(elem_classes="buttons"):
+                        self.ask = _button("Ask", f"{kind}-ask", 60, variant="primary")
+                        self.again = _button("Look again at full detail", f"{kind}-again", 190)
+                        self.stop = _button("Stop", f"{kind}-stop", 60)
+                    with gr.Row(elem_classes="answers"):
+                        self.sides = [
+                            gr.HTML(
+                                panels.answer_html(talk, side, title),
+                                elem_id=f"{kind}-{side}",
+                                elem_classes="answer-card",
+                                min_width=120,
+                            )
+                            for side, title in _TITLES.items()
+                        ]
+                    self.counters = gr.HTML(
+                        panels.table(panels.counters(turn)), elem_id=f"{kind}-counters"
+                    )
+            self.path = gr.State(path)
+            with gr.Row(elem_classes="inputs"):
+                with gr.Column(scale=1, min_width=200):
+                    self.media = _dropzone(kind)
+                    self.frames = gr.Slider(
+                        1,
+                        32,
+                        value=self.opening.media.num_frames,
+                        step=1,
+                        label="Number of frames, evenly spaced",
+                        elem_id=f"{kind}-frames",
+                        visible=kind == "video",
+                    )
+                with gr.Column(scale=3, min_width=280):
+                    gr.HTML('<p class="strip-label">Examples: select one to ask it</p>')
+                    with gr.Row(elem_classes="strip", elem_id=f"{kind}-examples"):
+                        self.buttons = [
+                            gr.Button(text, icon=icon, elem_classes="example", min_width=120)
+                            for (_, text), icon in zip(examples, thumbnails, strict=True)
+                        ]
+
+    def connect(self, controls: RecipeControls, opens: Any) -> None:
+        """Connect the components; ``opens`` is the event that shows the tab first."""
+        # What is updated during an answer.
+        answers = [self.status, self.view, *self.sides, self.counters]
+        inputs = [self.path, self.frames, self.question]
+        inputs += [controls.text, controls.tokens, controls.history]
+
+        def begun(trigger: Any) -> Any:
+            return trigger(None, None, self.status, js=_AT_ONCE, **_QUICK)
+
+        begun(self.ask.click).then(self.asked, inputs, answers, **RUNNING)
+        begun(self.question.submit).then(self.asked, inputs, answers, **RUNNING)
+        begun(self.again.click).then(self.asked_again, controls.tokens, answers, **RUNNING)
+        opens(self.opened, None, answers, **RUNNING)
+        for button, example in zip(self.buttons, self.examples, strict=True):
+            chosen = begun(button.click).then(
+                lambda example=example: example, None, [self.path, self.question], **_QUICK
             )
-            trace = gr.DownloadButton(
-                "Trace as JSON", interactive=False, elem_id=f"{kind}-trace", size="sm"
-            )
-    full, recipe = sides
-    parts = (status, view, question, ask, again, stop, full, recipe, counters)
-    return Panel(kind, opening, *parts, media, current, frames, buttons, depths, trace)
+            chosen.then(self.asked, inputs, answers, **RUNNING)
+        self.media.upload(
+            self.uploaded,
+            [self.media, self.frames],
+            [self.media, self.path, *answers],
+            **_QUICK,
+        )
+        self.stop.click(self.stopped, **_QUICK)
+
+    def opened(self, request: gr.Request) -> Iterator[list]:
+        user = user_of(request, self.kind)
+        if self.built is not None and self.desk.opened(self.opening) is self.built:
+            yield [gr.skip()] * 5
+            return
+        # The last check follows the last state, which an upload may have preceded by a moment.
+        talks = self.desk.open(self.opening)
+        for state in itertools.chain(_shown(self.desk, talks), [None]):
+            if self.desk.talk(user) is not None:  # the user asked meanwhile
+                return
+            if (path := self.files.latest(user)) is not None:
+                yield _ready(self.kind, path, self.opening.media.num_frames)
+                return
+            if state is not None:
+                yield state
+
+    def asked(
+        self,
+        path: str | None,
+        frames: int,
+        question: str,
+        recipe: str,
+        tokens: int,
+        history: bool,
+        request: gr.Request,
+    ) -> Iterator[list]:
+        media, user = Media(self.kind, path, int(frames)), user_of(request, self.kind)
+        talks = self.desk.ask(user, media, question, recipe, int(tokens), history)
+        yield from _shown(self.desk, talks)
+
+    def asked_again(self, tokens: int, request: gr.Request) -> Iterator[list]:
+        user = user_of(request, self.kind)
+        yield from _shown(self.desk, self.desk.look_again(user, int(tokens), self.opening))
+
+    def uploaded(self, path: str | None, frames: int, request: gr.Request) -> list:
+        self.files.claim(user_of(request, self.kind), path)
+        return [None, path, *_ready(self.kind, path, int(frames))]
+
+    def stopped(self, request: gr.Request) -> None:
+        if talk := self.desk.talk(user_of(request, self.kind)):
+            talk.stop()
+
+
+def _button(text: str, name: str, width: int, variant: Any = "secondary") -> gr.Button:
+    return gr.Button(text, elem_id=name, min_width=width, variant=variant)
 
 
 def _dropzone(kind: str) -> Any:
     """Takes a file and becomes empty again, since the tab shows the input."""
     media: Any  # an instance whose method is replaced
+    own: dict[str, Any] = {"label": f"Your {kind}", "height": 150, "elem_id": f"{kind}-media"}
     if kind == "image":
-        media = gr.Image(
-            label="Your image",
-            type="filepath",
-            sources=["upload", "clipboard"],
-            height=150,
-            elem_id="image-media",
-        )
+        media = gr.Image(type="filepath", sources=["upload", "clipboard"], **own)
     else:
-        media = gr.Video(label="Your video", sources=["upload"], height=150, elem_id="video-media")
+        media = gr.Video(sources=["upload"], **own)
     # `talk` opens the files and raises errors with clear messages.
     media.preprocess = path_of
     return media
@@ -181,113 +222,8 @@ def path_of(payload: Any) -> str | None:
     return None if payload is None else payload.path
 
 
-# --- events --------------------------------------------------------------------------------------
-
-
-def wire(
-    desk: Desk,
-    files: Files,
-    panel: Panel,
-    examples: list[list[str]],
-    controls: RecipeControls,
-    page: gr.Blocks,
-    tab: gr.Tab,
-) -> None:
-    """Connect the components of a tab."""
-    kind, opening = panel.kind, panel.opening
-    answers = panel.answers
-
-    built = desk.opened(opening)  # the page contains it from the start
-
-    def opened(request: gr.Request) -> Iterator[list]:
-        user = user_of(request, kind)
-        if built is not None and desk.opened(opening) is built:
-            yield [gr.skip()] * len(answers)
-            return
-        # The last check follows the last state, which an upload may have preceded by a moment.
-        for state in itertools.chain(_shown(desk, desk.open(opening)), [None]):
-            if desk.talk(user) is not None:  # the user asked meanwhile
-                return
-            if (path := files.latest(user)) is not None:
-                yield _ready(kind, path, opening.media.num_frames)
-                return
-            if state is not None:
-                yield state
-
-    def asked(
-        path: str | None,
-        frames: int,
-        question: str,
-        recipe: str,
-        tokens: int,
-        history: bool,
-        request: gr.Request,
-    ) -> Iterator[list]:
-        media, user = Media(kind, path, int(frames)), user_of(request, kind)
-        yield from _shown(desk, desk.ask(user, media, question, recipe, int(tokens), history))
-
-    def asked_again(tokens: int, request: gr.Request) -> Iterator[list]:
-        again = desk.look_again(user_of(request, kind), int(tokens), opening)
-        yield from _shown(desk, again)
-
-    def uploaded(path: str | None, frames: int, request: gr.Request) -> list:
-        files.claim(user_of(request, kind), path)
-        return [None, path, *_ready(kind, path, int(frames))]
-
-    def drawn(request: gr.Request) -> list:
-        user = user_of(request, kind)
-        talk = desk.talk(user) or desk.opened(opening)
-        if talk is None or not talk.turns:
-            return ["", gr.DownloadButton(value=None, interactive=False)]
-        turn = talk.turns[-1]
-        file = files.new_trace(user)
-        panels.write_trace(talk, turn, file)
-        return [
-            views.depths_html(turn.shown) if turn.shown else "",
-            gr.DownloadButton(value=str(file), interactive=True),
-        ]
-
-    def stopped(request: gr.Request) -> None:
-        if talk := desk.talk(user_of(request, kind)):
-            talk.stop()
-
-    inputs = [panel.path, panel.frames, panel.question, controls.text]
-    inputs += [controls.tokens, controls.history]
-    at_once = f"() => {json.dumps(panels.progress('Asking …'))}"
-
-    def begun(trigger: Any) -> Any:
-        """Show progress in the browser first, before the server answers."""
-        return trigger(None, None, panel.status, js=at_once, **_QUICK)
-
-    starts = [
-        begun(panel.ask.click).then(asked, inputs, answers, **RUNNING),
-        begun(panel.question.submit).then(asked, inputs, answers, **RUNNING),
-        begun(panel.again.click).then(asked_again, [controls.tokens], answers, **RUNNING),
-        tab.select(opened, None, answers, **RUNNING)
-        if kind == "video"
-        else page.load(opened, None, answers, **RUNNING),
-    ]
-    for button, (path, question) in zip(panel.examples, examples, strict=True):
-        chosen = begun(button.click).then(
-            lambda path=path, question=question: [path, question],
-            None,
-            [panel.path, panel.question],
-            **_QUICK,
-        )
-        starts.append(chosen.then(asked, inputs, answers, **RUNNING))
-    for start in starts:
-        start.then(drawn, None, panel.drawings, **_QUICK)
-    panel.media.upload(
-        uploaded,
-        [panel.media, panel.frames],
-        [panel.media, panel.path, *answers],
-        **_QUICK,
-    )
-    panel.stop.click(stopped, **_QUICK)
-
-
 def _shown(desk: Desk, talks: Generator[Conversation, None, None]) -> Iterator[list]:
-    """Yield the components of `Panel.answers` during an answer."""
+    """Yield what the tab shows during an answer."""
     yield _unchanged(panels.progress("Processing the input …"))
     view = ""
     talk: Conversation | None = None
@@ -312,27 +248,22 @@ def _shown(desk: Desk, talks: Generator[Conversation, None, None]) -> Iterator[l
 
 
 def _unchanged(status: str) -> list:
-    return [status, *[gr.skip()] * 4, gr.DownloadButton(interactive=False)]
+    return [status, *[gr.skip()] * 4]
 
 
 def _state(talk: Conversation | None, status: str, view: str) -> list:
     turns = [] if talk is None else talk.turns[-1:]
     if talk is not None and talk.current is not None:
         turns = [talk.current]
-    return [
-        status,
-        view,
-        *(panels.answer_html(talk, side, title) for side, title in _TITLES.items()),
-        panels.table(panels.counters(turns[0] if turns else None)),
-        gr.DownloadButton(interactive=False),
-    ]
+    answers = (panels.answer_html(talk, side, title) for side, title in _TITLES.items())
+    counters = panels.counters(turns[0] if turns else None)
+    return [status, view, *answers, panels.table(counters)]
 
 
 def _ready(kind: str, path: str | None, frames: int) -> list:
-    """The components of `Panel.answers` for an input without a question."""
+    """What the tab shows of an input without a question."""
     try:
-        images = Media(kind, path, frames).images()
-        view = views.plain_html(images)
+        view = views.plain_html(Media(kind, path, frames).images())
         status = panels.message("Ready: write a question, then Ask.")
     except Exception as error:
         view, status = "", panels.message(message_of(error), error=True)
@@ -341,9 +272,7 @@ def _ready(kind: str, path: str | None, frames: int) -> list:
 
 def _view_of(talk: Conversation) -> str:
     shown = talk.turns[-1].shown if talk.turns else None
-    if shown is not None:
-        return views.kept_html(shown)
-    return views.plain_html(talk.images)
+    return views.plain_html(talk.images) if shown is None else views.kept_html(shown)
 
 
 def message_of(error: Exception) -> str:

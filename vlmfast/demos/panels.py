@@ -1,16 +1,12 @@
-"""Format answers for the page: texts, counters and the trace file."""
+"""Format answers for the page: texts and counters."""
 
 from __future__ import annotations
 
 import html
-import json
-from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import replace_text
 from vlmfast.engine.stats import Stats
 
-from .remote import RemoteAnswer
 from .talk import FULL, RECIPE, RESTORED, Conversation, Turn
 
 AGAIN = "Looked again at full detail: "
@@ -129,26 +125,6 @@ def result(turn: Turn) -> str:
         f'<div role="status" class="status"><p class="headline">{html.escape(headline(turn))}</p>'
         f"<p>{html.escape(asked)}</p></div>"
     )
-
-
-def write_trace(talk: Conversation, turn: Turn, path: Path) -> None:
-    """Write recipes, answers, statistics and traces of a turn to a JSON file.
-
-    Answers of a server have no ids of tokens.
-    """
-    answers = {
-        side: {
-            "recipe": answer.recipe,
-            "answer": answer.text,
-            **({} if isinstance(answer, RemoteAnswer) else {"token_ids": answer.token_ids}),
-            "stats": answer.stats.to_dict(),
-            "trace": answer.trace.to_dict(),
-        }
-        for side, answer in turn.answers.items()
-    }
-    name = Path(talk.media.path or "").name
-    about = {"file": name, "question": turn.question, "recipe": str(talk.recipe)}
-    replace_text(path, json.dumps({**about, "answers": answers}, indent=1))
 
 
 # --- counters ------------------------------------------------------------------------------------

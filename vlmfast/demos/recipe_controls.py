@@ -1,4 +1,4 @@
-"""The recipe on the page: its text, the presets, a budget and the policy of positions."""
+"""The recipe on the page: its text, the presets and a budget."""
 
 from __future__ import annotations
 
@@ -46,14 +46,7 @@ def recipe_controls(desk: Desk) -> RecipeControls:
             min_width=180,
         )
     note = gr.HTML(visible=False, elem_id="recipe-note")
-    with gr.Row():
-        budget = gr.Slider(builder.LEAST, 1, step=0.005, **_slider(shown), elem_id="budget")
-        keep = gr.Checkbox(
-            shown.keep,
-            label="Preserve the positions of kept tokens",
-            info="Otherwise they are renumbered; tiny was not trained on renumbered positions",
-            elem_id="keep",
-        )
+    budget = gr.Slider(builder.LEAST, 1, step=0.005, **_slider(shown), elem_id="budget")
     with gr.Accordion("Answer length and history", open=False, elem_id="generation"):
         tokens = gr.Slider(
             1,
@@ -69,12 +62,11 @@ def recipe_controls(desk: Desk) -> RecipeControls:
             info="tiny was trained on single questions and works best without them",
             elem_id="history",
         )
-    outputs = [text, good, note, preset, budget, keep]
+    outputs = [text, good, note, preset, budget]
     edits: tuple[tuple[Any, Callable[[Any, str], str]], ...] = (
         (text, lambda text, good: text),
         (preset, lambda name, good: str(desk.vlm.recipe(name if name in PRESETS else good))),
         (budget, lambda budget, good: builder.set_budget(good, budget)),
-        (keep, lambda keep, good: builder.set_positions(good, keep)),
     )
     for control, edit in edits:
         own = int(control is text)  # leave the text as it was typed
@@ -100,8 +92,7 @@ def _changed(desk: Desk, edit: Callable[[Any, str], str], value: Any, good: str)
     except VLMFastError as error:
         text, recipe, shown = good, good, builder.read(good)
         note = gr.update(value=panels.message(str(error), error=True), visible=True)
-    slider = gr.update(**_slider(shown))
-    return [text, recipe, note, shown.preset, slider, shown.keep]
+    return [text, recipe, note, shown.preset, gr.update(**_slider(shown))]
 
 
 def _slider(shown: builder.Controls) -> dict[str, Any]:

@@ -34,14 +34,6 @@ _SAME = (
 )
 
 
-class RemoteAnswer(Answer):
-    """An answer of a server.
-
-    The API returns the texts of tokens and not their ids: ``token_ids`` are numbers of the texts,
-    equal where these are.
-    """
-
-
 class RemoteVLM:
     """A model on a server.
 
@@ -294,8 +286,12 @@ class _Reading:
             raise DeadlineExceeded(f"the answer was not complete after {self._seconds:g} s")
         return text
 
-    def answer(self) -> RemoteAnswer:
-        """The answer, after the last chunk."""
+    def answer(self) -> Answer:
+        """The answer, after the last chunk.
+
+        The API returns the texts of tokens and not their ids: ``token_ids`` are numbers of the
+        texts, equal where these are.
+        """
         if self._usage is None:
             raise VLMFastError("the server closed the connection before the answer was complete")
         usage = self._usage.to_dict()
@@ -304,7 +300,7 @@ class _Reading:
         if trace.layout is not None:
             trace.images = self._media.images(int(trace.layout.item.max()) + 1)
         text, stats = "".join(self._texts), self._stats(usage)
-        return RemoteAnswer(text, self._tokens, stats, trace, own["recipe"], self._reason)
+        return Answer(text, self._tokens, stats, trace, own["recipe"], self._reason)
 
     def _stats(self, usage: dict[str, Any]) -> Stats:
         own, end = usage["vlmfast"], time.perf_counter()

@@ -151,14 +151,6 @@ class Conversation:
         self.current, self._stopped = None, False
 
     @property
-    def kept(self) -> float | None:
-        """Fraction of visual tokens that the last answer kept, as a mean over the layers."""
-        shown = self.turns[-1].answers.get(RECIPE) if self.turns else None
-        if shown is None or not shown.stats.visual_tokens_in:
-            return None
-        return shown.stats.equivalent_tokens / shown.stats.visual_tokens_in
-
-    @property
     def images(self) -> list[Image.Image]:
         """The image, or the frames of the video."""
         return _images_of(self._loaded)

@@ -9,18 +9,15 @@ import base64
 import html
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from vlmfast.api import overlays
 from vlmfast.api.answer import Answer
-from vlmfast.engine.stats import Trace
 
-_FRAME_SIDE, _DEPTH_SIDE = 320, 256  # pixels of the longest side
+_FRAME_SIDE = 320  # pixels of the longest side
 _QUALITY = 90
 
 
@@ -107,47 +104,22 @@ def kept_html(answer: Answer) -> str:
     """The panels of an answer as HTML."""
     frames = len(answer.trace.images) > 1
     drawn = views(answer, size=_FRAME_SIDE if frames else None)
-    if not drawn:
-        return plain_html([])
-    return _figures(drawn, "frames" if frames else "image", summary(answer))
+    figures = [_figure(v.image, v.dropped, v.merged, v.caption) for v in drawn]
+    return _figures(figures, frames, html.escape(summary(answer)))
 
 
 def plain_html(images: Sequence[Image.Image]) -> str:
     """Images without tokens, such as during an answer."""
     size = _FRAME_SIDE if len(images) > 1 else None
     small = [overlays.resized(image.convert("RGB"), size) for image in images]
-    figures = "".join(_figure(image, None, np.zeros((0, 4)), "") for image in small)
-    kind = "frames" if len(images) > 1 else "image"
-    return f'<div class="views {kind}">{figures}</div><p class="kept-summary">&nbsp;</p>'
+    figures = [_figure(image, None, np.zeros((0, 4)), "") for image in small]
+    return _figures(figures, len(images) > 1, "")
 
 
-def depths_html(answer: Answer) -> str:
-    """Tokens in the language model, at the first layer and wherever their number changes."""
-    trace = answer.trace
-    if trace.layout is None or trace.depth is None:
-        return ""
-    whole = _alive(replace(trace, entered=trace.layout), torch.ones_like(trace.depth))
-    lines = [_depth(answer, whole, f"From the vision tower: {len(trace.depth)} tokens")]
-    for layer in layers_of(trace):
-        alive = trace.depth > layer
-        title = f"Layer {layer}: {int(alive.sum())} of {len(alive)} tokens"
-        lines.append(_depth(answer, _alive(trace, alive), title))
-    return f'<div class="depths">{"".join(lines)}</div>'
-
-
-def layers_of(trace: Trace) -> list[int]:
-    """The first layer, and those before which tokens were dropped."""
-    return sorted({0, *(layer for _, layer in trace.stages)} & set(range(trace.layers)))
-
-
-def _depth(answer: Answer, trace: Trace, title: str) -> str:
-    drawn = views(replace(answer, trace=trace), size=_DEPTH_SIDE)
-    return f"<section><h3>{html.escape(title)}</h3>{_figures(drawn, 'small', '')}</section>"
-
-
-def _alive(trace: Trace, alive: Tensor) -> Trace:
-    """The trace of a model that drops only the tokens that are not ``alive``."""
-    return replace(trace, depth=alive.long() * trace.layers)
+def _figures(figures: Sequence[str], frames: bool, below: str) -> str:
+    kind = "frames" if frames else "image"
+    line = f'<p class="kept-summary">{below or "&nbsp;"}</p>'
+    return f'<div class="views {kind}">{"".join(figures)}</div>{line}'
 
 
 def _view(image: Image.Image, tokens: overlays.Tokens, name: str) -> View:
@@ -165,12 +137,6 @@ def _view(image: Image.Image, tokens: overlays.Tokens, name: str) -> View:
 
 
 # --- HTML ----------------------------------------------------------------------------------------
-
-
-def _figures(drawn: Sequence[View], kind: str, below: str) -> str:
-    figures = "".join(_figure(v.image, v.dropped, v.merged, v.caption) for v in drawn)
-    line = f'<p class="kept-summary">{html.escape(below)}</p>' if below else ""
-    return f'<div class="views {kind}">{figures}</div>{line}'
 
 
 def _figure(

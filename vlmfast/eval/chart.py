@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.files import read_text, replace_text
+from vlmfast.core.files import read_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -200,12 +199,7 @@ def group_of(recipe: Recipe) -> str:
 # --- the figure ----------------------------------------------------------------------------------
 
 
-def figure(
-    rows: Sequence[Measured],
-    *,
-    current: str | None = None,
-    kept: float | None = None,
-) -> Figure:
+def figure(rows: Sequence[Measured]) -> Figure:
     """One line per method with 95 % intervals, and the full model as a horizontal line.
 
     One menu switches between images, videos and captions, another one selects a group of methods.
@@ -216,11 +210,6 @@ def figure(
     ----------
     rows : sequence of Measured
         See `rows`.
-    current : str, optional
-        A recipe or preset to mark.
-    kept : float, optional
-        The fraction that ``current`` keeps, in (0, 1]: drawn as a vertical line if ``current`` was
-        not measured.
 
     Raises
     ------
@@ -238,12 +227,10 @@ def figure(
     views = [view for view in _VIEWS[axis] if any(row.point(view) for row in rows)]
     if not views:
         raise VLMFastError("the chart has nothing to show: no recipe of the report has an accuracy")
-    marked = _marked(rows, current)
-    line = None if marked or current is None or not kept else 100 * kept
-    drawn = [_traces(rows, view, current, marked, line) for view in views]
+    drawn = [_traces(rows, view) for view in views]
     shown = Figure(drawn[0])
     costs = [p[0] for row in rows if row.group != FULL for view in views if (p := row.point(view))]
-    ends = min([*costs, line or 100]) / 1.2, max([*costs, line or 0, 50]) * 1.2
+    ends = min(costs, default=100) / 1.2, max([*costs, 50]) * 1.2
     grid = {"gridcolor": _LINE, "linecolor": _LINE, "zeroline": False}
     shown.update_xaxes(title=_COST[axis], type="log", range=list(map(log10, ends)), **grid)
     shown.update_xaxes(tickvals=_TICKS, title_standoff=8)
@@ -258,8 +245,7 @@ def figure(
         hoverlabel={"align": "left"},
         legend=_LEGEND,
     )
-    groups = _group_menu(shown.data, {marked.group} if marked else set())
-    shown.update_layout(updatemenus=[_view_menu(views, drawn), groups])
+    shown.update_layout(updatemenus=[_view_menu(views, drawn), _group_menu(shown.data)])
     return shown
 
 
@@ -278,35 +264,13 @@ def write_page(shown: Figure, file: Path, title: str) -> None:
     title : str
         Title of the page.
     """
-    from plotly.offline import get_plotlyjs
-
-    script = file.with_name("plotly.min.js")
-    if not script.is_file():
-        replace_text(script, get_plotlyjs())
     # The figure's grey text is readable on both backgrounds.
-    chart = shown.to_html(CONFIG, full_html=False, include_plotlyjs=script.name)
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
-    )
-    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
+    script = f"document.title = {json.dumps(title)};"
+    script += "document.documentElement.style.colorScheme = 'light dark';"
+    shown.write_html(file, CONFIG, include_plotlyjs="directory", post_script=script)
 
 
-def _marked(rows: Sequence[Measured], current: str | None) -> Measured | None:
-    """The row of the recipe ``current``."""
-    if current is None:
-        return None
-    recipe = Recipe.parse(current)
-    return next((row for row in rows if Recipe.parse(row.numbers["recipe"]) == recipe), None)
-
-
-def _traces(
-    rows: Sequence[Measured],
-    view: View,
-    current: str | None,
-    marked: Measured | None,
-    line: float | None,
-) -> list[Any]:
+def _traces(rows: Sequence[Measured], view: View) -> list[Any]:
     """All traces of a view; views have the same traces in the same order."""
     from plotly.graph_objects import Scatter
 
@@ -337,20 +301,6 @@ def _traces(
             trace.legendgrouptitle = None if group == STACKS else {"text": f"<b>{group}</b>"}
             number += group != BASELINE
             traces.append(trace)
-    if line is not None:
-        name = f"{current}: {line:.3g} % kept, not measured"
-        style = {"color": COLORS[1], "width": 2, "dash": "dot"}
-        heights = [p[1] for row in rows if (p := row.point(view))]
-        y = [min(heights, default=0), max(heights, default=100)]
-        traces.append(Scatter(x=[line, line], y=y, mode="lines", name=name, line=style))
-        traces[-1].hovertemplate = f"<b>{current}</b><br>{line:.3g} % kept<extra></extra>"
-    if marked is not None and marked.group != FULL:
-        point = marked.point(view)
-        ring = {"size": 20, "symbol": "circle-open", "color": COLORS[1], "line": {"width": 3}}
-        traces.append(
-            Scatter(x=[point and point[0]], y=[point and point[1]], mode="markers", marker=ring)
-        )
-        traces[-1].update(name=f"current: {current}", hoverinfo="skip")
     return traces
 
 
@@ -402,11 +352,11 @@ def _view_menu(views: list[View], drawn: list[list[Any]]) -> dict[str, Any]:
     return _menu(choices, above=44)
 
 
-def _group_menu(traces: Sequence[Any], more: set[str]) -> dict[str, Any]:
+def _group_menu(traces: Sequence[Any]) -> dict[str, Any]:
     """A menu of groups; the baselines and the full model are always visible."""
     present = [group for group in GROUPS if any(t.legendgroup == group for t in traces)]
     methods = [group for group in present if group != BASELINE]
-    shown = {"Selected methods": {*methods} - {*_HIDDEN} | more}
+    shown = {"Selected methods": {*methods} - {*_HIDDEN}}
     if len(methods) > 1:
         shown |= {"All methods": {*methods}}
         shown |= {group: {group} for group in methods}

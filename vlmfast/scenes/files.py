@@ -7,6 +7,7 @@ video is stored losslessly: decoding returns the exact frames.
 from __future__ import annotations
 
 import io
+from typing import Any
 
 from PIL import Image
 
@@ -31,13 +32,20 @@ def video() -> tuple[bytes, VideoExample]:
 
 def lossless_video(frames: list[Image.Image], rate: int = 2) -> bytes:
     """RGB frames as lossless H.264 in MP4."""
+    return encoded(frames, "libx264rgb", "rgb24", crf="0", rate=rate)
+
+
+def encoded(
+    frames: list[Image.Image], codec: str, pixels: str, *, crf: str, rate: int = 2
+) -> bytes:
+    """RGB frames as H.264 in MP4, with a pixel format and a quality."""
     import av
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx264rgb", rate=rate, options={"crf": "0"})
+        stream: Any = container.add_stream(codec, rate=rate, options={"crf": crf})
         stream.width, stream.height = frames[0].size
-        stream.pix_fmt = "rgb24"
+        stream.pix_fmt = pixels
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_image(frame)))
         container.mux(stream.encode())
