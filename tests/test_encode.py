@@ -251,15 +251,19 @@ def test_features_of_another_model_are_refused(whole: Path) -> None:
         ("hired:0.2+snapkv:0.5", "snapkv acts in the cache step"),
         ("fastv:0.5", "fastv acts in the prefill step"),
         ("tome:0.5", "proportional_attention=false"),
+        ("hierd:0.2", "hired"),
     ],
 )
 def test_recipes_that_features_cannot_carry_are_refused(
-    recipe: str, reason: str, images: list[Path], tmp_path: Path, capsys: Any
+    recipe: str, reason: str, vlm: VLM, images: list[Path], tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out"
-    argv = ["encode", str(images[0]), "--recipe", recipe, "--out", str(out)]
-    assert main(argv) == 2
+    with pytest.MonkeyPatch.context() as patch:  # before the model is loaded
+        patch.setattr(VLM, "from_pretrained", lambda *args, **options: pytest.fail("loaded"))
+        assert main(["encode", str(images[0]), "--recipe", recipe, "--out", str(out)]) == 2
     assert reason in capsys.readouterr().err
+    with pytest.raises(RecipeError, match=reason):
+        encode_files(vlm, images, recipe, out)
     assert not out.exists()
 
 
@@ -272,20 +276,17 @@ def test_merging_in_the_tower_without_weights_is_encoded(
     assert found.entries[0]["kept"] == len(answer.trace.entered)
 
 
-def test_missing_and_unreadable_images_are_named(vlm: VLM, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(vlm: VLM, tmp_path: Path) -> None:
     text = tmp_path / "text.png"
     text.write_text("no image")
     for path, reason in ((text, "text.png"), (tmp_path / "none.png", "cannot be read")):
         with pytest.raises(MediaError, match=reason):
             encode_files(vlm, [path], RECIPE, tmp_path / "out")
-
-
-def test_manifest_with_other_content_is_refused(vlm: VLM, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text('{"format": "other"}\n')
-    with pytest.raises(VLMFastError, match=r"line 1 is damaged: it has no layout"):
-        open_features(tmp_path)
-    with pytest.raises(VLMFastError, match=r"has no manifest.jsonl"):
-        open_features(tmp_path / "none")
+    for folder, reason in ((tmp_path, "line 1 is damaged: it has no layout"),
+                           (tmp_path / "none", r"has no manifest.jsonl")):  # fmt: skip
+        with pytest.raises(VLMFastError, match=reason):
+            open_features(folder)
 
 
 def test_manifest_cannot_name_files_elsewhere(whole: Path, tmp_path: Path) -> None:
@@ -308,16 +309,3 @@ def test_command_prints_counts(images: list[Path], tmp_path: Path, capsys: Any) 
     before, kept = (sum(image[key] for image in found["images"]) for key in ("tokens", "kept"))
     assert kept < before
     assert f"3 images, {before:,} → {kept:,} visual tokens" in capsys.readouterr().out
-
-
-def test_unknown_recipe_is_refused_before_the_model_is_loaded(
-    images: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(VLM, "from_pretrained", lambda *args, **options: pytest.fail("loaded"))
-    assert main(["encode", str(images[0]), "--recipe", "hierd:0.2"]) == 2
-    assert "hired" in capsys.readouterr().err
-
-
-def test_refused_recipe_raises_recipe_error(vlm: VLM, images: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="reads the question"):
-        encode_files(vlm, images, "catp:0.3", tmp_path / "out")

@@ -350,13 +350,10 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path, answers=True, count=19)
     with pytest.raises(VLMFastError, match="has 19 questions; at least 20"):
         data.read(tmp_path / "data.jsonl")
-
-
-def test_one_image_cannot_be_split(folder: Path) -> None:
     lines = [json.dumps({"image": "0.png", "question": f"Q {n}"}) for n in range(30)]
-    (folder / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
     with pytest.raises(VLMFastError, match="too few images"):
-        commands.run(arguments(folder), FakeVLM)
+        commands.run(arguments(tmp_path), FakeVLM)
 
 
 @pytest.mark.parametrize("text", ["0", "100%", "-1%", "x", "nan"])

@@ -27,16 +27,10 @@ def add_encode(parser: ArgumentParser) -> None:
         "vlmfast encode images/*.jpg --model MODEL --recipe balanced --out features",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="images")
-    parser.add_argument(
-        "--recipe", default="none", help=f"recipe that chooses the visual tokens: {RECIPES}"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("vlmfast-features"),
-        metavar="DIR",
-        help="folder of the features and their manifest",
-    )
+    about = f"recipe that chooses the visual tokens: {RECIPES}"
+    parser.add_argument("--recipe", default="none", help=about)
+    out, about = Path("vlmfast-features"), "folder of the features and their manifest"
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=about)
 
 
 def run_encode(args: Namespace, load: Callable[[], VLM]) -> None:
@@ -67,9 +61,8 @@ def add_export(parser: ArgumentParser) -> None:
     parser.epilog = examples("vlmfast export tiny-vllm --for vllm")
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write, new or empty")
     parser.add_argument("--for", dest="target", choices=TARGETS, required=True, help="the engine")
-    parser.add_argument(
-        "--model", default="tiny", help="tiny (shipped), or the folder of a checkpoint"
-    )
+    about = "tiny (shipped), or the folder of a checkpoint"
+    parser.add_argument("--model", default="tiny", help=about)
 
 
 def run_export(args: Namespace) -> None:

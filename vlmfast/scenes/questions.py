@@ -30,22 +30,18 @@ def _unique(things: list[Thing]) -> list[Thing]:
     return [t for t in things if names[t.name] == 1]
 
 
-def _ask_color(s: Scene, rng: random.Random) -> QA | None:
-    counts = Counter(t.shape for t in s.things)
-    fit = [t for t in s.things if counts[t.shape] == 1]
-    if not fit:
-        return None
-    t = rng.choice(fit)
-    return QA("color", f"What color is the {t.shape}?", t.color)
+def _attribute(type_: str, of: str, text: str) -> Callable[[Scene, random.Random], QA | None]:
+    """Ask for an attribute of the only object with another one, ``of``."""
 
+    def ask(s: Scene, rng: random.Random) -> QA | None:
+        counts = Counter(getattr(t, of) for t in s.things)
+        fit = [t for t in s.things if counts[getattr(t, of)] == 1]
+        t = rng.choice(fit) if fit else None
+        if t is None:
+            return None
+        return QA(type_, text.format(getattr(t, of)), getattr(t, type_))
 
-def _ask_shape(s: Scene, rng: random.Random) -> QA | None:
-    counts = Counter(t.color for t in s.things)
-    fit = [t for t in s.things if counts[t.color] == 1]
-    if not fit:
-        return None
-    t = rng.choice(fit)
-    return QA("shape", f"What shape is the {t.color} object?", t.shape)
+    return ask
 
 
 def _ask_posq(s: Scene, rng: random.Random) -> QA | None:
@@ -166,17 +162,16 @@ def _ask_chart(s: Scene, rng: random.Random) -> QA | None:
     if not s.bars:
         return None
     order = sorted(s.bars, key=lambda b: b.top)
+    asked = [
+        ("Which bar is the tallest?", order[0].color),
+        ("Which bar is the shortest?", order[-1].color),
+        ("How many bars are there?", str(len(s.bars))),
+        ("What color is the first bar?", s.bars[0].color),
+        ("What color is the last bar?", s.bars[-1].color),
+    ]
     kind = rng.randrange(6)
-    if kind == 0:
-        return QA("chart", "Which bar is the tallest?", order[0].color)
-    if kind == 1:
-        return QA("chart", "Which bar is the shortest?", order[-1].color)
-    if kind == 2:
-        return QA("chart", "How many bars are there?", str(len(s.bars)))
-    if kind == 3:
-        return QA("chart", "What color is the first bar?", s.bars[0].color)
-    if kind == 4:
-        return QA("chart", "What color is the last bar?", s.bars[-1].color)
+    if kind < len(asked):
+        return QA("chart", *asked[kind])
     a, b = rng.sample(s.bars, 2)
     question = f"Is the {a.color} bar taller than the {b.color} bar?"
     return QA("chart", question, "yes" if a.top < b.top else "no")
@@ -234,24 +229,12 @@ def _ask_mc(s: Scene, rng: random.Random, bases: tuple[str, ...] = MC_BASES) -> 
     return None
 
 
-def _ask_direction(s: Scene, rng: random.Random) -> QA | None:
-    for t in s.things:
-        if t.move:
-            return QA("direction", f"Which way does the {t.name} move?", t.move)
-    return None
+def _mover(type_: str, text: str, of: str) -> Callable[[Scene, random.Random], QA | None]:
+    def ask(s: Scene, rng: random.Random) -> QA | None:
+        t = next((t for t in s.things if t.move), None)
+        return None if t is None else QA(type_, text.format(t.name), getattr(t, of))
 
-
-def _ask_which(s: Scene, rng: random.Random) -> QA | None:
-    for t in s.things:
-        if t.move:
-            return QA("which", "Which object moves?", t.name)
-    return None
-
-
-def _appearing(s: Scene) -> list[Thing]:
-    """Objects that appear after the first frame, each alone in its frame."""
-    counts = Counter(t.appear for t in s.things)
-    return [t for t in s.things if t.appear > 1 and counts[t.appear] == 1]
+    return ask
 
 
 def _ask_frame(s: Scene, rng: random.Random) -> QA | None:
@@ -263,7 +246,9 @@ def _ask_frame(s: Scene, rng: random.Random) -> QA | None:
 
 
 def _ask_appear(s: Scene, rng: random.Random) -> QA | None:
-    fit = _appearing(s)
+    # After the first frame, each alone in its frame.
+    counts = Counter(t.appear for t in s.things)
+    fit = [t for t in s.things if t.appear > 1 and counts[t.appear] == 1]
     if not fit:
         return None
     t = rng.choice(fit)
@@ -296,8 +281,8 @@ def _ask_before(s: Scene, rng: random.Random) -> QA | None:
 
 
 _ASK = {
-    "color": _ask_color,
-    "shape": _ask_shape,
+    "color": _attribute("color", "shape", "What color is the {}?"),
+    "shape": _attribute("shape", "color", "What shape is the {} object?"),
     "posq": _ask_posq,
     "count": _ask_count,
     "exist": _ask_exist,
@@ -308,8 +293,8 @@ _ASK = {
     "ocr": _ask_ocr,
     "chart": _ask_chart,
     "mc": _ask_mc,
-    "direction": _ask_direction,
-    "which": _ask_which,
+    "direction": _mover("direction", "Which way does the {} move?", "move"),
+    "which": _mover("which", "Which object moves?", "name"),
     "frame": _ask_frame,
     "appear": _ask_appear,
     "order": _ask_order,

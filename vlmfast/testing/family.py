@@ -132,9 +132,7 @@ class _Checks:
         tokens = expected.sequences[0, ids.shape[1] :].tolist()
         logits = torch.cat(expected.logits)
         answer = self.full[case] = self.ask(case, top_logprobs=0)
-        self.report.require(
-            answer.token_ids == tokens, name, f"{answer.token_ids} instead of {tokens}"
-        )
+        self.same(name, answer.token_ids, tokens)
         note = self.close(name, answer, logits, ids.shape[1])
         visual = int(self.adapter.visual(ids).sum())
         self.report.require(
@@ -143,6 +141,9 @@ class _Checks:
             f"{answer.stats.visual_tokens_in} visual tokens for {visual} placeholders",
         )
         self.report.passed(name, note)
+
+    def same(self, name: str, got: list[int], expected: list[int]) -> None:
+        self.report.require(got == expected, name, f"{got} instead of {expected}")
 
     def close(self, name: str, answer: Answer, logits: Tensor, rows: int) -> str:
         """Log-probabilities of an answer's tokens are those of ``logits``, up to rounding."""
@@ -176,11 +177,7 @@ class _Checks:
                 except VLMFastError as error:
                     self.report.left_out(name, str(error).partition("\n")[0])
                     continue
-            self.report.require(
-                answer.token_ids == self.full[case].token_ids,
-                name,
-                f"{answer.token_ids} instead of {self.full[case].token_ids}",
-            )
+            self.same(name, answer.token_ids, self.full[case].token_ids)
             self.report.passed(name)
 
     # --- dropped tokens --------------------------------------------------------------------------
@@ -246,19 +243,15 @@ class _Checks:
         assert layout is not None
         layout = layout.select(layout.patches)
         box = layout.box
-        self.report.require(
-            # Those of patches that only pad the image are empty.
-            bool((box[:, :2] <= box[:, 2:]).all()) and box.min() >= 0 and box.max() <= 1,
-            name,
-            "boxes of tokens must lie within the image, as fractions of its width and height",
-        )
-        self.report.require(
-            bool((layout.item.diff() >= 0).all()), name, "items must be in the order of the prompt"
-        )
+        # Those of patches that only pad the image are empty.
+        inside = bool((box[:, :2] <= box[:, 2:]).all()) and box.min() >= 0 and box.max() <= 1
+        reason = "boxes of tokens must lie within the image, as fractions of its width and height"
+        self.report.require(inside, name, reason)
+        ordered = bool((layout.item.diff() >= 0).all())
+        self.report.require(ordered, name, "items must be in the order of the prompt")
         place = torch.cat([layout.item[:, None], layout.tile[:, None], layout.grid], dim=1)
-        self.report.require(
-            len(place.unique(dim=0)) == len(place), name, "two tokens have the same grid position"
-        )
+        distinct = len(place.unique(dim=0)) == len(place)
+        self.report.require(distinct, name, "two tokens have the same grid position")
         self.report.passed(name)
 
     # --- several requests ------------------------------------------------------------------------
@@ -274,18 +267,11 @@ class _Checks:
             for question in (self.question, "and the rest ?"):
                 given: dict[str, Any] = {"max_new_tokens": self.count, "do_sample": False}
                 # The first one has been compared; others may continue a stored prefix themselves.
-                first = question == self.question
-                expected = (
-                    self.full[case]
-                    if first
-                    else self.vlm.ask(question, **self.media[case], **given)
-                )
+                expected = self.full[case]
+                if question != self.question:
+                    expected = self.vlm.ask(question, **self.media[case], **given)
                 got = session.ask(question, **given)
-                self.report.require(
-                    got.token_ids == expected.token_ids,
-                    name,
-                    f"{got.token_ids} instead of {expected.token_ids}",
-                )
+                self.same(name, got.token_ids, expected.token_ids)
             self.report.passed(name, f"reuses {session.reuses}")
 
     def batch(self) -> None:
@@ -300,31 +286,25 @@ class _Checks:
             answers = self.vlm.ask_many(requests, batch_size=len(requests), **given)
         for (case, recipe), answer in zip(chosen, answers, strict=True):
             alone = self.ask(case, recipe)
-            self.report.require(
-                answer.token_ids == alone.token_ids,
-                f"batch: {recipe or 'none'}, {case}",
-                f"{answer.token_ids} instead of {alone.token_ids}",
-            )
+            self.same(f"batch: {recipe or 'none'}, {case}", answer.token_ids, alone.token_ids)
         self.report.passed(f"batch: {len(requests)} requests")
 
     # --- bad input -------------------------------------------------------------------------------
 
     def bad_input(self) -> None:
         vlm, report, image = self.vlm, self.report, self.media["one image"]["images"][0]
-        report.refuses(
-            "bad input: a tokenizer as processor",
-            ModelError,
-            lambda: VLM(vlm.model, vlm.processor.tokenizer),
+        mark, flat = f"{self.adapter.image_token()} {self.question}", image[..., 0][None, None]
+        wrong: tuple[tuple[str, type[VLMFastError], Callable[[], Any]], ...] = (
+            (
+                "a tokenizer as processor",
+                ModelError,
+                lambda: VLM(vlm.model, vlm.processor.tokenizer),
+            ),
+            ("a placeholder without an image", VLMFastError, lambda: vlm.ask(mark)),
+            ("an image without channels", VLMFastError, lambda: vlm.ask(self.question, flat)),
         )
-        mark = f"{self.adapter.image_token()} {self.question}"
-        report.refuses(
-            "bad input: a placeholder without an image", VLMFastError, lambda: vlm.ask(mark)
-        )
-        report.refuses(
-            "bad input: an image without channels",
-            VLMFastError,
-            lambda: vlm.ask(self.question, image[..., 0][None, None]),
-        )
+        for what, error, call in wrong:
+            report.refuses(f"bad input: {what}", error, call)
 
 
 def _masked(entered: Tensor, layer: int) -> Callable[..., tuple[tuple, dict]]:

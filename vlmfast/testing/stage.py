@@ -164,16 +164,10 @@ class _Checks:
             if f.metadata.get("choices"):
                 wrong = ["no choice"]
             for value in wrong[:2]:
-                self.report.refuses(
-                    f"bad input: {recipe_name(f)}={value}",
-                    RecipeError,
-                    partial(cls, **{f.name: value}),
-                )
-        self.report.refuses(
-            "bad input: an unknown parameter",
-            RecipeError,
-            lambda: cls.from_texts({"no-such-parameter": "1"}),
-        )
+                what = f"bad input: {recipe_name(f)}={value}"
+                self.report.refuses(what, RecipeError, partial(cls, **{f.name: value}))
+        unknown = partial(cls.from_texts, {"no-such-parameter": "1"})
+        self.report.refuses("bad input: an unknown parameter", RecipeError, unknown)
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -190,16 +184,10 @@ class _Checks:
             answer = self.ask(case)
         stats = answer.stats
         self.report.require(answer.token_ids, name, "no token was generated")
-        self.report.require(
-            0 < stats.equivalent_tokens <= stats.visual_tokens_in,
-            name,
-            f"{stats.equivalent_tokens:g} of {stats.visual_tokens_in} visual tokens",
-        )
-        self.report.require(
-            0 < stats.kv_bytes <= stats.kv_bytes_full,
-            name,
-            f"{stats.kv_bytes} bytes of cache, of {stats.kv_bytes_full}",
-        )
+        kept, full = stats.equivalent_tokens, stats.visual_tokens_in
+        self.report.require(0 < kept <= full, name, f"{kept:g} of {full} visual tokens")
+        kept, full = stats.kv_bytes, stats.kv_bytes_full
+        self.report.require(0 < kept <= full, name, f"{kept} bytes of cache, of {full}")
         self.report.passed(name)
         return answer
 

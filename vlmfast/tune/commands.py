@@ -38,70 +38,27 @@ def add_arguments(parser: ArgumentParser) -> None:
         "vlmfast tune --data questions.jsonl --max-loss 2% --for memory --out runs/tune --strict",
     )
     add = parser.add_argument
-    add(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="JSONL with 'image' or 'video', 'question' and optionally 'answer' in each line; "
-        "without an answer, the full model's counts as correct",
-    )
-    add(
-        "--max-loss",
-        type=_fraction,
-        default="1%",
-        metavar="P",
-        help="largest loss of accuracy against the full model, in points (default: %(default)s)",
-    )
-    add(
-        "--for",
-        dest="objective",
-        choices=OBJECTIVES,
-        default="ttft",
-        help="what to make cheap: the time to the first token, the throughput of a batch, or the "
-        "KV cache (default: %(default)s)",
-    )
+    about = "JSONL with 'image' or 'video', 'question' and optionally 'answer' in each line; "
+    about += "without an answer, the full model's counts as correct"
+    add("--data", type=Path, required=True, metavar="FILE", help=about)
+    about = "largest loss of accuracy against the full model, in points (default: %(default)s)"
+    add("--max-loss", type=_fraction, default="1%", metavar="P", help=about)
+    about = "what to make cheap: the time to the first token, the throughput of a batch, or the KV "
+    about += "cache (default: %(default)s)"
+    add("--for", dest="objective", choices=OBJECTIVES, default="ttft", help=about)
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the answers and results")
-    add(
-        "--recipe",
-        action="append",
-        dest="recipes",
-        metavar="R",
-        help="a candidate; may be repeated (default: all methods, and stacks of the best)",
-    )
-    add(
-        "--confidence",
-        type=_fraction,
-        default="95%",
-        metavar="P",
-        help="confidence of the verdict (default: %(default)s)",
-    )
-    add(
-        "--held-out",
-        type=_fraction,
-        default="50%",
-        metavar="P",
-        help="part of the questions that is used for the verdict alone (default: %(default)s)",
-    )
-    add(
-        "--strict",
-        action="store_true",
-        help="choose the full model if the data cannot certify a recipe",
-    )
-    add(
-        "--max-new-tokens",
-        type=count,
-        default=32,
-        metavar="N",
-        help="maximum length of an answer (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=count,
-        default=8,
-        metavar="N",
-        help="questions that are decoded together (default: %(default)s)",
-    )
+    about = "a candidate; may be repeated (default: all methods, and stacks of the best)"
+    add("--recipe", action="append", dest="recipes", metavar="R", help=about)
+    about = "confidence of the verdict (default: %(default)s)"
+    add("--confidence", type=_fraction, default="95%", metavar="P", help=about)
+    about = "part of the questions that is used for the verdict alone (default: %(default)s)"
+    add("--held-out", type=_fraction, default="50%", metavar="P", help=about)
+    about = "choose the full model if the data cannot certify a recipe"
+    add("--strict", action="store_true", help=about)
+    about = "maximum length of an answer (default: %(default)s)"
+    add("--max-new-tokens", type=count, default=32, metavar="N", help=about)
+    about = "questions that are decoded together (default: %(default)s)"
+    add("--batch-size", type=count, default=8, metavar="N", help=about)
     add("--seed", type=int, default=0, help="seed of the split (default: %(default)s)")
 
 

@@ -58,8 +58,8 @@ class Source(Protocol):
         """
 
 
-class Store:
-    """The answers of a run in a journal, so that an interrupted run continues.
+class Store(Journal):
+    """The answers of a run, so that an interrupted run continues.
 
     Parameters
     ----------
@@ -75,10 +75,8 @@ class Store:
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         make_folder(path.parent)
-        self._journal = Journal(path, about, ("recipe", "question"))
-        self._found: dict[tuple[str, int], dict[str, Any]] = {}
-        self._recipes: set[str] = set()
-        self._keep(self._journal.lines)
+        super().__init__(path, about, ("recipe", "question"))
+        self._found = {(row["recipe"], row["question"]): row for row in self.lines}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -88,18 +86,11 @@ class Store:
 
     def has(self, recipe: str) -> bool:
         """Whether there is any answer under a recipe."""
-        return recipe in self._recipes
+        return any(name == recipe for name, _ in self._found)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._journal.append(*rows)
-        self._keep(rows)
-
-    def close(self) -> None:
-        self._journal.close()
-
-    def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.append(*rows)
         self._found |= {(row["recipe"], row["question"]): row for row in rows}
-        self._recipes |= {row["recipe"] for row in rows}
 
 
 class ModelSource:
