@@ -276,7 +276,7 @@ def check_vlmfast(words: list[str], partial: bool) -> None:
 
 
 def check_eval(args: argparse.Namespace) -> None:
-    from vlmfast.eval.commands import _OF_TASKS, budgets, planned
+    from vlmfast.eval.commands import _OF_TASKS, planned
     from vlmfast.eval.tasks import find_task
     from vlmfast.eval.workers import chosen
 
@@ -286,7 +286,7 @@ def check_eval(args: argparse.Namespace) -> None:
     for task in args.tasks or ():
         find_task(task, **own)
     chosen(args.shard)
-    axes = budgets(args.budget), args.positions, budgets(args.share, "share")
+    axes = args.budget, args.positions, args.share
     if args.recipe or any(axes):
         planned(args.recipe or ["none"], *axes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import zlib
+from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
 from vlmfast.eval.axes import method_of, share_of
+from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.results import Writer, slug
 from vlmfast.eval.shapes import Shapes
 from vlmfast.eval.tasks import Doc
@@ -169,3 +171,10 @@ def write_results(
                 sample["turn"] = len(writer.done) % 3
             writer.add(sample, {"doc_id": doc.doc_id, "ttft_s": 0.02 + 0.03 * kept})
     return path
+
+
+def run(*words: object) -> int:
+    """``vlmfast eval`` with arguments."""
+    parser = ArgumentParser()
+    add_eval(parser)
+    return run_eval(parser.parse_args([str(word) for word in words]))

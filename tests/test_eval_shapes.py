@@ -11,7 +11,6 @@ import pytest
 
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.shapes import Shapes, without_foreground
-from vlmfast.eval.tasks import find_task
 from vlmfast.scenes.examples import (
     EVAL_SEED_START,
     EVAL_SEED_STOP,
@@ -82,12 +81,6 @@ def test_limit_beyond_the_held_out_scenes_is_refused(monkeypatch):
     monkeypatch.setattr("vlmfast.eval.shapes._STRIDE", 3)
     with pytest.raises(VLMFastError, match="fewer questions of type"):
         task.docs(4, 0)
-
-
-def test_unknown_task_error_lists_the_tasks():
-    with pytest.raises(VLMFastError, match=r"'shape'.*did you mean 'shapes'.*tasks: shapes"):
-        find_task("shape")
-    assert find_task("shapes").name == "shapes"
 
 
 def test_media():

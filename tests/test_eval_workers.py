@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from eval_fakes import FakeVLM
+from eval_fakes import FakeVLM, run
 from interrupts import interruptible
 from vlmfast.errors import VLMFastError
 from vlmfast.eval import workers
-from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.report import write_report
 from vlmfast.eval.results import read
 from vlmfast.eval.runner import TooManyErrors, evaluate, part_of
@@ -152,26 +151,22 @@ def test_shard_from_launcher_environment(monkeypatch):
 
 
 def test_command_takes_shards_and_batch_size(tmp_path, monkeypatch, capsys):
-    from argparse import ArgumentParser
-
     from vlmfast.eval import commands
 
     monkeypatch.setattr(commands, "_load", lambda *_: FakeVLM())
-    parser = ArgumentParser()
-    add_eval(parser)
     for part in (0, 1):
-        words = ["shapes", "--limit", "1", "--out", str(tmp_path), "--batch-size", "3"]
-        run_eval(parser.parse_args([*words, "--shard", f"{part}/2"]))
+        words = ("shapes", "--limit", 1, "--out", tmp_path, "--batch-size", 3)
+        run(*words, "--shard", f"{part}/2")
         assert "| `none` |" in capsys.readouterr().out
     assert len(read(tmp_path / "shapes" / "none").samples) == 21
-    with pytest.raises(VLMFastError, match="--batch-size 2 must be at least 1, and 1 with --sess"):
-        run_eval(parser.parse_args(["shapes", "--batch-size", "2", "--session"]))
+    with pytest.raises(VLMFastError, match="--batch-size 2 must be 1 with --session"):
+        run("shapes", "--batch-size", 2, "--session")
 
 
 LAUNCHED = """
 import sys
 sys.path.insert(0, {tests!r})
-from eval_fakes import FakeVLM
+from eval_fakes import FakeVLM, run
 from vlmfast.eval import commands
 from vlmfast.cli import main
 broken = "--broken" in sys.argv

@@ -267,7 +267,7 @@ def test_video_prompts_are_those_of_lmms_eval(data, monkeypatch):
     films = data / "hf" / "videomme"
     for on in (False, True):
         task = find_task("video-mme", data=films, mode="lmms-eval", subtitles=on, num_frames=FRAMES)
-        rows = {row["question_id"]: row for row in task._rows.texts()}
+        rows = {row["question_id"]: row for row in task._rows.texts}
         docs = task.docs(None, 0)
         for doc in random.Random(0).sample(docs, 12):
             row, media = rows[doc.doc_id], task.media(doc)

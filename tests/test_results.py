@@ -20,7 +20,7 @@ import pytest
 from documented import CHECKS
 from vlmfast.cli.commands import _parser
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.eval.commands import budgets, planned
+from vlmfast.eval.commands import planned
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOL = ROOT / "tools" / "results.py"
@@ -89,7 +89,7 @@ def test_evaluations_contain_the_recipes_of_the_reports(tool: ModuleType) -> Non
             if args.command == "report":
                 assert args.out == Path(report).parent.relative_to(ROOT)
                 continue
-            axes = budgets(args.budget), args.positions, budgets(args.share, "share")
+            axes = args.budget, args.positions, args.share
             recipes = {"none", *map(str, planned(args.recipe, *axes))}
             made |= recipes
             made |= {f"{r}@session" for r in recipes} if args.session else set()

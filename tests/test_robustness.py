@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from PIL import Image
 
 import tiny_families
 import vlmfast
+from eval_fakes import run
 from tiny_models import make_image
 from vlmfast.api.gradients import image_of, inputs_of, pixels_of, seen_of
 from vlmfast.compressors.guard import MARGIN, reserved
@@ -24,7 +24,6 @@ from vlmfast.core.registry import stage_class
 from vlmfast.engine.jitter import SHIFTS, jittered
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands, robustness, robustness_attacks
-from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.report import write_report
 from vlmfast.eval.results import Writer
 from vlmfast.eval.robustness import Robustness
@@ -277,10 +276,7 @@ def test_guards_are_compared_with_their_base() -> None:
 
 
 def evaluate(out, *more: str, task: str = "robustness") -> int:
-    parser = ArgumentParser()
-    add_eval(parser)
-    words = [task, "--recipe", HIRED, "--eps", "4", "--steps", "2", "--out", str(out)]
-    return run_eval(parser.parse_args([*words, *more]))
+    return run(task, "--recipe", HIRED, "--eps", 4, "--steps", 2, "--out", out, *more)
 
 
 def files(folder) -> dict[str, bytes]:

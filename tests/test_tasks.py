@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import media_fixtures as fx
@@ -25,10 +27,9 @@ from eval_data import (
     write_rows,
     write_video_mme,
 )
-from eval_fakes import FakeVLM
+from eval_fakes import FakeVLM, run
 from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.eval import mmmu, video_mme
-from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.data import read_subtitles, spoken
 from vlmfast.eval.report import write_report
 from vlmfast.eval.results import read
@@ -60,14 +61,6 @@ def objects(tmp_path_factory) -> Path:
 
 def rows_file(tmp_path: Path, *rows: dict) -> Path:
     return write_plain(tmp_path / "validation.parquet", list(rows))
-
-
-def run(*args: object) -> int:
-    from argparse import ArgumentParser
-
-    parser = ArgumentParser()
-    add_eval(parser)
-    return run_eval(parser.parse_args([str(arg) for arg in args]))
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -180,11 +173,12 @@ def shown(task, docs, name: str) -> list:
 
 
 @pytest.mark.parametrize("write", [write_rows, write_plain])
-@pytest.mark.parametrize("limit", [None, 0])
-def test_images_are_loaded_by_number(tmp_path, write, limit):
-    """From memory, and from the file if memory is limited."""
-    task = find_task("mmmu", data=write(tmp_path / "x.parquet", MMMU))
-    task._rows._free_bytes = task._rows._free_bytes if limit is None else limit
+@pytest.mark.parametrize("group", [100, 2])
+def test_images_are_loaded_by_number(tmp_path, write, group):
+    """From files whose rows are in one group, or in several."""
+    file = write(tmp_path / "x.parquet", MMMU)
+    pq.write_table(pq.read_table(file), file, row_group_size=group)
+    task = find_task("mmmu", data=file)
     docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
     for name, numbers in {
         "validation_Art_1": (1, 2, 3),  # in the options only
@@ -195,7 +189,6 @@ def test_images_are_loaded_by_number(tmp_path, write, limit):
         images = shown(task, docs, name)
         for image, number in zip(images, numbers, strict=True):
             assert np.array_equal(image, drawn(10 * number)), name
-    assert len(task._rows._cached) == (0 if limit == 0 else len(MMMU))
     blank = task.media(docs["validation_Art_1"], "question-only")["images"]
     assert [p.getextrema() for p in blank] == [((128, 128),) * 3] * 3
 
@@ -294,41 +287,32 @@ def test_unreadable_data_raises(tmp_path):
         find_task("mmmu", data=tmp_path, split="dev").docs(None, 0)
 
 
-def test_hub_data_is_read_with_datasets(monkeypatch):
-    import datasets
+def test_hub_data_are_downloaded(college, monkeypatch):
+    import huggingface_hub
 
     asked = []
 
-    def load_dataset(path, split, streaming, name=None):
-        asked.append((path, name, split, streaming))
-        rows = [row for row in MMMU if name is None or f"_{name}_" in row["id"]]
-        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+    def download(name, **kwargs):
+        asked.append((name, kwargs["repo_type"], kwargs["allow_patterns"]))
+        return str(college)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    subjects = ["Accounting", "Art", "Math"]
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: [*subjects, "Cooking"])
-    task = find_task("mmmu")
-    docs = {doc.doc_id: doc for doc in task.docs(None, 0)}
-    assert asked == [("MMMU/MMMU", name, "validation", True) for name in subjects]
-    assert [len(shown(task, docs, name)) for name in ("validation_Art_1", "validation_Math_2")] == [
-        3,
-        1,
-    ]
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: ["default"])
-    assert len(find_task("mmmu", data="lmms-lab/MMMU").docs(None, 0)) == len(MMMU)
-    assert asked[-1] == ("lmms-lab/MMMU", None, "validation", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    docs = find_task("mmmu").docs(None, 0)
+    patterns = ["validation*.parquet", "*/validation*.parquet"]
+    assert asked == [("MMMU/MMMU", "dataset", patterns)]
+    assert docs == find_task("mmmu", data=college).docs(None, 0)
 
     def gone(*args, **kwargs):
         raise ConnectionError("the hub is not there\nand more")
 
-    monkeypatch.setattr(datasets, "load_dataset", gone)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gone)
     with pytest.raises(VLMFastError, match=r"cannot read lmms-lab/POPE: the hub is not there$"):
         find_task("pope").docs(None, 0)
 
 
-def test_missing_datasets_package_raises(college, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(VLMFastError, match=r"needs datasets.*pip install 'vlmfast\[eval\]'"):
+def test_missing_pyarrow_raises(college, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(VLMFastError, match=r"needs pyarrow.*pip install 'vlmfast\[eval\]'"):
         find_task("mmmu", data=college).docs(None, 0)
 
 
@@ -787,24 +771,3 @@ def test_videos_outside_the_data_need_a_flag(films, tmp_path, how):
         else:
             with pytest.raises(MediaError, match=r"^001-1: its .* which is not in .*--allow-out"):
                 task.media(doc)
-
-
-def test_a_stream_that_breaks_fails_one_row(monkeypatch):
-    """The next row is read from a new stream."""
-    from vlmfast.eval.data import Rows
-
-    broken = [2]
-
-    def stream(rows):
-        for number in range(5):
-            if number in broken:
-                broken.clear()
-                raise ConnectionError("reset")
-            yield {"number": number}
-
-    monkeypatch.setattr(Rows, "_stream", stream)
-    rows = Rows("x", "test", ())
-    assert rows.row(1) == {"number": 1}
-    with pytest.raises((VLMFastError, ConnectionError), match="reset"):
-        rows.row(2)
-    assert [rows.row(number)["number"] for number in (2, 3, 4)] == [2, 3, 4]

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import writable
-from vlmfast.core.help import RECIPES, add_dtype, examples
+from vlmfast.core.help import RECIPES, add_dtype, count, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 
+from .axes import shrinks_cache, takes_budget, with_budget, with_field, with_share
 from .draws import DRAWS, with_draws
-from .results import named, slug, variant_of
+from .failures import note_failures
+from .results import named, slug, variant_of, write_json
 from .workers import is_first
 
 if TYPE_CHECKING:
@@ -30,17 +32,8 @@ if TYPE_CHECKING:
     from .tasks import Task
 
 # Arguments that go to tasks; a task rejects those that it does not have.
-_OF_TASKS = (
-    "data",
-    "split",
-    "mode",
-    "videos",
-    "subtitles",
-    "num_frames",
-    "allow_outside",
-    "eps",
-    "steps",
-)
+_OF_DATA = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
+_OF_TASKS = (*_OF_DATA, "eps", "steps")
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -58,136 +51,66 @@ def add_eval(parser: ArgumentParser) -> None:
         "vlmfast eval robustness --recipe hired:0.2 --recipe hired:keep=0.2,guard=4 --eps 2,8",
     )
     add = parser.add_argument
-    add(
-        "tasks",
-        nargs="+",
-        metavar="TASK",
-        help="shapes (generated scenes, offline), mmmu, video-mme, pope or robustness (shapes with "
-        "small perturbations); for others use lmms-eval, see docs/evaluation.md",
-    )
+    about = "shapes (generated scenes, offline), mmmu, video-mme, pope or robustness (shapes with "
+    about += "small perturbations); for others use lmms-eval, see docs/evaluation.md"
+    add("tasks", nargs="+", metavar="TASK", help=about)
     add("--model", default="tiny", help="tiny (shipped), a folder or a hub id")
     add_dtype(parser)
-    add(
-        "--recipe",
-        action="append",
-        metavar="RECIPE",
-        help=f"recipe to run; may be given several times: {RECIPES}; 'all' is every method, "
-        "including trained ones with weights for the model, 'cache' every cache compression "
-        "method. The full model is always included",
-    )
-    add("--budget", metavar="B,B", help="run each reducer at these budgets, such as 0.33,0.11")
-    add(
-        "--share",
-        metavar="S,S",
-        help="run each cache method at these fractions of the cache, such as 0.5,0.2,0.1; "
-        "quantizers have no such parameter and run unchanged. With 'all' and 'cache', windows are "
-        "a tenth of the kept slots, and bits are 4 and 2",
-    )
-    add(
-        "--positions",
-        choices=("keep", "compact"),
-        help="rotary ids of the kept tokens, of every recipe (default: as each recipe says)",
-    )
-    add(
-        "--controls",
-        action="store_true",
-        help="also run the full model with a grey image (question-only) and with the background "
-        "alone (background-only)",
-    )
-    add(
-        "--draws",
-        type=int,
-        default=DRAWS,
-        metavar="N",
-        help="run random selection with N seeds and average them (default: %(default)s); a recipe "
-        "with a seed of its own runs once",
-    )
-    add(
-        "--session",
-        action="store_true",
-        help="also ask all questions about an image one after another, in a session that prefills "
-        "the image once, to measure the cost of later questions",
-    )
-    add(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, "
-        "POPE's categories (default: all; for shapes 100, for robustness 10)",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="questions that are decoded together",
-    )
-    add(
-        "--shard",
-        metavar="I/N",
-        help="run only part I of N, such as 0/4 for the first of four; all parts write to one "
-        "folder. Set automatically under torchrun and accelerate launch",
-    )
-    add(
-        "--data",
-        metavar="DATA",
-        help="a parquet file, a folder of them, or a hub id, in the schema of MMMU/MMMU, "
-        "lmms-lab/Video-MME or lmms-lab/POPE (default: these)",
-    )
+    about = f"recipe to run; may be given several times: {RECIPES}; 'all' is every method, "
+    about += "including trained ones with weights for the model, 'cache' every cache compression "
+    about += "method. The full model is always included"
+    add("--recipe", action="append", metavar="RECIPE", help=about)
+    about = "run each reducer at these budgets, such as 0.33,0.11"
+    add("--budget", type=fractions, default=(), metavar="B,B", help=about)
+    about = "run each cache method at these fractions of the cache, such as 0.5,0.2,0.1; "
+    about += "quantizers have no such parameter and run unchanged. With 'all' and 'cache', windows "
+    about += "are a tenth of the kept slots, and bits are 4 and 2"
+    add("--share", type=fractions, default=(), metavar="S,S", help=about)
+    about = "rotary ids of the kept tokens, of every recipe (default: as each recipe says)"
+    add("--positions", choices=("keep", "compact"), help=about)
+    about = "also run the full model with a grey image (question-only) and with the background "
+    about += "alone (background-only)"
+    add("--controls", action="store_true", help=about)
+    about = "run random selection with N seeds and average them (default: %(default)s); a recipe "
+    about += "with a seed of its own runs once"
+    add("--draws", type=count, default=DRAWS, metavar="N", help=about)
+    about = "also ask all questions about an image one after another, in a session that prefills "
+    about += "the image once, to measure the cost of later questions"
+    add("--session", action="store_true", help=about)
+    about = "questions of each type: shapes' types, MMMU's subjects, Video-MME's durations, POPE's "
+    about += "categories (default: all; for shapes 100, for robustness 10)"
+    add("--limit", type=count, metavar="N", help=about)
+    about = "questions that are decoded together"
+    add("--batch-size", type=count, default=1, metavar="N", help=about)
+    about = "run only part I of N, such as 0/4 for the first of four; all parts write to one "
+    about += "folder. Set automatically under torchrun and accelerate launch"
+    add("--shard", metavar="I/N", help=about)
+    about = "a parquet file, a folder of them, or a hub id, in the schema of MMMU/MMMU, "
+    about += "lmms-lab/Video-MME or lmms-lab/POPE (default: these)"
+    add("--data", metavar="DATA", help=about)
     add("--split", help="mmmu: validation (default), dev or test, whose answers are hidden")
-    add(
-        "--mode",
-        help="source of prompts, parsers and scores: official (default, the benchmark's authors), "
-        "lmms-eval or vlmevalkit (exact matching)",
-    )
-    add(
-        "--videos",
-        metavar="DIR",
-        help="video-mme: folder of <videoID>.mp4 and subtitle/<videoID>.srt (default: DATA)",
-    )
-    add(
-        "--subtitles",
-        action="store_true",
-        default=None,
-        help="video-mme: include the subtitles at the selected frames",
-    )
-    add(
-        "--allow-outside",
-        action="store_true",
-        default=None,
-        help="also load files that a data set refers to by a URL, or by a path or link outside "
-        "the folder of DATA or --videos",
-    )
+    about = "source of prompts, parsers and scores: official (default, the benchmark's authors), "
+    about += "lmms-eval or vlmevalkit (exact matching)"
+    add("--mode", help=about)
+    about = "video-mme: folder of <videoID>.mp4 and subtitle/<videoID>.srt (default: DATA)"
+    add("--videos", metavar="DIR", help=about)
+    about = "video-mme: include the subtitles at the selected frames"
+    add("--subtitles", action="store_true", default=None, help=about)
+    about = "also load files that a data set refers to by a URL, or by a path or link outside the "
+    about += "folder of DATA or --videos"
+    add("--allow-outside", action="store_true", default=None, help=about)
     add("--num-frames", type=int, metavar="N", help="video-mme: frames per video (default: 32)")
-    add(
-        "--eps",
-        type=whole_numbers,
-        metavar="E,E",
-        help="robustness: largest changes of a pixel value, of 0 to 255 (default: 2,4,8)",
-    )
-    add(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="robustness: steps of the optimization of an image (default: 20)",
-    )
-    add(
-        "--out",
-        type=Path,
-        default=Path("vlmfast-results"),
-        metavar="DIR",
-        help="folder of the answers",
-    )
+    about = "robustness: largest changes of a pixel value, of 0 to 255 (default: 2,4,8)"
+    add("--eps", type=whole_numbers, metavar="E,E", help=about)
+    about = "robustness: steps of the optimization of an image (default: 20)"
+    add("--steps", type=int, metavar="N", help=about)
+    out = Path("vlmfast-results")
+    add("--out", type=Path, default=out, metavar="DIR", help="folder of the answers")
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
     add("--seed", type=int, default=0, help="seed of the questions")
     add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
-    add(
-        "--max-errors",
-        type=int,
-        default=10,
-        metavar="N",
-        help="maximum number of failed samples per recipe",
-    )
+    about = "maximum number of failed samples per recipe"
+    add("--max-errors", type=int, default=10, metavar="N", help=about)
 
 
 def run_eval(
@@ -204,7 +127,6 @@ def run_eval(
     program : str
         What is typed before the arguments. Results record it.
     """
-    from .results import write_json
     from .runner import part_of, weights_sha256
     from .tasks import find_task
     from .workers import chosen, own_device, part_ways
@@ -213,23 +135,19 @@ def run_eval(
     own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
     tasks = [(find or find_task)(name, **own) for name in dict.fromkeys(args.tasks)]
     args.typed = f"{program} {shlex.join(sys.argv[1:])}"
-    shard = chosen(args.shard)
-    if args.batch_size < 1 or (args.session and args.batch_size > 1):
-        raise VLMFastError(
-            f"--batch-size {args.batch_size} must be at least 1, and 1 with --session"
-        )
-    if args.draws < 1:
-        raise VLMFastError(f"--draws {args.draws} must be at least 1")
-    axes = budgets(args.budget), args.positions, budgets(args.share, "share")
+    args.part = chosen(args.shard)
+    if args.session and args.batch_size > 1:
+        raise VLMFastError(f"--batch-size {args.batch_size} must be 1 with --session")
+    names, axes = args.recipe or ["none"], (args.budget, args.positions, args.share)
     draws = args.draws
     if any(task.name == "robustness" for task in tasks):
         from .robustness import check
 
         draws = 1  # images are optimized for each of them
-        check(planned(args.recipe or ["none"], *axes), args.session, args.controls)
-    recipes = with_draws(planned(args.recipe or ["none"], *axes), draws)
+        check(planned(names, *axes), args.session, args.controls)
+    recipes = with_draws(planned(names, *axes), draws)
     for task in tasks:
-        part_of(task.docs(args.limit, args.seed), *(shard or (0, 1)))
+        part_of(task.docs(args.limit, args.seed), *(args.part or (0, 1)))
     check_folder(args.out)
     if args.json is not None:
         check_folder(args.json.parent)
@@ -240,20 +158,15 @@ def run_eval(
     vlm = _load(args.model, args.device or own_device(), args.dtype)
     explicit = [text for text in args.recipe or () if text not in GROUPS]
     asked = with_draws(planned(explicit, *axes), draws) if explicit else []
-    recipes = _without_repeats_at_floor(vlm, recipes)
     refused = {task.name: _refused(vlm, task, recipes, args) for task in tasks}
     _check_refused(refused, recipes, asked)
-    weights = weights_sha256(vlm)
-    reports = [
-        report
-        for task in tasks
-        for report in _run_task(vlm, task, recipes, args, weights, shard, refused[task.name])
-    ]
+    args.weights = weights_sha256(vlm)
+    reports = [r for task in tasks for r in _run_task(vlm, task, recipes, args, refused[task.name])]
     part_ways()
-    if args.json is not None and is_first():
-        value = reports[0] if len(reports) == 1 else {"tasks": {r["task"]: r for r in reports}}
-        write_json(args.json, value)
     if is_first():
+        if args.json is not None:
+            value = {"tasks": {r["task"]: r for r in reports}}
+            write_json(args.json, reports[0] if len(reports) == 1 else value)
         print(f"\nanswers are in {args.out}; 'vlmfast report {args.out}' makes a table and a plot")
     # A group is what can run on this model.
     left_out = {run.name for each in refused.values() for run in each if run.recipe not in asked}
@@ -330,17 +243,6 @@ def _load(name: str, device: str | None, dtype: str) -> VLM:
     return VLM.from_pretrained(name, device=device, dtype=dtype)
 
 
-def _about(task: Task, args: Namespace, weights: str | None) -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "task_version": task.version,
-        "model": args.model,
-        "weights_sha256": weights,
-        "limit": args.limit,
-        "seed": args.seed,
-    }
-
-
 def _plan(
     vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace
 ) -> Iterator[tuple[Task, _Run]]:
@@ -358,19 +260,12 @@ def _plan(
 
 
 def _run_task(
-    vlm: VLM,
-    task: Task,
-    recipes: list[Recipe],
-    args: Namespace,
-    weights: str | None,
-    shard: tuple[int, int] | None,
-    refused: dict[_Run, str],
+    vlm: VLM, task: Task, recipes: list[Recipe], args: Namespace, refused: dict[_Run, str]
 ) -> list[dict[str, Any]]:
     """Run all recipes on one task, print the table and return the values for ``--json``.
 
     Those in ``refused`` are not run; their reasons are among the failures.
     """
-    from .failures import note_failures
     from .report import failure_table, metrics_table, on_common_samples, tables
     from .runner import TooManyErrors
     from .summary import compare
@@ -385,7 +280,7 @@ def _run_task(
             continue
         reasons = failed.setdefault(part.name, {})
         try:
-            run = _evaluate(vlm, part, asked, args, weights, shard)
+            run = _evaluate(vlm, part, asked, args)
         except TooManyErrors as error:
             if not runs:  # all results need the full model
                 raise
@@ -398,31 +293,32 @@ def _run_task(
     for name, reasons in failed.items():
         own = runs.get(name, [])
         # Other parts of a shard may have fewer samples.
-        rows = compare(on_common_samples(own)[0] if own and shard is not None else own)
+        rows = compare(on_common_samples(own)[0] if own and args.part is not None else own)
         if is_first():
             texts = tables(rows), metrics_table(rows), failure_table(reasons)
             print("\n\n".join(filter(None, texts)))
         rows += [row.session for row in rows if row.session]
         numbers = {row.run.name: row.numbers for row in rows}
-        measured = [str(recipe) for recipe in recipes if str(recipe) in numbers]
-        about = _about(task, args, weights) | {"task": name}
-        first = numbers.get(next(iter([*measured, *numbers]), ""), {})
-        reports.append({**about, **first, "recipes": numbers, "failed": reasons})
+        first = [str(recipe) for recipe in recipes if str(recipe) in numbers] or [*numbers, ""]
+        about = {
+            "task": name,
+            "task_version": task.version,
+            "model": args.model,
+            "weights_sha256": args.weights,
+            "limit": args.limit,
+            "seed": args.seed,
+        }
+        about |= numbers.get(first[0], {})
+        reports.append({**about, "recipes": numbers, "failed": reasons})
     return reports
 
 
-def _evaluate(
-    vlm: VLM,
-    task: Task,
-    asked: _Run,
-    args: Namespace,
-    weights: str | None,
-    shard: tuple[int, int] | None,
-) -> Results:
+def _evaluate(vlm: VLM, task: Task, asked: _Run, args: Namespace) -> Results:
     """One run; under a launcher, the combined results of all processes."""
     from .runner import TooManyErrors, check_errors, evaluate, finished
     from .workers import launched, meet
 
+    shared = ("seed", "batch_size", "max_errors", "model", "weights")
     try:
         run = evaluate(
             vlm,
@@ -430,16 +326,12 @@ def _evaluate(
             asked.recipe,
             args.out,
             args.limit,
-            seed=args.seed,
             control=asked.control,
             session=asked.session,
-            batch_size=args.batch_size,
-            shard=shard,
-            max_errors=args.max_errors,
-            model=args.model,
-            weights=weights,
+            shard=args.part,
             command=args.typed,
             progress=is_first(),
+            **{name: getattr(args, name) for name in shared},
         )
     except TooManyErrors:
         meet()
@@ -454,24 +346,23 @@ def _evaluate(
     return run
 
 
-def budgets(text: str | None, what: str = "budget") -> list[float]:
+def fractions(text: str) -> tuple[float, ...]:
     """Parse numbers such as ``0.33,0.11``.
 
     Raises
     ------
-    RecipeError
+    ArgumentTypeError
         If a part is not a number above 0 and at most 1.
     """
     values = []
-    for part in text.split(",") if text is not None else ():
+    for part in text.split(","):
         try:
-            value = float(part)
+            values.append(float(part))
         except ValueError:
-            value = -1.0
-        if not 0 < value <= 1:
-            raise RecipeError(f"{what} {part.strip()!r} is not a number above 0 and at most 1")
-        values.append(value)
-    return list(dict.fromkeys(values))
+            values.append(-1.0)
+        if not 0 < values[-1] <= 1:
+            raise ArgumentTypeError(f"{part.strip()!r} is not a number above 0 and at most 1")
+    return tuple(dict.fromkeys(values))
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -488,31 +379,9 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 2,4,8") from None
 
 
-def _without_repeats_at_floor(vlm: VLM, recipes: list[Recipe]) -> list[Recipe]:
-    """The recipes without those that repeat a method at its minimum budget.
-
-    All budgets below the floor of a method inside the language model keep the same tokens; only
-    the first of them is run. (Methods inside the tower may reach lower budgets on some images.)
-    """
-    from .axes import with_budget
-
-    left: list[Recipe] = []
-    at_floor: dict[Recipe, Recipe] = {}
-    for recipe in recipes:
-        stage, budget = recipe[0], getattr(recipe[0], "budget", None)
-        inside = len(recipe) == 1 and stage.protocol == "prefill"
-        if inside and budget is not None and budget < stage.floor(vlm.adapter.depth):
-            first = at_floor.setdefault(with_budget(recipe, None), recipe)
-            if first != recipe:
-                print(f"left out: {recipe} equals {first} at the floor", file=sys.stderr)
-                continue
-        left.append(recipe)
-    return left
-
-
 def planned(
-    names: list[str],
-    at_budgets: list[float],
+    names: Sequence[str],
+    at_budgets: Sequence[float] = (),
     positions: str | None = None,
     at_shares: Sequence[float] = (),
 ) -> list[Recipe]:
@@ -523,25 +392,21 @@ def planned(
     RecipeError
         For an invalid recipe, or a budget or share that no stage has.
     """
-    from .axes import shrinks_cache, takes_budget, with_budget, with_field, with_share
-
     recipes: list[Recipe] = []
     for name in names:
-        grouped = name in GROUPS
-        group = GROUPS[name](at_shares) if grouped else [Recipe.parse(name)]
+        group = GROUPS[name](at_shares) if name in GROUPS else [Recipe.parse(name)]
         for recipe in group:
             if positions is not None:
                 recipe = with_field(recipe, "positions", positions)
             budgeted = bool(at_budgets) and takes_budget(recipe)
             shared = bool(at_shares) and shrinks_cache(recipe)
-            if (at_budgets or at_shares) and recipe and not (grouped or budgeted or shared):
-                # In a group, methods with neither parameter run once, unchanged.
+            # In a group, methods with neither parameter run once, unchanged.
+            if recipe and name not in GROUPS and not (budgeted or shared):
                 if at_budgets:
                     raise RecipeError(f"recipe {name!r} has no stage with a budget; drop --budget")
-                raise RecipeError(f"recipe {name!r} has no cache method; drop --share")
-            versions = [recipe]
-            if budgeted:
-                versions = [with_budget(recipe, budget) for budget in at_budgets]
+                if at_shares:
+                    raise RecipeError(f"recipe {name!r} has no cache method; drop --share")
+            versions = [with_budget(recipe, b) for b in at_budgets] if budgeted else [recipe]
             if shared:
                 versions = [with_share(r, share) for r in versions for share in at_shares]
             recipes += versions
@@ -554,8 +419,6 @@ def planned(
 
 
 def _every_method(at_shares: Sequence[float]) -> list[Recipe]:
-    from .axes import shrinks_cache
-
     recipes = [Recipe((stage_class(name)(),)) for name in sorted(stage_names())]
     if not at_shares:
         return recipes
@@ -563,8 +426,6 @@ def _every_method(at_shares: Sequence[float]) -> list[Recipe]:
 
 
 def _every_cache_method(at_shares: Sequence[float]) -> list[Recipe]:
-    from .axes import shrinks_cache
-
     return [recipe for recipe in _every_method(at_shares) if shrinks_cache(recipe)]
 
 
@@ -580,8 +441,6 @@ def measured(recipe: Recipe) -> list[Recipe]:
     select. A method whose first parameter is ``bits`` has no share; it runs at 4 and 2 bits. All
     other parameters, and methods requested by name, use their defaults.
     """
-    from .axes import with_field
-
     (stage,) = recipe
     if stage.lead == "bits":
         return [with_field(recipe, "bits", bits) for bits in (4, 2)]

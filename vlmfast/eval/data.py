@@ -6,7 +6,9 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,10 @@ if TYPE_CHECKING:
 
     from vlmfast.media import VideoInfo
 
-_CACHE_BYTES = 1 << 29  # of encoded images; fits MMMU's validation split
-
 
 @dataclass
 class Rows:
-    """The rows of one split. Rows are streamed; encoded images are cached in memory up to a limit.
+    """The rows of one split, of parquet files.
 
     Parameters
     ----------
@@ -37,10 +37,7 @@ class Rows:
     needed : sequence of str
         Required columns.
     image_columns : sequence of str
-        Columns of images.
-    configs : sequence of str
-        Configurations of the hub repository, in this order. Missing ones are skipped; if all are
-        missing, the default configuration is used.
+        Columns of images, which are read when they are needed.
 
     Raises
     ------
@@ -52,126 +49,72 @@ class Rows:
     split: str
     needed: Sequence[str]
     image_columns: Sequence[str] = ()
-    configs: Sequence[str] = ()
-    _texts: list[dict[str, Any]] | None = field(default=None, repr=False)
-    _cached: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _free_bytes: int = field(default=_CACHE_BYTES, repr=False)
-    _ahead: Iterator[dict] | None = field(default=None, repr=False)
-    _next: int = field(default=0, repr=False)
+    _open: tuple[int, Any] | None = field(default=None, init=False, repr=False)
 
+    @cached_property
+    def _groups(self) -> list[tuple[int, Any, int]]:
+        """The first row of each row group, its file, and its number in the file."""
+        try:
+            from pyarrow.parquet import ParquetFile
+        except ImportError as error:
+            raise VLMFastError(
+                "this task needs pyarrow, which is not installed: pip install 'vlmfast[eval]'"
+            ) from error
+        found, first = [], 0
+        for file in map(ParquetFile, _parquet_files(self._path(), self.split)):
+            columns = file.schema_arrow.names
+            missing = [name for name in self.needed if name not in columns]
+            if missing:
+                raise VLMFastError(
+                    f"{self.source} has no column {', '.join(map(repr, missing))}; "
+                    f"it has {', '.join(columns)}"
+                )
+            for number in range(file.num_row_groups):
+                found.append((first, file, number))
+                first += file.metadata.row_group(number).num_rows
+        return found
+
+    def _path(self) -> Path:
+        """A file or folder; what a hub id names is downloaded."""
+        from huggingface_hub import snapshot_download
+
+        if Path(self.source).exists():
+            return Path(self.source)
+        name = f"{self.split}*.parquet"
+        kwargs: dict[str, Any] = {"repo_type": "dataset", "allow_patterns": [name, f"*/{name}"]}
+        return Path(snapshot_download(str(self.source), **kwargs))
+
+    def _read(self, file: Any, group: int, images: bool) -> Any:
+        names = file.schema_arrow.names
+        return file.read_row_group(group, [n for n in names if (n in self.image_columns) is images])
+
+    @cached_property
     def texts(self) -> list[dict[str, Any]]:
-        """All columns of all rows except the images; read once."""
-        if self._texts is None:
-            with self._readable():
-                self._texts = [self._split(n, row) for n, row in enumerate(self._stream())]
-        return self._texts
+        """All columns of all rows except the images."""
+        with _readable(self.source):
+            tables = [self._read(file, group, False) for _, file, group in self._groups]
+            return [row for table in tables for row in table.to_pylist()]
 
     def row(self, number: int) -> dict[str, Any]:
-        """The images of one row. Rows that are not cached should be read in ascending order."""
-        if number in self._cached:
-            return self._cached[number]
-        with self._readable():
-            if self._ahead is None or number < self._next:
-                self._ahead, self._next = self._stream(), 0
-            # An error ends the stream; the next row starts a new one.
-            stream, self._ahead = self._ahead, None
-            for row in stream:
-                self._next += 1
-                if self._next > number:
-                    self._ahead = stream
-                    return row
-        raise VLMFastError(f"{self.source} has no row {number}; it has changed")
-
-    def _split(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
-        """The texts of a row; its images are cached if they fit.
-
-        Every recipe uses all images, and reading a stream again may download it again.
-        """
-        images = {key: row[key] for key in self.image_columns if row.get(key) is not None}
-        size = sum(map(_stored_bytes, images.values()))
-        if images and size <= self._free_bytes:
-            self._free_bytes -= size
-            self._cached[number] = images
-        return {key: value for key, value in row.items() if key not in self.image_columns}
-
-    def _stream(self) -> Iterator[dict[str, Any]]:
-        for part in self._parts():
-            columns = None if part.features is None else list(part.features)
-            if columns is not None:
-                self._check(columns)
-                part = self._undecoded(part)
-            for row in part:
-                if columns is None:
-                    self._check(columns := list(row))
-                yield row
-
-    def _check(self, columns: list[str]) -> None:
-        missing = [name for name in self.needed if name not in columns]
-        if missing:
-            raise VLMFastError(
-                f"{self.source} has no column {', '.join(map(repr, missing))}; "
-                f"it has {', '.join(columns)}"
-            )
-
-    def _undecoded(self, part: Any) -> Any:
-        """Keep images encoded, so that a damaged image fails only its own sample."""
-        from datasets import Image
-
-        for name in self.image_columns:
-            if isinstance(part.features.get(name), Image):
-                part = part.cast_column(name, Image(decode=False))
-        return part
-
-    def _parts(self) -> list[Any]:
-        datasets = _datasets()
-        path = Path(self.source)
-        if path.exists():
-            files = [str(file) for file in _parquet_files(path, self.split)]
-            return [_load(datasets, "parquet", "train", data_files=files)]
-        there = datasets.get_dataset_config_names(str(self.source)) if self.configs else []
-        configs: list[str | None] = [name for name in self.configs if name in there]
-        source = str(self.source)
-        return [_load(datasets, source, self.split, name=c) for c in configs or [None]]
-
-    def _readable(self) -> Any:
-        return _Readable(str(self.source))
+        """The images of one row. Rows are read fastest in ascending order."""
+        with _readable(self.source):
+            first, file, group = next(g for g in reversed(self._groups) if g[0] <= number)
+            if self._open is None or self._open[0] != first:
+                self._open = first, self._read(file, group, True)
+            return self._open[1].slice(number - first, 1).to_pylist()[0]
 
 
-def _stored_bytes(value: Any) -> int:
-    """Bytes of an image as stored in a row; of a path or URL, its length."""
-    if isinstance(value, dict):
-        value = value.get("bytes") or b""
-    return len(value) if isinstance(value, str | bytes) else len(value.tobytes())
-
-
-class _Readable:
-    """Converts the errors of data libraries into one clear error."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, VLMFastError):
-            check_memory(error)
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise VLMFastError(f"cannot read {self.source}: {reason}") from error
-
-
-def _datasets() -> Any:
+@contextmanager
+def _readable(source: str | Path) -> Iterator[None]:
+    """Convert the errors of data libraries into one clear error."""
     try:
-        import datasets
-    except ImportError as error:
-        raise VLMFastError(
-            "this task needs datasets, which is not installed: pip install 'vlmfast[eval]'"
-        ) from error
-    return datasets
-
-
-def _load(datasets: Any, path: str, split: str, **kwargs: Any) -> Any:
-    return datasets.load_dataset(path, split=split, streaming=True, **kwargs)
+        yield
+    except VLMFastError:
+        raise
+    except Exception as error:
+        check_memory(error)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise VLMFastError(f"cannot read {source}: {reason}") from error
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:
@@ -204,7 +147,7 @@ def read_docs(
     seen: set[str] = set()
     taken: dict[str, int] = {}
     chosen = []
-    for number, row in enumerate(rows.texts()):
+    for number, row in enumerate(rows.texts):
         doc = make(number, row)
         if doc.doc_id in seen:
             raise VLMFastError(f"{rows.source} has the id {doc.doc_id!r} twice")

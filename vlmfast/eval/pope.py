@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from vlmfast.errors import MediaError, VLMFastError
 
 from .data import Rows, read_docs, row_image
-from .scorers import check_mode, versioned
+from .scorers import check_mode, judged, versioned
 from .scorers.pope import parse
 from .tasks import Doc, grey
 
@@ -88,9 +88,4 @@ class POPE:
         return {"images": grey(image) if control else image}
 
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
-        parsed = parse(text, self.mode)
-        return {
-            "filtered_resps": [parsed.answer],
-            "score": float(parsed.answer == doc.target),
-            "answered": parsed.found,
-        }
+        return judged(parse(text, self.mode), doc.target)

@@ -322,46 +322,34 @@ def session_table(rows: list[Row]) -> str:
 
 def metrics_table(rows: list[Row]) -> str:
     """A Markdown table of a task's own metrics, one row per recipe; empty if it has none."""
+
+    def cell(name: str) -> Cell:
+        return lambda row: f"{row.numbers['metrics'][name]:.4g}"
+
     rows = [row for row in rows if row.numbers.get("metrics")]
-    if not rows:
-        return ""
-    names = list(rows[0].numbers["metrics"])
-    return markdown_table(
-        ["recipe", *names],
-        [
-            [row.run.label, *(f"{row.numbers['metrics'][name]:.4g}" for name in names)]
-            for row in rows
-        ],
-    )
+    return _written({n: cell(n) for n in rows[0].numbers["metrics"]}, rows) if rows else ""
 
 
 def group_tables(rows: list[Row]) -> str:
     """For each grouping of the questions, the accuracy of each group, one column per recipe."""
     rows = [row for row in rows if row.numbers.get("groups")]
     parts = []
-    for group in rows[0].numbers["groups"] if rows else ():
-        first = rows[0].numbers["groups"][group]
+    for group, first in rows[0].numbers["groups"].items() if rows else ():
         head = [group, "questions", *(f"{row.run.label} %" for row in rows)]
-        lines = [
-            [name, str(numbers["n"]), *(_of_group(row, group, name) for row in rows)]
-            for name, numbers in first.items()
-        ]
+        lines = []
+        for name, numbers in first.items():
+            found = [row.numbers["groups"].get(group, {}).get(name, {}) for row in rows]
+            cells = [_percent(own.get("accuracy"), own.get("ci")) for own in found]
+            lines.append([name, str(numbers["n"]), *cells])
         parts.append(markdown_table(head, lines))
     return "\n\n".join(parts)
 
 
-def _of_group(row: Row, group: str, name: str) -> str:
-    found = row.numbers["groups"].get(group, {}).get(name)
-    return _percent(found["accuracy"], found["ci"]) if found else _NONE
-
-
 def failure_table(failed: dict[str, str]) -> str:
     """A Markdown table of the recipes without a result; empty if there are none."""
-    if not failed:
-        return ""
     cells = {name: " ".join(reason.split()).replace("|", r"\|") for name, reason in failed.items()}
     lines = [f"| `{name}` | {reason} |" for name, reason in cells.items()]
-    return "\n".join(["| no result | reason |", "|---|---|", *lines])
+    return "\n".join(["| no result | reason |", "|---|---|", *lines] if lines else [])
 
 
 def pair_table(rows: list[Row]) -> str:
@@ -387,13 +375,10 @@ def glance(rows: list[Row]) -> str:
     """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
     shown = [row for row in rows if row.run.meta["budget"] is not None and reduces(row)]
     single = {row.run.meta["budget"] for row in shown if "+" not in row.run.meta["method"]}
-    budgets = {id(row): _near(row.run.meta["budget"], single) for row in shown}
-    cells = {
-        (row.run.labelled(row.run.meta["method"]), budgets[id(row)]): _glimpse(
-            row, budgets[id(row)]
-        )
-        for row in shown
-    }
+    cells = {}
+    for row in shown:
+        budget = _near(row.run.meta["budget"], single)
+        cells[row.run.labelled(row.run.meta["method"]), budget] = _glimpse(row, budget)
     grid = _grid(cells, "images % / videos %", "of the tokens")
     return grid and f"{grid}\n\n{_ABOUT_GLANCE}\n\n"
 
@@ -413,9 +398,7 @@ def cache_glance(rows: list[Row]) -> str:
     for what, title in _VIEWS.items():
         cells = {}
         for row in filter(shrinks, rows):
-            captions = any(
-                row.numbers[f"caption_{modality}"] is not None for modality in MODALITIES
-            )
+            captions = any(row.numbers[f"caption_{m}"] is not None for m in MODALITIES)
             if (what == "later" and row.session is None) or (what == "captions" and not captions):
                 continue
             share = share_of(Recipe.parse(row.run.meta["recipe"]))
@@ -596,29 +579,16 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         )
         common = set(old.samples) & set(new.samples)
         old, new = old.only(common), new.only(common)
-        tokens = [mean_tokens(run) for run in (old, new)]
-        times = [median_time(run, m) for m in MODALITIES for run in (old, new)]
-        rows.append(
-            [
-                new.label,
-                str(len(common)),
-                *(_points(difference(new, old, m)) for m in MODALITIES),
-                _split(new, old)[2],
-                _arrow(*tokens),
-                *(_arrow(*times[i : i + 2], scale=1000) for i in (0, 2)),
-            ]
-        )
-    head = [
-        "recipe",
-        "samples",
-        "images, points",
-        "videos, points",
-        "McNemar's p",
-        "equivalent tokens",
-        "TTFT ms, images",
-        "TTFT ms, videos",
-    ]
-    return markdown_table(head, rows)
+        cells = {"recipe": new.label, "samples": str(len(common))}
+        for m, noun in _NOUN.items():
+            cells[f"{noun}, points"] = _points(difference(new, old, m))
+        cells["McNemar's p"] = _split(new, old)[2]
+        cells["equivalent tokens"] = _arrow(mean_tokens(old), mean_tokens(new))
+        for m, noun in _NOUN.items():
+            times = (median_time(run, m) for run in (old, new))
+            cells[f"TTFT ms, {noun}"] = _arrow(*times, scale=1000)
+        rows.append(cells)
+    return markdown_table(list(rows[0]), [list(cells.values()) for cells in rows])
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -629,16 +599,12 @@ _NONE = "–"
 def _percent(value: float | None, ci: list[float] | None = None) -> str:
     if value is None:
         return _NONE
-    text = f"{100 * value:.1f}"
-    return f"{text} [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else text
+    return f"{100 * value:.1f}" + (f" [{100 * ci[0]:.1f}, {100 * ci[1]:.1f}]" if ci else "")
 
 
 def _points(gap: Interval | None) -> str:
-    if not gap:
-        return _NONE
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(
-        *(round(100 * value, 1) + 0.0 for value in gap)  # no -0.0
-    )
+    shown = (round(100 * value, 1) + 0.0 for value in gap or ())  # no -0.0
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*shown) if gap else _NONE
 
 
 def _two(a: float | None, b: float | None, *, scale: float = 1) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, median
 from typing import Any
@@ -115,13 +115,10 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         _put(numbers, f"accuracy_{modality}", _mean_score(_scores(part)))
     for modality, part in parts.items():
         _put(numbers, f"caption_{modality}", _mean_score(_scores(part, captions=True)))
-    for name, first in (("first", True), ("later", False)):
+    for name in ("first", "later"):
         for modality, part in parts.items():
-            _put(
-                numbers,
-                f"accuracy_{name}_{modality}",
-                _mean_score(_scores(turns(part, first=first))),
-            )
+            scored = _scores(turns(part, first=name == "first"))
+            _put(numbers, f"accuracy_{name}_{modality}", _mean_score(scored))
     by_type: dict[str, list[float]] = {}
     for s in _scored(run):
         by_type.setdefault(_type(s), []).append(s["score"])
@@ -138,7 +135,7 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
         numbers[f"kept_{modality}"] = kept(part)
         numbers[f"held_{modality}"] = kept_cache(part)
-    numbers["visual_tokens_in"] = _mean(run, lambda s: s["visual_tokens_in"])
+    numbers["visual_tokens_in"] = _mean(run, "visual_tokens_in")
     numbers["kept"], numbers["held"] = kept(run), kept_cache(run)
     for modality in MODALITIES:
         numbers[f"ttft_s_{modality}"] = median_time(run, modality)
@@ -281,25 +278,17 @@ def as_lmms_eval(run: Results) -> dict[str, Any]:
 
 def kept(run: Results) -> float | None:
     """Mean fraction of visual tokens kept, averaged over layers."""
-
-    def fraction(s: dict) -> float | None:
-        return s["equivalent_tokens"] / s["visual_tokens_in"] if s["visual_tokens_in"] else None
-
-    return _mean(run, fraction)
+    return _mean(run, "equivalent_tokens", "visual_tokens_in")
 
 
 def kept_cache(run: Results) -> float | None:
     """Mean size of the cache when decoding starts, as a fraction of the full cache."""
-
-    def fraction(s: dict) -> float | None:
-        return s["kv_bytes"] / s["kv_bytes_full"] if s.get("kv_bytes_full") else None
-
-    return _mean(run, fraction)
+    return _mean(run, "kv_bytes", "kv_bytes_full")
 
 
 def mean_tokens(run: Results) -> float | None:
     """Mean number of visual tokens, averaged over layers."""
-    return _mean(run, lambda s: s["equivalent_tokens"])
+    return _mean(run, "equivalent_tokens")
 
 
 def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | None:
@@ -311,10 +300,7 @@ def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | Non
 
 def full_model(runs: list[Results]) -> Results | None:
     """The run of the full model."""
-    for run in runs:
-        if run.meta["recipe"] == "none" and not run.variant:
-            return run
-    return None
+    return next((run for run in runs if run.name == "none"), None)
 
 
 def unguarded(recipe: str) -> str:
@@ -465,8 +451,13 @@ def _accuracy(scores: list[float]) -> dict[str, Any]:
     return {"accuracy": mean, "ci": [low, high], "n": len(scores)}
 
 
-def _mean(run: Results, value: Callable[[dict], float | None]) -> float | None:
-    values = [v for v in map(value, run.samples.values()) if v is not None]
+def _mean(run: Results, key: str, of: str | None = None) -> float | None:
+    """Mean of a number of the samples, or of its fraction of another one."""
+    values = [
+        s[key] / (s[of] if of else 1)
+        for s in run.samples.values()
+        if s.get(key) is not None and (of is None or s.get(of))
+    ]
     return fmean(values) if values else None
 
 

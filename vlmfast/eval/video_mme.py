@@ -11,7 +11,7 @@ from vlmfast.errors import MediaError, VLMFastError
 from vlmfast.media import load_video, open_video
 
 from .data import Rows, find_video, read_docs, read_subtitles, spoken, within
-from .scorers import check_mode, versioned
+from .scorers import check_mode, judged, versioned
 from .scorers.video_mme import parse_choice
 from .tasks import Doc, grey
 
@@ -174,12 +174,7 @@ class VideoMME:
         return sorted(set(np.linspace(0, info.frames - 1, n, dtype=int).tolist()))
 
     def judge(self, doc: Doc, text: str) -> dict[str, Any]:
-        parsed = parse_choice(text, doc.options, self.mode)
-        return {
-            "filtered_resps": [parsed.answer],
-            "score": float(parsed.answer == doc.target),
-            "answered": parsed.found,
-        }
+        return judged(parse_choice(text, doc.options, self.mode), doc.target)
 
 
 def prompt(

@@ -21,7 +21,7 @@ from vlmfast.eval.results import slug, write_json
 
 from .papers import Catalogue, Paper, Task, catalogue
 from .rows import ROWS, Key, Measured, NoResult, Row, Settings, command, measure, results_of, shown
-from .table import NO_RESULT, WITHIN, about, cells, compare, markdown, reasons_of
+from .table import NO_RESULT, WITHIN, about_paper, compare, markdown
 
 _LEFT = ("paper", "arXiv", "model", "values", "recipe", "task", "result")
 _FACTS = ("title", "arxiv", "origin", "table", "tolerance")
@@ -42,45 +42,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         "vlmfast reproduce visionzip --tasks gqa,pope --limit 500 --out runs/short",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "paper",
-        nargs="?",
-        choices=tuple(catalogue().papers),
-        metavar="PAPER",
-        help="name of a paper; --list shows them",
-    )
-    what.add_argument(
-        "--list", action="store_true", help="list the papers with their models and tasks"
-    )
+    about, papers = "name of a paper; --list shows them", tuple(catalogue().papers)
+    what.add_argument("paper", nargs="?", choices=papers, metavar="PAPER", help=about)
+    about = "list the papers with their models and tasks"
+    what.add_argument("--list", action="store_true", help=about)
     add = parser.add_argument
-    add(
-        "--dry",
-        action="store_true",
-        help="check the recipes and tasks and print the commands, without running them",
-    )
-    add(
-        "--out",
-        type=Path,
-        default=Path("vlmfast-reproduce"),
-        metavar="DIR",
-        help="folder of the results",
-    )
+    about = "check the recipes and tasks and print the commands, without running them"
+    add("--dry", action="store_true", help=about)
+    out = Path("vlmfast-reproduce")
+    add("--out", type=Path, default=out, metavar="DIR", help="folder of the results")
     add("--tasks", type=names, metavar="T,T", help="only these tasks (default: the paper's)")
     add("--model", help="a folder or a hub id (default: the paper's model)")
-    add(
-        "--limit",
-        type=count,
-        metavar="N",
-        help="questions of each task (default: all, as in the papers); tolerances grow accordingly",
-    )
+    about = "questions of each task (default: all, as in the papers); tolerances grow accordingly"
+    add("--limit", type=count, metavar="N", help=about)
     add("--device", help="such as cpu or cuda:0 (default: a GPU if available)")
     add_dtype(parser)
-    add(
-        "--include-path",
-        type=Path,
-        metavar="DIR",
-        help="folder of lmms-eval tasks that it does not ship",
-    )
+    about = "folder of lmms-eval tasks that it does not ship"
+    add("--include-path", type=Path, metavar="DIR", help=about)
     add("--json", action="store_true", help="print report.json to stdout")
 
 
@@ -119,15 +97,13 @@ def run(args: Namespace) -> int:
         ]
         facts = {key: getattr(paper, key) for key in _FACTS} | {"environment": environment()}
         value = {"paper": paper.name, **facts, **settings.about, "rows": compared}
-        replace_text(folder / "report.md", markdown(paper, compared, known.tasks))
+        text = markdown(paper, compared, known.tasks)
+        replace_text(folder / "report.md", text)
         write_json(folder / "report.json", value)
     if args.json:
         print(json.dumps(value, indent=2, ensure_ascii=False))
     else:
-        lines = [*about(paper), "", text_table(cells(compared, known.tasks), left=_LEFT)]
-        lines += [*reasons_of(compared), ""]
-        lines.append(f"written: {folder / 'report.md'}, {folder / 'report.json'}")
-        print("\n".join(lines))
+        print(f"{text}\nwritten: {folder / 'report.md'}, {folder / 'report.json'}")
     verdicts = {row["verdict"] for row in compared}
     if NO_RESULT in verdicts:
         return ExitCode.CUT_SHORT
@@ -195,7 +171,7 @@ def _print_plan(
 ) -> None:
     """The commands of the rows, and the published values."""
     published = {"none": paper.full, **{m.recipe: m.values for m in paper.methods}}
-    print("\n".join(about(paper)))
+    print("\n".join(about_paper(paper)))
     for row in rows:
         state = "; needs --include-path" * row.task.external
         state = "; finished" if row.key in known else state

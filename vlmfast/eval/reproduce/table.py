@@ -66,22 +66,6 @@ def compare(
     }
 
 
-def cells(rows: list[dict[str, Any]], tasks: dict[str, Task]) -> list[dict[str, str]]:
-    """The columns of the table as text; pairs are published / measured."""
-    return [
-        {
-            "recipe": row["recipe"],
-            "task": tasks[row["task"]].title,
-            "full model": _both(row["full"]),
-            "with recipe": _both(row["method"]),
-            "kept %": _both(row["kept"]),
-            "±": _number(row["tolerance"]),
-            "result": row["verdict"],
-        }
-        for row in rows
-    ]
-
-
 def _both(pair: dict[str, float | None]) -> str:
     return " / ".join(map(_number, pair.values()))
 
@@ -90,7 +74,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
-def about(paper: Paper) -> list[str]:
+def about_paper(paper: Paper) -> list[str]:
     """Where the values are from, and what to know about them."""
     origin = {"authors": "the authors' values", "quoted": "values as later papers quote them"}
     lines = [
@@ -103,15 +87,25 @@ def about(paper: Paper) -> list[str]:
     return [*lines, "Scores: paper / here. ±: tolerance of kept %, in percentage points."]
 
 
+_HEAD = ["recipe", "task", "full model", "with recipe", "kept %", "±", "result"]
+
+
 def markdown(paper: Paper, rows: list[dict[str, Any]], tasks: dict[str, Task]) -> str:
-    """The report of a paper."""
-    table = [list(row.values()) for row in cells(rows, tasks)]
-    head = list(cells(rows, tasks)[0])
-    shown = markdown_table(head, [[f"`{recipe}`", *others] for recipe, *others in table])
-    lists = ["\n".join(f"- {line}" for line in of) for of in (about(paper), reasons_of(rows))]
-    return "\n\n".join(filter(None, [f"# {paper.name}", lists[0], shown, lists[1]])) + "\n"
-
-
-def reasons_of(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each row without a result."""
-    return [f"{row['recipe']} on {row['task']}: {row['reason']}" for row in rows if row["reason"]]
+    """The report of a paper; pairs are published / measured."""
+    shown = [
+        [
+            f"`{row['recipe']}`",
+            tasks[row["task"]].title,
+            *(_both(row[of]) for of in ("full", "method", "kept")),
+            _number(row["tolerance"]),
+            row["verdict"],
+        ]
+        for row in rows
+    ]
+    lists = [
+        about_paper(paper),
+        [f"{row['recipe']} on {row['task']}: {row['reason']}" for row in rows if row["reason"]],
+    ]
+    first, last = ("\n".join(f"- {line}" for line in of) for of in lists)
+    parts = [f"# {paper.name}", first, markdown_table(_HEAD, shown), last]
+    return "\n\n".join(filter(None, parts)) + "\n"

@@ -59,6 +59,12 @@ def drawn_by(doc_id: str) -> random.Random:
     return random.Random(f"vlmfast {doc_id}")
 
 
+def judged(parsed: Parsed, target: str) -> dict[str, Any]:
+    """The fields of a sample for an answer that must be one text."""
+    score = float(parsed.answer == target)
+    return {"filtered_resps": [parsed.answer], "score": score, "answered": parsed.found}
+
+
 def share(values: Iterable[float]) -> float:
     """The mean; 0 without values, as in the code bases."""
     values = list(values)
