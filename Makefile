@@ -201,7 +201,7 @@ $(LMMS)/.ready: pyproject.toml
 	@test -x $(LMMS)/bin/python || $(PYTHON) -m venv $(LMMS)
 	@echo "setting up $(LMMS) ..."
 	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"lmms-eval==0.7.3" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+		"lmms-eval==0.7.3" "datasets>=4" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@
 
 # VLMEvalKit's requirements lack rouge-score.
@@ -210,7 +210,7 @@ $(KITENV)/.ready: pyproject.toml
 	@test -x $(KITENV)/bin/python || $(PYTHON) -m venv $(KITENV)
 	@echo "setting up $(KITENV) ..."
 	@$(KITENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $(KIT)/requirements.txt \
-		rouge-score "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+		rouge-score "datasets>=4" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
 	@touch $@
 
 # Three equal signs: with two, a local version such as 2.13.0+cpu is preferred, for which there is no
