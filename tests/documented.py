@@ -247,6 +247,7 @@ def check_script(folder: str, words: list[str]) -> None:
         option = word.partition("=")[0].replace("--no-", "--")
         name = option[2:].replace("-", "_")
         field = re.search(rf"^    {name}: ", text, re.M)  # of settings that are options
+        field = field or (f'"{name}": {{' in text and f"{name}=" in text)  # of the harness
         if word.startswith("--") and f'"{option}"' not in text.replace("--no-", "--") and not field:
             raise Wrong(f"{folder}/{words[0]} has no option {word}")
         if word == "--recipe":

@@ -265,7 +265,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--recipe", "none"], "--recipe and --image-size belong to --launches"),
         (["--image-size", "8x8"], "--recipe and --image-size belong to --launches"),
-        (["--launches", "--quick"], "--quick, --save and --device cannot be combined"),
+        (["--launches", "--quick"], "--quick and --device cannot be combined"),
         (["--launches", "--recipe", "hire"], "unknown method 'hire'"),
     ],
 )

@@ -109,7 +109,7 @@ def test_methods_command(capsys):
     assert only == {"method": "hired", "runs": True, "saliency": "cls", "note": ""}
     assert main(["methods", "hired"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("hired  (tokens")
+    assert out.startswith("hired  (core, tokens")
     assert "divprune" not in out
     assert main(["methods", "hirred"]) == 2
     assert "nearest are hired," in capsys.readouterr().err

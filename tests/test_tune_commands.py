@@ -299,7 +299,7 @@ def test_failed_download_is_tried_again(folder: Path, monkeypatch: pytest.Monkey
     assert first == second
 
 
-def refuse(*args: Any) -> socket.socket:
+def refuse(*args: Any, **given: Any) -> socket.socket:
     raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.files import read_text
+from vlmfast.core.files import read_text, replace_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -264,10 +265,18 @@ def write_page(shown: Figure, file: Path, title: str) -> None:
     title : str
         Title of the page.
     """
+    from plotly.offline import get_plotlyjs
+
+    script = file.with_name("plotly.min.js")
+    if not script.is_file():
+        replace_text(script, get_plotlyjs())
     # The figure's grey text is readable on both backgrounds.
-    script = f"document.title = {json.dumps(title)};"
-    script += "document.documentElement.style.colorScheme = 'light dark';"
-    shown.write_html(file, CONFIG, include_plotlyjs="directory", post_script=script)
+    chart = shown.to_html(CONFIG, full_html=False, include_plotlyjs=script.name)
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
+    )
+    replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
 
 
 def _traces(rows: Sequence[Measured], view: View) -> list[Any]:
