@@ -37,9 +37,8 @@ rows are its ``generate`` with its own drafters, also compared with the plain an
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
 
-``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self` per view and
-keep, on captions by `tiny` in batches, and measures no time. ``speculation.py views`` decodes long
-prompts with `draft-self`: see `draft_views.py`.
+``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self`, on captions
+by `tiny` in batches, and measures no time; ``speculation.py views`` runs `draft_views.py`.
 """
 
 from __future__ import annotations
