@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,7 +78,8 @@ def test_examples_are_reproducible_across_processes():
         f"import importlib.util as u; s = u.spec_from_file_location('t', {__file__!r}); "
         "m = u.module_from_spec(s); s.loader.exec_module(m); print(m._fingerprint())"
     )
-    env = {**os.environ, "PYTHONHASHSEED": "7"}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": paths}
     out = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
