@@ -224,6 +224,12 @@ def test_facts_about_named_objects():
     assert facts(scene, 0)[0] == 0.0
 
 
+def test_heads_follow_from_the_seed() -> None:
+    first, again, other = (DenseHeads(seed=seed).state_dict() for seed in (4, 4, 5))
+    for name in ("codes", "cls_last.weight", "relations.weight", "relations.bias"):
+        assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """A run that is killed with SIGKILL ends with the same weights, bit for bit."""

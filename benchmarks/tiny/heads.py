@@ -50,15 +50,17 @@ class DenseHeads(nn.Module):
         codes[-2:] *= PLACE_NORM
         self.register_buffer("codes", codes)  # (n, width); the last two are x and y
         self.scale = nn.Parameter(torch.full((len(FIELDS),), 6.0))
-        self.cls_mid = nn.Linear(width, CLS_BITS + CLS_COUNTS)
-        self.cls_last = nn.Linear(width, CLS_BITS + CLS_COUNTS)
-        for head in (self.cls_mid, self.cls_last):
-            nn.init.normal_(head.weight, std=0.02)
-            nn.init.zeros_(head.bias)
-        outputs = 3 + sum(FACT_CLASSES.values())
-        self.name_facts = nn.Linear(LANGUAGE_WIDTH, outputs)
-        self.answer_facts = nn.Linear(LANGUAGE_WIDTH, 2 * outputs)
-        self.relations = nn.Linear(LANGUAGE_WIDTH, len(COMPARED))
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.cls_mid = nn.Linear(width, CLS_BITS + CLS_COUNTS)
+            self.cls_last = nn.Linear(width, CLS_BITS + CLS_COUNTS)
+            for head in (self.cls_mid, self.cls_last):
+                nn.init.normal_(head.weight, std=0.02)
+                nn.init.zeros_(head.bias)
+            outputs = 3 + sum(FACT_CLASSES.values())
+            self.name_facts = nn.Linear(LANGUAGE_WIDTH, outputs)
+            self.answer_facts = nn.Linear(LANGUAGE_WIDTH, 2 * outputs)
+            self.relations = nn.Linear(LANGUAGE_WIDTH, len(COMPARED))
         starts, start = [], 0
         for classes in FIELDS.values():
             starts.append(start)
