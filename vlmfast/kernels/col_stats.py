@@ -47,7 +47,7 @@ from ._triton import (
 
 STATISTICS = ("sum", "sumsq", "max", "entropy", "count", "nnz")
 REDUCED = {"head": (), "group": (1,), "all": (0, 1)}  # axes that `per` reduces
-_ENTRIES_AT_ONCE = 1 << 24  # of one block's map, over all heads
+_ENTRIES_AT_ONCE = 1 << 21  # of one block's map, over all heads: 8 MiB, which caches hold
 _PROGRAMS = 264  # two for each of 132 multiprocessors
 _PARTS = 32  # maximum number of parts of the keys
 
@@ -89,6 +89,7 @@ def row_lse_ref(
 ) -> tuple[Tensor, Tensor]:
     """`row_lse` in plain PyTorch."""
     hq, s, _ = query.shape
+    key = key.float()
     rows = torch.arange(s, device=query.device) if rows is None else rows
     lse, largest = [], []
     for block in rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
@@ -183,13 +184,15 @@ def col_stats_ref(
 ) -> dict[str, Tensor]:
     """`col_stats` per query head in plain PyTorch."""
     hq, s, _ = query.shape
+    key = key.float()
     used_rows = torch.arange(s, device=query.device) if rows is None else rows
 
     def maps() -> Iterator[Tensor]:
         for block in used_rows.split(max(_ENTRIES_AT_ONCE // (hq * s), 1)):
             logits, hidden = _logits(query, key, block, scaling, causal, start, bias)
+            p = logits.softmax(-1)
             # The masked logit is finite, so that a row that sees nothing gives zeros, not NaN.
-            yield logits.softmax(-1).masked_fill_(hidden, 0.0)
+            yield p if hidden is None else p.masked_fill_(hidden, 0.0)
 
     out = column_sums(maps(), threshold, want)
     if "nnz" in want:
@@ -233,13 +236,15 @@ def _logits(
     causal: bool,
     start: int,
     bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Logits (Hk, G, R, S) of a block of rows, -1e30 where ``hidden`` (R, S)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Logits (Hk, G, R, S) of a block of rows, -1e30 where ``hidden`` (R, S), if anything is."""
     hk, s, d = key.shape
     q = query.index_select(1, block).float() * (d**-0.5 if scaling is None else scaling)
-    logits = q.unflatten(0, (hk, -1)) @ key.float().transpose(-1, -2)[:, None]
+    logits = q.unflatten(0, (hk, -1)) @ key.transpose(-1, -2)[:, None]
     if bias is not None:
         logits = logits + bias
+    if not causal and not start:
+        return logits, None
     columns = torch.arange(s, device=query.device)
     hidden = (columns < start).expand(len(block), -1)
     if causal:
