@@ -151,10 +151,4 @@ class FamilyAdapter(LlavaNext):
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         if geometry.tiles != (0, 0):
             return super().view_box(geometry, tile)
-        # The center of the frame, or the whole frame resized.
-        height, width = geometry.size
-        crop = getattr(self.processor.video_processor, "do_center_crop", False)
-        short = min(height, width)
-        share = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
-        return (1 - size) / 2, size
+        return self.shown(geometry, tile, self.processor.video_processor)
