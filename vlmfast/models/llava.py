@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from vlmfast.core.contexts import VisionContext
 from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
@@ -14,7 +13,6 @@ from vlmfast.errors import ModelError
 
 from ._composed import Completed
 from ._media import square_views
-from .base import Encoded
 
 
 class FamilyAdapter(Completed):
@@ -29,18 +27,14 @@ class FamilyAdapter(Completed):
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
         return square_views(sizes, self.side[0] // self.config.vision_config.patch_size)
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         pixels = inputs["pixel_values"]
         if pixels.dim() != 4:
             raise ModelError(
                 f"{type(self.processor).__name__} made several views of each image; "
                 f"it does not belong to a {self.config.model_type} model"
             )
-        features = self.image_features(pixels)
-        layouts = self.layouts(inputs, context.items)
-        rows, columns = context.items[0].patches
-        stats = self.patch_stats(context, rows * columns)
-        return Encoded(features, layouts, stats, [()] * len(features))
+        return self.image_features(pixels)
 
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
