@@ -78,7 +78,7 @@ class Command:
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """The text of each page by its path; generated results are left out."""
-    single = "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "vlmfast/models/tiny/CARD.md"
+    single = "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "vlmfast/weights/tiny/README.md"
     files = [*(root / name for name in single), *sorted((root / "docs").glob("*.md"))]
     return {f.relative_to(root).as_posix(): f.read_text(encoding="utf-8") for f in files}
 

@@ -13,18 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiny_trainer import batches, labels, schedule
-from vlmfast.models.tiny.tokenizer import (
-    BOS_ID,
-    IMAGE_ID,
-    SPECIAL_TOKENS,
-    FastEncoder,
-    build_tokenizer,
-    corpus,
-    image_prefix,
-    turn,
-    video_prefix,
-)
+from tiny_trainer import batches, bpe, labels, schedule
 from vlmfast.scenes import examples as scenes
 from vlmfast.scenes.captions import caption
 from vlmfast.scenes.drawing import make_image_scene, paint, quadrant, shape_mask
@@ -32,6 +21,9 @@ from vlmfast.scenes.glyphs import CHARS, GLYPHS
 from vlmfast.scenes.questions import ask_all
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
 
+BOS_ID, IMAGE_ID, SPECIAL_TOKENS = bpe.BOS_ID, bpe.IMAGE_ID, bpe.SPECIAL_TOKENS
+FastEncoder, build_tokenizer, corpus = bpe.FastEncoder, bpe.build_tokenizer, bpe.corpus
+image_prefix, turn, video_prefix = bpe.image_prefix, bpe.turn, bpe.video_prefix
 Spec, make_batch, plan = batches.Spec, batches.make_batch, schedule.plan
 START = scenes.EVAL_SEED_START
 

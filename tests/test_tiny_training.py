@@ -20,7 +20,9 @@ from PIL import Image
 from closeness import close
 from tiny_trainer import (
     FOLDER,
+    architecture,
     batches,
+    bpe,
     folder,
     heads,
     labels,
@@ -31,13 +33,14 @@ from tiny_trainer import (
 )
 from tower_terms import answer
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.models.tiny.build import build_config, build_model
-from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer, turn, video_prefix
 from vlmfast.scenes.drawing import make_image_scene
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example, video_example
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
+build_config, build_model = architecture.build_config, architecture.build_model
+FastEncoder, build_tokenizer = bpe.FastEncoder, bpe.build_tokenizer
+turn, video_prefix = bpe.turn, bpe.video_prefix
 ExportError, build_processor, export = folder.ExportError, folder.build_processor, folder.export
 Spec, make_batch, FIELDS = batches.Spec, batches.make_batch, labels.FIELDS
 ATTENTION, Packed, packed_mask = network.ATTENTION, network.Packed, network.packed_mask

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiny_trainer import batches
+from tiny_trainer import batches, bpe
 from vlmfast.api.vlm import VLM
 from vlmfast.errors import VLMFastError
-from vlmfast.models.tiny.tokenizer import build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, EVAL_SEED_STOP
 from vlmfast.train.lessons import lesson
 
@@ -31,7 +30,7 @@ def tiny() -> VLM:
 
 def test_seeds_are_of_no_other_use(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
-    build_tokenizer().save(str(tokenizer))
+    bpe.build_tokenizer().save(str(tokenizer))
     own = range(outcomes.OUTCOME_SEED_START, outcomes.OUTCOME_SEED_STOP)
     evaluation = range(EVAL_SEED_START, EVAL_SEED_STOP)
     assert own.start >= evaluation.stop

@@ -13,12 +13,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+from bpe import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from labels import label_frame, views
 from PIL import Image
 from references import FACTS, MAX_REFERENCES, UNKNOWN, facts, references
 
 from vlmfast.errors import VLMFastError
-from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from vlmfast.scenes import questions as Q
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import Scene, make_image_scene, make_video_scene, paint

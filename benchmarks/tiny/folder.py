@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 
 import torch
+from architecture import IMAGE_SIZE, PATCH, PINPOINTS, build_model
+from bpe import BOS_ID, EOS_ID, PAD_ID
 from torch import Tensor
 from transformers import GenerationConfig, LlavaNextProcessor, PreTrainedTokenizerFast
 
 from vlmfast.errors import VLMFastError
-from vlmfast.models.tiny.build import IMAGE_SIZE, PATCH, PINPOINTS, build_model
-from vlmfast.models.tiny.tokenizer import BOS_ID, EOS_ID, PAD_ID
 
 
 class ExportError(VLMFastError):

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from architecture import vision_core
 from batches import Batch, FastEncoder, Layout, make_layout
 from heads import DenseHeads
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlavaNextForConditionalGeneration
-
-from vlmfast.models.tiny.build import vision_core
 
 TILED_VIEWS = 5
 ATTENTION = "vlmfast_tiny_train"

@@ -19,6 +19,8 @@ from typing import Any
 import batches
 import torch
 import torch.nn.functional as F
+from architecture import build_model
+from bpe import FastEncoder, build_tokenizer
 from folder import export_state
 from heads import DenseHeads
 from network import Packed, to_tensors
@@ -28,8 +30,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.files import replace_text
-from vlmfast.models.tiny.build import build_model
-from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
 from vlmfast.train.trainer import Trainer, TrainingError
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from bpe import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 from torch import nn
 from transformers import (
     CLIPVisionConfig,
@@ -13,8 +14,6 @@ from transformers import (
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
 )
-
-from .tokenizer import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 
 IMAGE_SIZE, PATCH = 64, 8
 PINPOINTS = [[64, 64], [64, 128], [128, 64], [128, 128]]
