@@ -1,84 +1,34 @@
-"""The architecture of `tiny`: stock transformers classes, about 6M parameters."""
+"""The architecture of `tiny`, stock transformers classes with about 6M parameters."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
-from bpe import BOS_ID, EOS_ID, IMAGE_ID, PAD_ID, VOCAB_SIZE
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-)
+from transformers import AutoConfig, LlavaNextForConditionalGeneration
 
-IMAGE_SIZE, PATCH = 64, 8
-PINPOINTS = [[64, 64], [64, 128], [128, 64], [128, 128]]
+import vlmfast
 
-
-def build_config() -> LlavaNextConfig:
-    """Return the configuration of `tiny`."""
-    tokens: dict[str, Any] = {
-        "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": PAD_ID,
-    }
-    # Not arguments by name of every supported version.
-    more: dict[str, Any] = {
-        "image_token_id": IMAGE_ID,
-        "vlmfast_frame_label": "frame {i} ",  # text before each frame of a video
-    }
-    vision = CLIPVisionConfig(
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=5,
-        num_attention_heads=3,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH,
-        projection_dim=192,
-        hidden_act="quick_gelu",
-    )
-    text = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        initializer_range=0.03,
-        **tokens,
-    )
-    return LlavaNextConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_index=IMAGE_ID,
-        image_grid_pinpoints=PINPOINTS,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        tie_word_embeddings=True,
-        **tokens,
-        **more,
-    )
+# Configuration, tokenizer and processor are those of the shipped model.
+SHIPPED = Path(vlmfast.__file__).parent / "weights" / "tiny"
 
 
 def build_model(seed: int = 0) -> LlavaNextForConditionalGeneration:
-    """Build `tiny` with fresh weights.
+    """Build `tiny` with fresh weights, float32.
 
     The usual initialization suits large models. Here the embeddings of patches (192 values) and
     positions would start too small, so both get a larger variance.
     """
     torch.manual_seed(seed)
-    model = LlavaNextForConditionalGeneration(build_config())
+    model = LlavaNextForConditionalGeneration(AutoConfig.from_pretrained(SHIPPED)).float()
     embeddings = vision_core(model).embeddings
     projector = model.model.multi_modal_projector
     with torch.no_grad():
-        nn.init.normal_(embeddings.patch_embedding.weight, std=(3 * PATCH * PATCH) ** -0.5)
+        patch = embeddings.patch_embedding.weight
+        nn.init.normal_(patch, std=patch[0].numel() ** -0.5)
         nn.init.normal_(embeddings.position_embedding.weight, std=0.15)
         nn.init.normal_(embeddings.class_embedding, std=0.15)
         for linear in (projector.linear_1, projector.linear_2):

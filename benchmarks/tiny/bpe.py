@@ -1,27 +1,17 @@
-"""The 512-entry byte-level BPE tokenizer of `tiny`, learned from the template text.
+"""Prompts of `tiny`, and their tokens.
 
-Digits are split first, so numbers cost one token per digit. Every color, shape and template word is
-one token. A post-processor prepends ``<s>``, so prompts are written without it.
+The byte-level BPE tokenizer has 512 entries, one for each digit, color, shape and template word. It
+prepends ``<s>``, so prompts are written without it.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
-from vlmfast.scenes.drawing import make_image_scene, make_video_scene
-from vlmfast.scenes.questions import ask_all
-from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
+from tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
-PAD_ID, BOS_ID, EOS_ID, UNK_ID, IMAGE_ID = range(5)
-VOCAB_SIZE = 512
+BOS_ID, IMAGE_ID = 1, 4
 
 
 def image_prefix(tokens: int) -> str:
@@ -37,50 +27,6 @@ def video_prefix(tokens: int, frames: int = 4) -> str:
 def turn(question: str, answer: str = "") -> str:
     """Question and answer, which follow the prefix."""
     return f"{question} ASSISTANT: {answer}</s>" if answer else f"{question} ASSISTANT:"
-
-
-def corpus(scenes: int = 3000, videos: int = 1500) -> list[str]:
-    """Text to train the tokenizer on; deterministic."""
-    lines: list[str] = []
-    for i in range(scenes + videos):
-        rng = random.Random(f"vlmfast-tiny-corpus-{i}")
-        video = i >= scenes
-        scene = make_video_scene(rng) if video else make_image_scene(rng)
-        prefix = video_prefix(1) if video else image_prefix(1)
-        prefix = prefix.replace("<image>", "")
-        for qa in ask_all(scene, rng):
-            # letters and colors on their own too, so that each is one token after a space
-            lines.append(prefix + turn(qa.question, qa.answer).removesuffix("</s>"))
-        question = VIDEO_QUESTION if video else CAPTION_QUESTION
-        lines.append(prefix + turn(question, caption(scene, rng)[0]).removesuffix("</s>"))
-    names = [f" {c} {s}" for c in COLOR_NAMES for s in SHAPES]
-    return lines + names * 20 + [" Hint option says:"] * 500
-
-
-def build_tokenizer() -> Tokenizer:
-    """Train the tokenizer (a few seconds; deterministic)."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from tokenizers.trainers import BpeTrainer
-
-    tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tok.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tok.train_from_iterator(corpus(), trainer)
-    tok.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS_ID)]
-    )
-    return tok
 
 
 _PIECE = re.compile(r"<image>|</s>|\n| ?[^ \n<]+| ")
