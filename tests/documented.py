@@ -332,7 +332,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     **dict.fromkeys(("python -m pytest", "pytest", "docker"), check_files),
     # tests/serve/test_documented_server.py sends the requests.
     **dict.fromkeys(("curl", "vllm serve", "python run_vlmfast.py"), not_ours),
-    **dict.fromkeys(("apt-get install", "install", "source", "systemctl"), not_ours),
+    **dict.fromkeys(("apt-get install", "install", "npm pack", "source", "systemctl"), not_ours),
 }
 
 
