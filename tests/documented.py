@@ -78,7 +78,7 @@ class Command:
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """The text of each page by its path; generated results are left out."""
-    single = "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "vlmfast/models/tiny/CARD.md"
+    single = "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "vlmfast/weights/tiny/README.md"
     files = [*(root / name for name in single), *sorted((root / "docs").glob("*.md"))]
     return {f.relative_to(root).as_posix(): f.read_text(encoding="utf-8") for f in files}
 
@@ -332,7 +332,7 @@ CHECKS: dict[str, Callable[[list[str], bool], None]] = {
     **dict.fromkeys(("python -m pytest", "pytest", "docker"), check_files),
     # tests/serve/test_documented_server.py sends the requests.
     **dict.fromkeys(("curl", "vllm serve", "python run_vlmfast.py"), not_ours),
-    **dict.fromkeys(("apt-get install", "install", "source", "systemctl"), not_ours),
+    **dict.fromkeys(("apt-get install", "install", "npm pack", "source", "systemctl"), not_ours),
 }
 
 

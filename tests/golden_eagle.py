@@ -14,8 +14,9 @@ from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import grow
-from vlmfast.drafters._layer import Layer, Unrolled
+from vlmfast.drafters._layer import Layer, causal
 from vlmfast.drafters._losses import distance_loss, feature_loss, ranking_loss, token_loss
+from vlmfast.drafters._training import Drafting
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule
@@ -137,12 +138,32 @@ def two_rounds(drafter: EagleDrafter, data: Data, meta: Meta, aux_hidden_states:
     assert drafter.cache.length == stable + len(emitted)
 
 
+def outputs(
+    module: EagleModule,
+    embeds: Tensor,
+    features: Tensor,
+    position: Tensor,
+    image: Tensor | None = None,
+) -> Tensor:
+    """Outputs of whole sequences (B, S), each row with the rows before it."""
+    return module.run(module.rows(embeds, features, image), position, causal)
+
+
+def vispec_outputs(
+    module: VispecModule, embeds: Tensor, features: Tensor, position: Tensor, image: Tensor
+) -> Tensor:
+    """Outputs of one sequence (S,); zeros for the image rows that are left out."""
+    rows, source, _ = module.adapted(embeds, features, image, features.new_zeros(module.width))
+    made = module.run(rows[None], position[None, source], causal)[0]
+    return torch.zeros_like(features).index_put((source,), made)
+
+
 def eagle_case(data: Data, meta: Meta) -> None:
     module = EagleModule(sizes(meta))
     module.load_state_dict(weights(data))
     ids, features = data["input_ids"][0], data["hidden_states"]
     embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
-    out = module(embeds[None, 1:], features, torch.arange(n)[None])
+    out = outputs(module, embeds[None, 1:], features, torch.arange(n)[None])
     close(out, data["drafter_out"], terms=num_terms(meta, n))
     drafter = EagleDrafter(target_of(data, module), module, *size_of(meta))
     drafter.prefill(Read(ids[:-1].tolist(), text(n), embeds[:-1], features[0]))
@@ -156,7 +177,7 @@ def eagle3_case(data: Data, meta: Meta) -> None:
     module.load_state_dict({"d2t": torch.zeros(drafted, dtype=torch.int64)} | stored)
     ids, features = data["input_ids"][0], data["hidden_states"]
     embeds, n = data["w.embed_tokens.weight"][ids], features.shape[1]
-    out = module(embeds[None, 1:], features, torch.arange(n)[None])
+    out = outputs(module, embeds[None, 1:], features, torch.arange(n)[None])
     target = target_of(data, module)
     terms = num_terms(meta, n) + features.shape[2]  # of the aux hidden states
     close(out, data["drafter_out_prenorm"], terms=terms)
@@ -183,7 +204,7 @@ def vispec_case(data: Data, meta: Meta) -> None:
     ahead = torch.cat([embeds[1:], table[ids[-1:]]])
     assert torch.equal(ahead, data["shifted_embeds"][0])
     image = torch.where(torch.cat([mask[1:], mask.new_zeros(1)]), 0, -1)
-    out = module(ahead[None], features, torch.arange(n)[None], image=image[None])
+    out = vispec_outputs(module, ahead, features[0], torch.arange(n), image)[None]
     terms = num_terms(meta, n)
     close(out, data["drafter_out_scattered"], terms=2 * terms)  # the adaptor is a layer, too
     adapted = module.imadpt(ahead[image == 0])
@@ -244,7 +265,7 @@ def ttt_case(data: Data, meta: Meta) -> None:
         double=True,
     )
     layer.load_state_dict(weights(data))
-    attend, hidden, step = Unrolled(), data["hidden_in"], 0
+    attend, hidden, step = Drafting(0), data["hidden_in"], 0
     assert torch.equal(data["ttt0_input_ids"], data["input_ids"])
     position = torch.arange(hidden.shape[1])[None]
     while f"ttt{step}_hidden_out" in data:

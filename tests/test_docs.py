@@ -28,7 +28,7 @@ METHODS = vlmfast.methods()
 @pytest.fixture(scope="module")
 def tools():
     """The modules of ``tools``."""
-    names = ("sources", "timings", "charts", "tables", "pages", "hooks", "home_png")
+    names = ("sources", "charts", "accuracy", "timings", "tables", "pages", "hooks", "home_png")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -159,13 +159,17 @@ def test_docstrings_become_markdown(tools) -> None:
 def test_tables_are_shown_and_those_of_readme_are_current(tools) -> None:
     """``python tools/tables.py`` writes those of README; MkDocs puts in the others."""
     pages = "\n".join(file.read_text(encoding="utf-8") for file in DOCS.glob("*.md"))
-    assert sorted(re.findall(r"<!-- table: (\S+) -->", pages)) == sorted(tools.tables.PAGES)
-    marks = [f"<!-- table: {name} -->" for name in tools.tables.PAGES]
+    marks = [found[0] for found in tools.tables.MARK.finditer(pages)]
+    shown = {mark.split()[2] for mark in marks}
+    assert shown | {*tools.tables.README} == {*tools.tables.TABLES}
     assert not any("<!--" in tools.tables.filled(mark) for mark in marks)
+    with pytest.raises(ValueError, match=r"there is no table speeds; tables are .*, speed, "):
+        tools.tables.filled("<!-- table: speeds -->")
     text = read("README.md")
-    for mark, make in tools.tables.README.items():
-        assert tools.tables.written(text, mark, make()) == text
-        assert tools.tables.written(text, mark, make() + "\n") != text
+    for name in tools.tables.README:
+        table = tools.tables.TABLES[name]()
+        assert tools.tables.written(text, name, table) == text
+        assert tools.tables.written(text, name, f"{table}\n") != text
 
 
 @pytest.mark.parametrize("repo", [None, "https://host.example/vlmfast/"])

@@ -20,6 +20,7 @@ from torch import Tensor
 import golden_eagle
 from closeness import apart, close
 from golden_case import Reader, parameters
+from golden_eagle import outputs
 from helpers_layout import make_image
 from replayed import accepts_something, replay
 from vlmfast.core.drafting import Budget, Read, Round, Target
@@ -28,11 +29,11 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import RANKS, grow
 from vlmfast.drafters._layer import Cache
+from vlmfast.drafters._training import Drafting
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_eagle.stage import layers_read
-from vlmfast.drafters.draft_eagle.ttt import unroll
 from vlmfast.drafters.draft_eagle.visual import CHOICES, Visual, shortened
 from vlmfast.engine.noise import gumbel
 from vlmfast.errors import RecipeError
@@ -213,27 +214,22 @@ def sequences(module: EagleModule, *shape: int) -> tuple[Tensor, Tensor, Tensor]
     return embeds, features, torch.arange(shape[-1]).expand(shape)
 
 
-def test_padding_has_no_effect_and_rows_are_causal(module: EagleModule) -> None:
+def test_rows_are_causal_and_their_ids_relative(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 2, 9)
-    full = module(embeds, features, position)
-    there = torch.ones(2, 9, dtype=torch.bool)
-    there[1, 6:] = False
-    there[0, :2] = False
-    masked = module(embeds, features, position, there)
-    close(masked[1, :6], full[1, :6], terms=TERMS)
-    alone = module(embeds[:1, 2:], features[:1, 2:], position[:1, 2:])
-    close(masked[0, 2:], alone[0], terms=TERMS)
-    apart(alone[0], full[0, 2:], terms=TERMS)  # masked rows do have an effect
-    assert masked.isfinite().all()
-    shifted = module(embeds, features, position + 100)  # rotary ids are relative
+    full = outputs(module, embeds, features, position)
+    alone = outputs(module, embeds[1:, :6], features[1:, :6], position[1:, :6])
+    close(alone[0], full[1, :6], terms=TERMS)
+    later = outputs(module, embeds[:1, 2:], features[:1, 2:], position[:1, 2:])
+    apart(later[0], full[0, 2:], terms=TERMS)  # earlier rows do have an effect
+    shifted = outputs(module, embeds, features, position + 100)  # rotary ids are relative
     close(shifted, full, terms=TERMS)
-    stretched = module(embeds, features, position * 3)
+    stretched = outputs(module, embeds, features, position * 3)
     apart(stretched, full, terms=TERMS)
 
 
 def test_cache_in_parts_equals_one_forward_pass(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 1, 9)
-    full = module(embeds, features, position)
+    full = outputs(module, embeds, features, position)
     rows, cache = module.rows(embeds, features), Cache()
     first = module.run(rows[:, :5], position[:, :5], cache.attend())
     # A tree of two branches: each row is as if the other branch did not exist.
@@ -252,8 +248,9 @@ def test_cache_in_parts_equals_one_forward_pass(module: EagleModule) -> None:
 
 def test_half_precision_is_close(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 1, 9)
-    exact = module(embeds, features, position)
-    half = module.to(torch.bfloat16)(embeds.bfloat16(), features.bfloat16(), position)
+    exact = outputs(module, embeds, features, position)
+    rounded = module.to(torch.bfloat16), embeds.bfloat16(), features.bfloat16()
+    half = outputs(*rounded, position)
     assert half.dtype == torch.bfloat16
     # Sums are in float32; rounding affects the dozen tensors that one layer passes on.
     close(half, exact, terms=12)
@@ -275,25 +272,22 @@ def test_unrolled_training_steps_equal_drafting(module: EagleModule) -> None:
     embeds, features, position = sequences(module, 1, 8)
     steps = 3
     ahead = [embeds.roll(-s, dims=1) for s in range(steps)]
-    outputs = unroll(module, ahead, features, position)
+    attend, hidden, unrolled = Drafting(0), features, list[Tensor]()
+    for s, level in enumerate(ahead):
+        hidden = module.run(module.rows(level, hidden), position + s, attend)
+        unrolled.append(hidden)
     for place in (0, 2, 4):
         cache = Cache()
         rows = module.rows(embeds, features)[:, : place + 1]
         hidden = module.run(rows, position[:, : place + 1], cache.attend())[:, -1:]
         for s in range(steps):
-            close(outputs[s][:, place : place + 1], hidden, terms=(s + 1) * TERMS)
+            close(unrolled[s][:, place : place + 1], hidden, terms=(s + 1) * TERMS)
             if s + 1 < steps:
                 nxt = embeds[:, place + s + 1 : place + s + 2]
                 row = module.rows(nxt, hidden)
                 hidden = module.run(row, position[:, place : place + 1] + s + 1, cache.attend())
-    # Padding after a row does not change it; without the test it would be part of the next step.
-    there = torch.arange(8)[None] < 6
-    masked = unroll(module, ahead, features, position, there)
-    for ours, full in zip(masked, outputs, strict=True):
-        close(ours[:, :6], full[:, :6], terms=steps * TERMS)
-        assert ours.isfinite().all()
-    plain = module(ahead[1], outputs[0], position + 1)
-    apart(plain, outputs[1], terms=steps * TERMS)
+    plain = outputs(module, ahead[1], unrolled[0], position + 1)
+    apart(plain, unrolled[1], terms=steps * TERMS)
 
 
 def test_eagle3_norms_have_an_effect() -> None:
@@ -303,11 +297,11 @@ def test_eagle3_norms_have_an_effect() -> None:
     for flag in ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"):
         other = module_of(**base, **{flag: True})
         other.load_state_dict(plain.state_dict() | other.state_dict() | plain.state_dict())
-        changed = other(embeds, features, position)
-        apart(changed, plain(embeds, features, position), terms=TERMS)
+        changed = outputs(other, embeds, features, position)
+        apart(changed, outputs(plain, embeds, features, position), terms=TERMS)
     output = module_of(**base, norm_output=True)
     output.load_state_dict(plain.state_dict())
-    state, own = plain(embeds, features, position), output(embeds, features, position)
+    state, own = (outputs(of, embeds, features, position) for of in (plain, output))
     close(plain.norm(state), own, terms=TERMS)
     close(plain.output(state, None), output.output(own, None), terms=TERMS)
 
@@ -471,12 +465,10 @@ def test_text_is_kept_and_images_are_shortened_equally(choice: str) -> None:
     layout = layout_of(3, TILED, 2, PLAIN, 4)
     embeds, position, made, chosen = shorten(choice, layout)
     text = (~layout.visual).nonzero().flatten()
-    stay = made.source >= 0
-    assert torch.equal(made.source[stay], text)
+    stay = made.image < 0
     assert torch.equal(made.embeds[stay], embeds[text])
     assert torch.equal(made.features[stay], 2 * embeds[text])
     assert torch.equal(made.position[stay], position[text])
-    assert torch.equal(made.image[stay], torch.full_like(text, -1))
     assert made.position.diff().min() > 0  # still the order of the prompt
     rest = int((~stay).sum())
     tiled, plain = (int((layout.item == item).sum()) for item in (0, 1))  # 52 and 36
@@ -517,14 +509,14 @@ def test_share_and_seed_of_the_choice() -> None:
     layout = layout_of(3, PLAIN, 4)
     for choice in ("prune", "pool", "conv"):
         made = shorten(choice, layout, share=0.25)[2]
-        assert int((made.source < 0).sum()) == 9, choice
+        assert int((made.image >= 0).sum()) == 9, choice
     rows = [shorten("prune", layout, share=0.25, seed=seed)[2].position for seed in (0, 0, 1)]
     assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
     with pytest.raises(RecipeError, match="at most 4"):
         shorten("resample", layout, share=0.25)
     with pytest.raises(RecipeError, match="queries=9"):
         shorten("resample", layout, queries=9)
-    assert int((shorten("concat", layout, share=0.25)[2].source < 0).sum()) <= 11
+    assert int((shorten("concat", layout, share=0.25)[2].image >= 0).sum()) <= 11
 
 
 def test_small_and_reduced_images() -> None:
@@ -537,8 +529,8 @@ def test_small_and_reduced_images() -> None:
         thin = layout.select(index)
         for choice in CHOICES:
             made = shorten(choice, thin)[2]
-            assert int((made.source >= 0).sum()) == 7
-            assert choice == "text" or 1 <= int((made.source < 0).sum()) <= kept
+            assert int((made.image < 0).sum()) == 7
+            assert choice == "text" or 1 <= int((made.image >= 0).sum()) <= kept
 
 
 def test_weights_without_a_compressor_are_refused() -> None:

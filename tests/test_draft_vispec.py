@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
+from golden_eagle import vispec_outputs
 from replayed import replay
 from test_draft_eagle import (
     BUDGET,
@@ -112,41 +113,33 @@ def test_image_with_fewer_rows_than_queries() -> None:
     assert drafter.cache.length == 7  # five of text and the image's two
 
 
-def test_padding_and_masks() -> None:
+def test_rows_that_depend_on_an_image() -> None:
     module = module_of()
     torch.manual_seed(2)
-    embeds = torch.randn(2, 9, WIDTH, dtype=torch.float64)
-    features = torch.randn_like(embeds)
-    position = torch.arange(9).expand(2, 9)
-    image = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, -1], [-1, -1, 0, 0, -1, -1, -1, -1, -1]])
-    there = torch.ones(2, 9, dtype=torch.bool)
-    there[1, 6:] = False
-    out = module(embeds, features, position, there, image)
-    for number, n in ((0, 9), (1, 6)):
-        one = slice(number, number + 1)
-        alone = module(embeds[one, :n], features[one, :n], position[one, :n], None, image[one, :n])
-        close(out[number, :n], alone[0], terms=2 * TERMS)
+    embeds = torch.randn(9, WIDTH, dtype=torch.float64)
+    given = torch.randn_like(embeds), torch.arange(9)
+    image = torch.tensor([-1, 0, 0, 0, -1, -1, 1, 1, -1])
+    out = vispec_outputs(module, embeds, *given, image)
     gone = torch.tensor([1, 2, 6])
-    assert torch.equal(out[0, gone], torch.zeros(3, WIDTH, dtype=torch.float64))
-    assert bool((out[0, [0, 3, 4, 5, 7, 8]].abs().sum(-1) > 0).all())
-    assert torch.equal(out[1, 6:], torch.zeros(3, WIDTH, dtype=torch.float64))
+    assert torch.equal(out[gone], torch.zeros(3, WIDTH, dtype=torch.float64))
+    assert bool((out[[0, 3, 4, 5, 7, 8]].abs().sum(-1) > 0).all())
     # Text before an image does not depend on it, text after it does.
     other = embeds.clone()
-    other[0, 1] += 1
-    changed, gone = module(other, features, position, there, image)[0], [0, 1, 2, 6]
-    close(changed[gone], out[0, gone], terms=2 * TERMS, scale=out.abs().max())
+    other[1] += 1
+    changed = vispec_outputs(module, other, *given, image)
+    close(changed[[0, 1, 2, 6]], out[[0, 1, 2, 6]], terms=2 * TERMS, scale=out.abs().max())
     for row in (3, 4, 5, 7, 8):
-        apart(changed[row], out[0, row], terms=2 * TERMS)
+        apart(changed[row], out[row], terms=2 * TERMS)
 
 
 def test_gradients_reach_the_adaptor() -> None:
     module = VispecModule(SIZES)
     with torch.no_grad():
         module.img_fc.weight.add_(0.1)
-    rows = torch.randn(1, 6, WIDTH)
-    image = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    out = module(rows, rows, torch.arange(6)[None], image=image)
-    out[0, 4:].square().sum().backward()
+    rows = torch.randn(6, WIDTH)
+    image = torch.tensor([-1, 0, 0, 0, -1, -1])
+    out = vispec_outputs(module, rows, rows, torch.arange(6), image)
+    out[4:].square().sum().backward()
     for name, weight in module.named_parameters():
         assert weight.grad is not None and weight.grad.abs().sum() > 0, name
 

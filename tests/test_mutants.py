@@ -47,7 +47,7 @@ def tool() -> Any:
         yield importlib.import_module("mutants")
     finally:
         sys.path.remove(str(ROOT / "tools"))
-        for name in ("mutants", "mutations", "trials"):
+        for name in ("mutants", "mutations", "recorder", "trials"):
             del sys.modules[name]
 
 
@@ -146,6 +146,7 @@ def test_known_mutants_are_in_the_code(mutations: Any) -> None:
 
 def test_a_named_mutant_that_is_gone_is_an_error(mutations: Any) -> None:
     entry = {"file": "vlmfast/engine/rounds.py", "line": "no such line", "change": "such -> any"}
+    entry["tests"] = []
     with pytest.raises(SystemExit, match="no single line"):
         mutations.named(ROOT, [entry])
 
@@ -153,19 +154,24 @@ def test_a_named_mutant_that_is_gone_is_an_error(mutations: Any) -> None:
 # --- tests and results ---------------------------------------------------------------------------
 
 
+def ran(file: str, line: int, seconds: float = 0.0) -> dict[str, Any]:
+    """The recording of a test that runs one line."""
+    return {"seconds": seconds, "lines": {file: [line]}}
+
+
 def test_fast_tests_come_first_and_few_of_one_function(tool: Any, mutations: Any) -> None:
     found = mutations.mutants_of(SOURCE, "rule.py", "engine")
     constant, mutant = found[0], next(m for m in found if m.change == "b -= 1 -> pass")
     cases = [f"t.py::test_a[{i}]" for i in range(5)]
-    lines = {"rule.py": {mutant.line: [*cases, "t.py::test_b"], 99: ["t.py::test_c"]}}
-    seconds = {name: 0.1 * i for i, name in enumerate(cases)} | {"t.py::test_b": 9.0}
-    coverage = tool.Coverage(lines, seconds)
-    assert coverage.of(mutant, mutant.line) == [*cases[:3], "t.py::test_b", *cases[3:]]
-    assert coverage.of(replace(mutant, first=60), 60) == []
-    assert coverage.of(replace(mutant, file="other.py"), 1) == []
+    tests = {name: ran("rule.py", mutant.line, 0.1 * i) for i, name in enumerate(cases)}
+    tests["t.py::test_c"] = ran("rule.py", 99)
+    recording = tool.Recording(tests | {"t.py::test_b": ran("rule.py", mutant.line, 9.0)}, {})
+    assert recording.of(mutant, mutant.line) == [*cases[:3], "t.py::test_b", *cases[3:]]
+    assert recording.of(replace(mutant, first=60), 60) == []
+    assert recording.of(replace(mutant, file="other.py"), 1) == []
     # A line that runs on import, in whichever test came first: every test of the file.
     every = {*cases, "t.py::test_b", "t.py::test_c"}
-    assert set(coverage.of(constant, constant.line)) == every
+    assert set(recording.of(constant, constant.line)) == every
 
 
 def test_lines_that_run_on_import(mutations: Any) -> None:
@@ -173,40 +179,17 @@ def test_lines_that_run_on_import(mutations: Any) -> None:
     assert [m.change for m in found if m.on_import] == ["3 -> 2", "3 -> 4", "2 -> 1", "2 -> 3"]
 
 
-def test_recordings_add_up(tool: Any, tmp_path: Path) -> None:
-    old = tool.Coverage(
-        {"a.py": {1: ["x", "y"], 2: ["x"]}, "b.py": {1: ["x"]}, "c.py": {5: ["y"]}},
-        {"x": 1.0, "y": 2.0},
-        {"a.py": "1", "b.py": "1", "c.py": "1"},
-    )
-    new = tool.Coverage(
-        {"a.py": {1: ["z"], 3: ["x"]}, "b.py": {2: ["x"]}},
-        {"x": 3.0, "z": 1.0},
-        {"a.py": "1", "b.py": "2"},
-    )
-    both = new.after(old)
-    both.write(tmp_path / "coverage.json")
-    found = tool.Coverage.read(tmp_path / "coverage.json")
-    assert found.seconds == {"x": 3.0, "y": 2.0, "z": 1.0}
-    assert found.digests == {"a.py": "1", "b.py": "2", "c.py": "1"}
-    lines = {
-        file: {line: sorted(names) for line, names in rows.items() if names}
-        for file, rows in found.lines.items()
+def test_recordings_add_up(tool: Any) -> None:
+    old = {
+        "tests": {"x": ran("a.py", 1), "y": {"lines": {"a.py": [1], "b.py": [1], "c.py": [5]}}},
+        "digests": {"a.py": "1", "b.py": "1", "c.py": "1"},
     }
-    # x does not run line 2 any more, and what was known of the changed file is gone.
-    assert lines == {
-        "a.py": {1: ["y", "z"], 3: ["x"]},
-        "b.py": {2: ["x"]},
-        "c.py": {5: ["y"]},
+    new = {"tests": {"x": ran("a.py", 3)}, "digests": {"a.py": "1", "b.py": "2"}}
+    assert sys.modules["recorder"].merged(old, new) == {
+        # What was known of the changed file is gone.
+        "tests": {"x": ran("a.py", 3), "y": {"lines": {"a.py": [1], "c.py": [5]}}},
+        "digests": {"a.py": "1", "b.py": "2", "c.py": "1"},
     }
-
-
-@pytest.mark.parametrize(
-    ("killed", "total", "interval"),
-    [(9, 10, (0.5958, 0.9821)), (0, 5, (0.0, 0.4345)), (5, 5, (0.5655, 1.0)), (0, 0, (0.0, 1.0))],
-)
-def test_wilson_interval(tool: Any, killed: int, total: int, interval: tuple) -> None:
-    assert tool.wilson(killed, total) == pytest.approx(interval, abs=1e-4)
 
 
 def rows() -> list[dict[str, Any]]:
@@ -218,15 +201,21 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_equivalent_mutants_do_not_count(tool: Any) -> None:
+def test_equivalent_mutants_do_not_count(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"file": "a.py", "line": "x = 1", "change": "1 -> 0", "reason": "only its sign matters"}
     known = [tool.with_known(row, [entry]) for row in rows()]
     assert [row["result"] for row in known] == ["killed", "equivalent", "survived"]
-    total = tool.summary(known)
-    assert (total["killed"], total["survived"], total["equivalent"]) == (1, 1, 1)
-    assert total["share"] == 0.5
-    told: list[str] = []
-    tool.report(known, told.append)
+    found = tool.report(known, ["engine", "scorers"])
+    total = {
+        "killed": 1,
+        "survived": 1,
+        "equivalent": 1,
+        "share": 0.5,
+        "interval": [0.0945, 0.9055],
+    }
+    assert found["engine"] == found["all"] == total
+    assert found["scorers"]["share"] is None
+    told = capsys.readouterr().out.splitlines()
     assert told[0] == "equivalent: a.py:3: 1 -> 0  only its sign matters"
     assert told[-1].startswith("all: 1 killed, 1 survived, 1 equivalent; 50.0%")
 
@@ -304,6 +293,7 @@ TOML = """[[named]]
 file = "vlmfast/engine/rule.py"
 line = "SIZE = 4"
 change = "4 -> 1"
+tests = ["tests/test_rule.py"]
 
 [[equivalent]]
 file = "vlmfast/engine/rule.py"
@@ -326,7 +316,7 @@ def project(tmp_path: Path) -> Path:
     }
     files |= {
         f"tools/{name}.py": (ROOT / "tools" / f"{name}.py").read_text(encoding="utf-8")
-        for name in ("mutants", "mutations", "trials")
+        for name in ("mutants", "mutations", "recorder", "trials")
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -355,10 +345,9 @@ def test_a_whole_run(project: Path) -> None:
     assert "named: killed vlmfast/engine/rule.py:3: 4 -> 1" in done.stdout
     assert "equivalent: vlmfast/engine/rule.py:3: 4 -> 5  any size above one" in done.stdout
     assert (project / "vlmfast/engine/rule.py").read_text() == RULE  # the copy was changed
-    report = [*command, "--judged", "--report", "report.json"]
-    only = subprocess.run(report, cwd=project, capture_output=True, text=True, check=False)
-    assert only.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
+    command += ["--report", "report.json"]
     again = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert json.loads((project / "report.json").read_text())["all"]["equivalent"] == 1
     assert "min left" not in again.stdout  # nothing was judged again
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
 
@@ -366,9 +355,7 @@ def test_a_whole_run(project: Path) -> None:
 @pytest.fixture
 def trials(tool: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The process that runs tests of the project, without the large libraries."""
-    found = tool.Trials(project, libraries=())
-    yield found
-    found.close()
+    return tool.Trials(project, libraries=("schemathesis.pytest.plugin", "langsmith.pytest_plugin"))
 
 
 def first_mutant(mutations: Any) -> Any:
@@ -382,8 +369,8 @@ def test_a_mutant_that_hangs_is_killed(
     """By the processor time that it uses; a test that only takes long does not end so."""
     mutant, rule = first_mutant(mutations), project / "vlmfast/engine/rule.py"
     rule.write_text(RULE.replace("SIZE = 4", "SIZE = 4\nwhile SIZE < 4:\n    pass"))
-    coverage = tool.Coverage({mutant.file: {3: ["tests/test_rule.py::test_size"]}}, {})
-    runner = tool.Runner(project, coverage, 1.0, trials, starts=3.0)
+    recording = tool.Recording({"tests/test_rule.py::test_size": ran(mutant.file, 3)}, {})
+    runner = tool.Runner(project, recording, 1.0, trials, starts=3.0)
     row = runner.judge(mutant)
     assert mutant.change == "4 -> 3"
     assert (row["result"], row["by"]) == ("killed", "time")
@@ -396,13 +383,13 @@ def test_a_test_that_fails_anyway_kills_nothing(
 ) -> None:
     (project / "tests/test_other.py").write_text("def test_broken():\n    assert False\n")
     mutant = first_mutant(mutations)
-    names = ["tests/test_other.py::test_broken", "tests/test_rule.py::test_larger"]
-    coverage = tool.Coverage({mutant.file: {3: [*names, "tests/test_gone.py::test_gone"]}}, {})
-    row = tool.Runner(project, coverage, 1.0, trials).judge(mutant)
+    names = ["other.py::test_broken", "rule.py::test_larger", "gone.py::test_gone"]
+    recording = tool.Recording({f"tests/test_{name}": ran(mutant.file, 3) for name in names}, {})
+    row = tool.Runner(project, recording, 1.0, trials).judge(mutant)
     assert (row["result"], row["tests"]) == ("survived", 3)
     named = replace(mutant, tests=("tests/test_other.py::test_broken", "tests/test_rule.py"))
     named = replace(named, after="0")
-    row = tool.Runner(project, coverage, 1.0, trials).judge(named)
+    row = tool.Runner(project, recording, 1.0, trials).judge(named)
     assert (row["result"], row["by"]) == ("killed", "FAILED tests/test_rule.py::test_size")
 
 
@@ -410,8 +397,8 @@ def test_a_test_that_fails_anyway_kills_nothing(
 def test_declarations_have_tests_that_no_recording_finds(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:
-    coverage, tests = tool.Coverage({}, {}), ("tests/test_rule.py::test_size",)
-    runner = tool.Runner(project, coverage, 1.0, trials, declarations=tests)
+    recording, tests = tool.Recording({}, {}), ("tests/test_rule.py::test_size",)
+    runner = tool.Runner(project, recording, 1.0, trials, declarations=tests)
     found = mutations.mutants_of(RULE, "vlmfast/engine/rule.py", "engine")
     inside = next(mutant for mutant in found if mutant.change == "a < SIZE -> (a <= SIZE)")
     constant = replace(found[0], after="0")
@@ -424,6 +411,6 @@ def test_a_changed_file_is_recorded_again(
     tool: Any, mutations: Any, project: Path, trials: Any
 ) -> None:
     mutant = first_mutant(mutations)
-    coverage = tool.Coverage({}, {}, {mutant.file: "of another text"})
+    recording = tool.Recording({}, {mutant.file: "of another text"})
     with pytest.raises(SystemExit, match=r"rule\.py has changed since it was recorded: --record"):
-        tool.Runner(project, coverage, 1.0, trials).judge(mutant)
+        tool.Runner(project, recording, 1.0, trials).judge(mutant)

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import json
+from itertools import repeat
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tiny_pocket import SIZE, evaluate, make_objects, scenes
+from tiny_pocket import SIZE, evaluate, evidence, make_objects, objects, scenes
+from vlmfast.core.exit_codes import ExitCode
 
 
-class Answering:
-    """Answers in place of a model."""
+class Model:
+    """Gives answers, all of which have one token."""
 
-    def __init__(self, answers: list[str]) -> None:
-        self.answers, self.requests = answers, []
+    def __init__(self, answers: Any) -> None:
+        self.answers, self.requests, self.token = iter(answers), [], 1
+        self.processor = SimpleNamespace(tokenizer=None)
+        vision = SimpleNamespace(image_size=SIZE)
+        config = SimpleNamespace(vision_config=vision)
+        self.model = SimpleNamespace(config=config, device="cpu", generate=self.generate)
 
     def ask_many(self, requests: Any, batch_size: int) -> list[SimpleNamespace]:
         self.requests = list(requests)
-        return [SimpleNamespace(text=text) for text in self.answers]
+        return [SimpleNamespace(text=next(self.answers)) for _ in self.requests]
+
+    def ask(self, *_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=[1])
+
+    def inputs(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(1, 2)}
+
+    def generate(self, **_: Any) -> torch.Tensor:
+        return torch.tensor([[0, 0, self.token]])
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list:
-    drawn = make_objects(tmp_path_factory.mktemp("objects"))
-    return list(evaluate.examples(drawn, "train", ["scene", "word"], 10, SIZE))
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_objects(tmp_path_factory.mktemp("objects"))
 
 
-def test_right_answers_are_counted_by_type(asked: list) -> None:
-    flat = [of for _, questions in asked for of in questions]
-    given = [f" {of.answer}\n" if of.type != "count" else "9" for of in flat]
-    model = Answering(given)
-    found = evaluate.evaluate(model, asked, "hired:0.5")
+def test_right_answers_are_counted_by_type(drawn: Any) -> None:
+    task = evidence.Scenes(drawn, SIZE, ["scene", "word"])
+    docs = task.docs(10, 0)
+    model = Model([f" {doc.target}\n" if doc.type != "count" else "9" for doc in docs])
+    found = evaluate.evaluate(model, task, docs, "hired:0.5")
     assert set(found) == {*scenes.TYPES["scene"], *scenes.TYPES["word"]}
     assert found["what"]["right"] == found["what"]["asked"] == 20
     assert found["count"]["accuracy"] == 0 and found["read"]["asked"] == 10
@@ -39,19 +56,23 @@ def test_right_answers_are_counted_by_type(asked: list) -> None:
     assert 0.8 < low < 1 and high == 1
     request = model.requests[0]
     assert request.recipe == "hired:0.5" and request.generation["do_sample"] is False
-    assert not evaluate.gate(found)
 
 
-def test_gate_needs_both_types(asked: list) -> None:
-    right = {"accuracy": 0.8}
-    assert evaluate.gate({"what": right, "where": right}) == []
-    assert evaluate.gate({"what": right, "where": {"accuracy": 0.79}}) == ["where"]
-    assert evaluate.gate({"where": right}) == ["what"]
-
-
-def test_equal_answers_are_counted(asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SimpleNamespace(ask=lambda *_, **__: SimpleNamespace(token_ids=[1]))
-    monkeypatch.setattr(evaluate, "reference", lambda *_: [1])
-    assert evaluate.compare(model, asked[:1], 3) == 3
-    monkeypatch.setattr(evaluate, "reference", lambda *_: [2])
-    assert evaluate.compare(model, asked[:1], 3) == 0
+def test_tokens_that_differ_fail(
+    drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    model = Model(repeat("no answer"))
+    monkeypatch.setattr(objects, "read", lambda *_: drawn)
+    monkeypatch.setattr(evaluate, "VLM", SimpleNamespace(from_pretrained=lambda *_, **__: model))
+    (tmp_path / "pocket.json").write_text(json.dumps({"stage": "b"}))
+    out = tmp_path / "new" / "a.json"
+    command = [str(tmp_path), "parts", "--kind", "video", "--scenes", "2", "--out", str(out)]
+    for model.token, code in ((1, ExitCode.FINISHED), (2, ExitCode.CHECK_FAILED)):
+        assert evaluate.main([*command, "--compare", "6"]) == code
+        found = json.loads(out.read_text())
+        assert found["compared"] == {"equal": 6 if model.token == 1 else 0, "asked": 6}
+    assert found["types"].keys() == scenes.TYPES["video"].keys()
+    assert found["types"]["way"]["asked"] == 2 and found["model"] == {"stage": "b"}
+    assert found["command"].startswith("python benchmarks/pocket/evaluate.py ")
+    assert evaluate.main(command) == ExitCode.FINISHED
+    assert "compared" not in json.loads(out.read_text())

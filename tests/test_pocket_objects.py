@@ -34,8 +34,7 @@ def one_token(text: str, **_: bool) -> SimpleNamespace:
 @pytest.fixture
 def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small archives of both packages, with the sums that are expected of them."""
-    folder = tmp_path / "archives"
-    folder.mkdir()
+    folder = tmp_path
     png = io.BytesIO()
     Image.new("RGBA", (64, 64), (1, 2, 3, 255)).save(png, "png")
     for name, style in objects.STYLES.items():
@@ -59,8 +58,8 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_unpacks_drawings_names_and_licences(archives: Path, tmp_path: Path) -> None:
-    made = objects.make(tmp_path / "out", archives)
+def test_unpacks_drawings_names_and_licences(archives: Path) -> None:
+    made = objects.make(archives)
     files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
     licences = {f"{style}-{name}" for style in objects.STYLES for name in ("LICENSE", "README.md")}
     drawings = {"google/1.png", "twitter/1.png"}
@@ -71,15 +70,15 @@ def test_unpacks_drawings_names_and_licences(archives: Path, tmp_path: Path) -> 
     assert read.drawing("cat", "twitter").getpixel((5, 5)) == (1, 2, 3, 255)
 
 
-def test_archive_of_another_sum_is_refused(archives: Path, tmp_path: Path) -> None:
+def test_archive_of_another_sum_is_refused(archives: Path) -> None:
     path = archives / f"{objects.STYLES['twitter'].package}-{objects.RELEASE}.tgz"
     path.write_bytes(path.read_bytes() + b"more")
     with pytest.raises(SystemExit, match=r"twitter-16\.0\.0\.tgz has SHA-256 .* expected is"):
-        objects.make(tmp_path / "out", archives)
-    assert not (tmp_path / "out" / "objects").exists()
+        objects.make(archives)
+    assert not (archives / "objects").exists()
     path.unlink()
     with pytest.raises(SystemExit, match="is missing; `npm pack emoji-datasource-twitter@"):
-        objects.make(tmp_path / "out", archives)
+        objects.make(archives)
 
 
 def test_splits_share_no_drawing() -> None:

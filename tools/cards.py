@@ -1,8 +1,8 @@
 """Write the model cards of the shipped weights: ``python tools/cards.py``.
 
 The accuracies are those of ``docs/results/report.json``, the accepted lengths of drafters those
-that their training recorded. Each card is ``README.md`` in its folder of ``vlmfast/weights``; that
-of ``tiny`` is a copy of ``vlmfast/models/tiny/CARD.md``. A test checks that the cards match.
+that their training recorded. Each card is ``README.md`` in its folder of ``vlmfast/weights``.
+A test checks that the cards match.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ def shipped(name: str) -> StageWeights:
 def main() -> None:
     for name in COMMANDS:
         shipped(name).save_pretrained(WEIGHTS / f"tiny-{name}")
-    card = ROOT / "vlmfast" / "models" / "tiny" / "CARD.md"
-    (WEIGHTS / "tiny" / "README.md").write_bytes(card.read_bytes())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import ast
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -69,43 +69,24 @@ class Mutant:
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
-ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-}
-NAMES = {
-    "min": "max",
-    "max": "min",
-    "amin": "amax",
-    "amax": "amin",
-    "argmin": "argmax",
-    "argmax": "argmin",
-    "any": "all",
-    "all": "any",
-    "ceil": "floor",
-    "floor": "ceil",
-}
+def _both(*pairs: tuple[Any, Any]) -> dict[Any, Any]:
+    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+COMPARISONS = _both(
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.In, ast.NotIn),
+    (ast.Is, ast.IsNot),
+)
+ARITHMETIC = _both(
+    (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr), (ast.LShift, ast.RShift)
+)
+ARITHMETIC |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+NAMES = _both(
+    ("min", "max"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all"), ("ceil", "floor")
+)
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
@@ -256,14 +237,7 @@ def named(root: Path, entries: Sequence[dict[str, Any]]) -> list[Mutant]:
         number = raw[:start].count(b"\n") + 1
         end = start + len(before.encode())
         stratum = next((n for n, f in STRATA.items() if entry["file"].startswith(f)), "named")
-        mutant = Mutant(
-            entry["file"], number, entry["line"], entry["change"], start, end, after, stratum
-        )
-        within = any(
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body[0].lineno <= number <= (node.end_lineno or 0)
-            for node in ast.walk(ast.parse(raw))
-        )
-        tests = tuple(entry.get("tests", ()))
-        found.append(replace(mutant, first=number, tests=tests, on_import=not within))
+        tests = tuple(entry["tests"])
+        place = (entry["file"], number, entry["line"], entry["change"], start, end, after, stratum)
+        found.append(Mutant(*place, first=number, tests=tests))
     return found

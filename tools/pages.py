@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import html
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sources import ROOT, table
+from sources import ROOT, listed, read, table
 
 import vlmfast
 from vlmfast.core.registry import stage_class, stage_names
@@ -106,7 +105,7 @@ def reports() -> list[Report]:
     files = sorted((DOCS / "results").rglob("report.json"), key=lambda f: (len(f.parts), f))
     for file in files:
         text = file.with_suffix(".md").read_text(encoding="utf-8")
-        for task in json.loads(file.read_text(encoding="utf-8"))["tasks"]:
+        for task in read(file)["tasks"]:
             about = re.search(rf"^## {re.escape(task)}\n\n(.+)$", text, re.MULTILINE)
             if about is None:
                 raise ValueError(f"{file.with_suffix('.md')} has no section on {task}")
@@ -172,24 +171,21 @@ def questions(word: str, report: Report) -> str:
 
 def drafts_table(word: str) -> str:
     """Accepted tokens on ``tiny``; empty if the benchmark did not run this drafter."""
-    head = ["recipe", "workload", "accepted tokens per round", "forward passes"]
-    rows = [[*head, "speed relative to no drafter", "identical answers"]]
-    for name, part in json.loads(DRAFTS.read_text(encoding="utf-8"))["parts"].items():
+    rows = []
+    for name, part in read(DRAFTS)["parts"].items():
         work, _, drafter = name.split(" | ")
-        if "mean_accepted" not in part or word not in re.split(r"[+:]", drafter):
-            continue
-        wall = part["wall"]
-        rows.append(
-            [
-                f"`{drafter}`",
-                work,
-                f"{part['mean_accepted']:.2f}",
-                f"{100 * part['calls'] / part['plain_calls']:.0f} %",
-                f"{wall['value']:.2f}x [{wall['low']:.2f}, {wall['high']:.2f}]",
-                f"{part['identical']} of {part['pairs']}",
-            ]
-        )
-    return table(rows) if rows[1:] else ""
+        if "mean_accepted" in part and word in re.split(r"[+:]", drafter):
+            passes = part["calls"] / part["plain_calls"]
+            rows.append({**part, "drafter": drafter, "work": work, "passes": passes})
+    columns = {
+        "recipe": "`{drafter}`",
+        "workload": "{work}",
+        "accepted tokens per round": "{mean_accepted:.2f}",
+        "forward passes": "{passes:.0f %}",
+        "speed relative to no drafter": "{wall[value]:.2f}x [{wall[low]:.2f}, {wall[high]:.2f}]",
+        "identical answers": "{identical} of {pairs}",
+    }
+    return listed(rows, columns) if rows else ""
 
 
 def _measured_section(word: str, protocol: str) -> Iterator[str]:
@@ -197,7 +193,7 @@ def _measured_section(word: str, protocol: str) -> Iterator[str]:
     nothing = f"Not measured on `tiny`. {NEEDS.get(word, '')}".strip()
     if protocol == "drafter":
         rows = drafts_table(word)
-        data = json.loads(DRAFTS.read_text(encoding="utf-8"))
+        data = read(DRAFTS)
         settings = data["settings"]
         about = (
             f"Measured on {data['date'][:10]} on {data['threads']} thread of a CPU, "

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import recorded
+from vlmfast.core.journal import Journal
 
 
 def main() -> None:
@@ -31,23 +32,18 @@ def main() -> None:
     if args.compare is not None:
         compare(args.compare, args.out)
         return
-    progress = args.out.with_suffix(".part")
-    done = {}
-    if progress.exists():
-        for line in progress.read_text(encoding="utf-8").splitlines():
-            number, found = json.loads(line)
-            done[number] = found
-    todo = [case for case in recorded.cases() if case["n"] not in done]
-    todo = [case for case in todo if not args.family or case["family"] in args.family]
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    progress = args.out.with_suffix(".part")
     with (
+        Journal(progress) as journal,
         ProcessPoolExecutor(args.workers, initializer=_one_thread) as pool,
-        progress.open("a", encoding="utf-8") as file,
     ):
+        done = {line["n"]: line["found"] for line in journal.lines}
+        todo = [case for case in recorded.cases() if case["n"] not in done]
+        todo = [case for case in todo if not args.family or case["family"] in args.family]
         for case, found in zip(todo, pool.map(recorded.record, todo, chunksize=8), strict=True):
             done[case["n"]] = found
-            file.write(json.dumps([case["n"], found]) + "\n")
-            file.flush()
+            journal.append({"n": case["n"], "found": found})
     write(args.out, [done[number] for number in sorted(done) if done[number] is not None])
     progress.unlink()
 

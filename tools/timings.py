@@ -1,17 +1,17 @@
-"""Tables of times, launches and memory, and those beside other libraries."""
+"""Tables of times, launches and memory, and those beside other libraries.
+
+Each public function is one.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from sources import ROOT, measured, script, table
-
-PARTS = ("first", "per token")
+from sources import grid, listed, measured, percent, script, table
 
 
 def speed() -> str:
@@ -43,17 +43,25 @@ def timings() -> str:
 
 def overhead() -> str:
     """CPU time of `none` and of Hugging Face."""
-    rows = [["model", "pairs", "CPU time", "Hugging Face", "`none`", "ratio"]]
-    files = {"tiny": PARTS, "qwen2-0.5b": PARTS[:1], "qwen2-0.5b-tokens": PARTS[1:]}
+    first, later = "first", "per token"
+    files = {"tiny": (first, later), "qwen2-0.5b": (first,), "qwen2-0.5b-tokens": (later,)}
+    rows = []
     for name, parts in files.items():
         result = measured(f"overhead-{name}-cpu")
         for part in parts:
-            found, row = result["row"][part], [f"`{result['model']}`", str(result["row"]["pairs"])]
-            row += [part, *(f"{1e3 * fmean(x):,.1f} ms" for x in found["seconds"].values())]
-            ratio = found["ratio"]
-            row.append(f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]")
-            rows.append(row)
-    return table(rows)
+            found = result["row"][part]
+            theirs, own = (fmean(values) for values in found["seconds"].values())
+            about = {"model": result["model"], "pairs": result["row"]["pairs"], "part": part}
+            rows.append({**found, **about, "theirs": theirs, "own": own})
+    columns = {
+        "model": "`{model}`",
+        "pairs": "{pairs}",
+        "CPU time": "{part}",
+        "Hugging Face": "{theirs:,.1f ms}",
+        "`none`": "{own:,.1f ms}",
+        "ratio": "{ratio[value]:.3f} [{ratio[low]:.3f}, {ratio[high]:.3f}]",
+    }
+    return listed(rows, columns)
 
 
 def tower_time(name: str) -> str:
@@ -62,23 +70,81 @@ def tower_time(name: str) -> str:
     return script("benchmarks", "ask").parts_table(model, rows)
 
 
-def reduce_cost() -> str:
+def recipes_cost() -> str:
     """What each method costs and saves before the first token."""
     return script("benchmarks", "reduce").table(measured("reduce-cpu-bfloat16")["rows"])
 
 
-def served_vllm(setting: str) -> str:
+# --- servers -------------------------------------------------------------------------------------
+
+Load = dict[int, dict[str, Any]]  # by the number of clients
+
+
+def _loads(name: str = "serve-cpu-bfloat16") -> tuple[dict[str, Load], dict[str, int]]:
+    """Loads of a result of ``benchmarks/serve.py`` by server, and numbers of clients by title."""
+    found: dict[str, Load] = {}
+    for load in measured(name)["loads"]:
+        found.setdefault(load["server"], {})[load["clients"]] = load
+    return found, {_clients(n): n for n in next(iter(found.values()))}
+
+
+def _clients(n: int) -> str:
+    return f"{n} client{'s' * (n > 1)}"
+
+
+def serving_vllm(setting: str) -> str:
     """Answers per second of this server and of vLLM's, with and without a recipe."""
     found, clients = _loads(f"serve-vllm-{setting}-cpu-float32")
-    rows = [["answers/s (median TTFT)", *map(_clients, clients)]]
-    for server, loads in found.items():
-        name = server if server.startswith("vllm") else f"vlmfast serve {server}"
-        cells = []
-        for n in clients:
-            rate, first = loads[n]["answers_per_s"]["median"], loads[n]["ttft_ms"]["p50"]
-            cells.append(f"{rate:.2f} ({first / 1e3:.2f} s)")
-        rows.append([f"`{name}`", *cells])
-    return table(rows)
+    servers = {
+        f"`{name if name.startswith('vllm') else f'vlmfast serve {name}'}`": load
+        for name, load in found.items()
+    }
+
+    def cell(load: Load, n: int) -> str:
+        first = load[n]["ttft_ms"]["p50"] / 1e3
+        return f"{load[n]['answers_per_s']['median']:.2f} ({first:.2f} s)"
+
+    return grid("answers/s (median TTFT)", servers, clients, cell)
+
+
+def serving_beside() -> str:
+    """Answers per second of this server over those of ``transformers serve``."""
+    found, (loads, clients) = _served(), _loads()
+    other = "`transformers serve`"
+
+    def cell(name: str, n: str) -> str:
+        if name:
+            return _quartiles(found[f"answers per second, {name} over {other}, {n}"])
+        return percent(fmean(found[f"share of answers equal to those of {other}, {n}"]["ratios"]))
+
+    rows = {f"`{name}`": f"`{name}`" for name in loads if f"`{name}`" != other}
+    rows["share of answers of `none` that are equal"] = ""
+    return grid(f"answers per second over {other}", rows, {n: n for n in clients}, cell)
+
+
+def serving_scaling() -> str:
+    """Answers per second of several clients over those of one."""
+    found, (loads, clients) = _served(), _loads()
+
+    def cell(name: str, n: int) -> str:
+        start = f"answers per second, {n} clients over 1, {name}"
+        return _quartiles(next(row for what, row in found.items() if start in what))
+
+    many = {title: n for title, n in clients.items() if n > 1}
+    rows = {f"`{name}`": f"`{name}`" for name in loads}
+    return grid("answers per second over 1 client", rows, many, cell)
+
+
+def serving_times(key: str) -> str:
+    """Percentiles of a time in milliseconds, ``ttft`` or ``gap``."""
+    loads, clients = _loads()
+    title = {"ttft": "time to the first token", "gap": "time between tokens"}[key]
+
+    def cell(load: Load, n: int) -> str:
+        return " / ".join(f"{load[n][f'{key}_ms'][p]:.0f}" for p in ("p50", "p95", "p99"))
+
+    servers = {f"`{name}`": load for name, load in loads.items()}
+    return grid(f"{title}, ms", servers, clients, cell)
 
 
 def _served() -> dict[str, dict[str, Any]]:
@@ -89,70 +155,17 @@ def _quartiles(row: dict[str, Any]) -> str:
     return f"{row['median']:.2f} [{row['q1']:.2f}, {row['q3']:.2f}]"
 
 
-def _clients(n: int) -> str:
-    return f"{n} client{'s' * (n > 1)}"
+# --- cache methods and drafters ------------------------------------------------------------------
 
-
-def _loads(
-    name: str = "serve-cpu-bfloat16",
-) -> tuple[dict[str, dict[int, dict[str, Any]]], list[int]]:
-    """Loads of a result of ``benchmarks/serve.py`` by server and clients, and these numbers."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for load in measured(name)["loads"]:
-        found.setdefault(load["server"], {})[load["clients"]] = load
-    return found, list(next(iter(found.values())))
-
-
-def served_beside() -> str:
-    """Answers per second of this server over those of ``transformers serve``."""
-    found, (loads, clients) = _served(), _loads()
-    other = "transformers serve"
-    rows = [[f"answers per second over `{other}`", *map(_clients, clients)]]
-    for name in loads:
-        if name != other:
-            what = f"answers per second, `{name}` over `{other}`"
-            cells = (found[f"{what}, {_clients(n)}"] for n in clients)
-            rows.append([f"`{name}`", *map(_quartiles, cells)])
-    shares = (
-        found[f"share of answers equal to those of `{other}`, {_clients(n)}"]["ratios"]
-        for n in clients
-    )
-    cells = (f"{100 * sum(share) / len(share):.0f} %" for share in shares)
-    rows.append(["share of answers of `none` that are equal", *cells])
-    return table(rows)
-
-
-def served_scaling() -> str:
-    """Answers per second of several clients over those of one."""
-    found, (loads, clients) = _served(), _loads()
-    many = [n for n in clients if n > 1]
-    rows = [["answers per second over 1 client", *map(_clients, many)]]
-    for name in loads:
-        cells = []
-        for n in many:
-            start = f"answers per second, {n} clients over 1, `{name}`"
-            cells.append(_quartiles(next(row for what, row in found.items() if start in what)))
-        rows.append([f"`{name}`", *cells])
-    return table(rows)
-
-
-def served_times(key: str, what: str) -> str:
-    """Percentiles of a time in milliseconds."""
-    loads, clients = _loads()
-    rows = [[f"{what}, ms", *map(_clients, clients)]]
-    for name, load in loads.items():
-        times = ((load[n][key][p] for p in ("p50", "p95", "p99")) for n in clients)
-        rows.append([f"`{name}`", *(" / ".join(f"{x:.0f}" for x in own) for own in times)])
-    return table(rows)
+_PRESSES = "presses-gemma3-270m"
 
 
 def presses() -> str:
     """KL divergence, equal first tokens and perplexity of cache methods beside those of kvpress."""
 
     def cell(line: dict[str, Any]) -> str:
-        kept = f" ({100 * line['slots']:.0f} %)" if line["slots"] < 0.98 * line["keep"] else ""
-        perplexity = math.exp(line["nll"])
-        return f"{line['kl']:.3f} / {100 * line['top1']:.0f} % / {perplexity:.1f}{kept}"
+        kept = f" ({percent(line['slots'])})" if line["slots"] < 0.98 * line["keep"] else ""
+        return f"{line['kl']:.3f} / {percent(line['top1'])} / {math.exp(line['nll']):.1f}{kept}"
 
     return _pressed("KL / same top-1 token / perplexity", cell)
 
@@ -168,17 +181,21 @@ def passkeys() -> str:
 
 def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
     """A row for each method and a column for each fraction of slots, over all prefixes."""
-    lines = [line for line in _presses()["lines"] if line["prefix"] is None]
-    found = {(line["side"], line["method"], line["keep"]): line for line in lines}
-    keeps = sorted({line["keep"] for line in lines if line["method"] != "none"}, reverse=True)
-    rows = [[title, *(f"{100 * keep:.0f} % of the slots" for keep in keeps)]]
+    found = {
+        (line["side"], line["method"], line["keep"]): line
+        for line in measured(_PRESSES)["lines"]
+        if line["prefix"] is None and line["method"] != "none"
+    }
+    keeps = sorted({keep for *_, keep in found}, reverse=True)
     # Methods of a kind stand together.
-    methods = dict.fromkeys((line["side"], line["method"]) for line in lines)
-    for side, method in sorted(methods, key=lambda of: re.split(r"\W", of[1].lower())[0]):
-        if method == "none":
-            continue
-        rows.append([_press(side, method), *(cell(found[side, method, keep]) for keep in keeps)])
-    return table(rows)
+    methods = dict.fromkeys((side, method) for side, method, _ in found)
+    ranked = sorted(methods, key=lambda of: re.split(r"\W", of[1].lower())[0])
+    return grid(
+        title,
+        {_press(*of): of for of in ranked},
+        {f"{percent(keep)} of the slots": keep for keep in keeps},
+        lambda of, keep: cell(found[*of, keep]),
+    )
 
 
 def _press(side: str, method: str) -> str:
@@ -188,126 +205,100 @@ def _press(side: str, method: str) -> str:
 
 def drafters() -> str:
     """Accepted tokens and speed of drafters on the same texts."""
-    rows = [["drafter", "accepted tokens per forward pass", "speed", "same tokens as without"]]
-    for line in _presses()["drafts"]:
-        if line["method"] != "none":
-            same = f"{line['same']} of {line['documents']}"
-            numbers = f"{line['accepted per pass']:.2f}", f"{line['speedup']:.2f}×"
-            rows.append([f"`{line['method']}`", *numbers, same])
-    return table(rows)
+    columns = {
+        "drafter": "`{method}`",
+        "accepted tokens per forward pass": "{accepted per pass:.2f}",
+        "speed": "{speedup:.2f}×",
+        "same tokens as without": "{same} of {documents}",
+    }
+    lines = measured(_PRESSES)["drafts"]
+    return listed((line for line in lines if line["method"] != "none"), columns)
 
 
-def _presses() -> dict[str, Any]:
-    path = ROOT / "benchmarks" / "results" / "presses-gemma3-270m.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+# --- GPUs ----------------------------------------------------------------------------------------
 
 
 def gpu_answers() -> str:
     """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
     report = measured("end_to_end-llava-next-7b-nvidia-h200")
-    head = ["recipe", "visual tokens", "first token", "prefill", "tokens/s", "KV cache", "memory"]
-    rows = [[f"{report['settings']['model']}, {report['device']}", *head[1:]]]
-    base = report["parts"]["hf sdpa | 1"]
+    base, rows = report["parts"]["hf sdpa | 1"], []
     for key, row in report["parts"].items():
         name, batch = key.rsplit(" | ", 1)
         if batch != "1" or not row["check"]["passed"]:
             continue
-        first, rate = f"{1e3 * row['first']:.0f} ms", f"{row['rate']:.0f}"
-        parts = row["parts"]
-        if row is not base:
-            first += f" ({base['first'] / row['first']:.2f}x)"
-            rate += f" ({row['rate'] / base['rate']:.2f}x)"
-        rows.append(
-            [
-                "Hugging Face `generate`" if row is base else f"`{name}`",
-                f"{parts.get('visual_tokens', 2928):,.0f}",
-                first,
-                f"{1e3 * parts['prefill']:.0f} ms" if parts else "",
-                rate,
-                f"{parts['kv_bytes'] / 1e6:,.0f} MB" if parts else "",
-                f"{row['memory'] / 1e9:.1f} GB",
-            ]
-        )
-    return table(rows)
+        empty = {"visual_tokens": 2928, "prefill": None, "kv_bytes": None}
+        ratios = {
+            "name": f"`{name}`",
+            "faster": f" ({base['first'] / row['first']:.2f}x)",
+            "more": f" ({row['rate'] / base['rate']:.2f}x)",
+        }
+        if row is base:
+            ratios = {"name": "Hugging Face `generate`", "faster": "", "more": ""}
+        rows.append({**row, **empty, **row["parts"], **ratios})
+    columns = {
+        f"{report['settings']['model']}, {report['device']}": "{name}",
+        "visual tokens": "{visual_tokens:,.0f}",
+        "first token": "{first:.0f ms}{faster}",
+        "prefill": "{prefill:.0f ms}",
+        "tokens/s": "{rate:.0f}{more}",
+        "KV cache": "{kv_bytes:,.0f MB}",
+        "memory": "{memory:.1f GB}",
+    }
+    return listed(rows, columns)
 
 
 def gpu_steps() -> str:
     """Decode steps on a GPU, and the least time in which their bytes can be read."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in measured("gpu_hour-nvidia-h200")["rows"]:
         what, _, name = row["what"].partition(": ")
         if row["part"] == "step" and what.count(" | ") == 2:
-            found.setdefault(what, {})[name] = row["value"]
-    rows = [["model", "recipe", "rows", "step", "floor", "floor over step", "launches per layer"]]
-    for what, values in found.items():
-        model, recipe, batch = what.split(" | ")
-        rows.append(
-            [
-                model,
-                f"`{recipe}`",
-                batch.removeprefix("batch "),
-                f"{values['step, ms']:.2f} ms",
-                f"{values['floor, ms']:.2f} ms",
-                f"{100 * values['floor over step']:.0f} %",
-                f"{values['launches of the step over its layers']:.1f}",
-            ]
-        )
-    return table(rows)
+            model, recipe, batch = what.split(" | ")
+            about = {"model": model, "recipe": recipe, "batch": batch.removeprefix("batch ")}
+            found.setdefault(what, about)[name] = row["value"]
+    columns = {
+        "model": "{model}",
+        "recipe": "`{recipe}`",
+        "rows": "{batch}",
+        "step": "{step, ms:.2f} ms",
+        "floor": "{floor, ms:.2f} ms",
+        "floor over step": "{floor over step:.0f %}",
+        "launches per layer": "{launches of the step over its layers:.1f}",
+    }
+    return listed(found.values(), columns)
 
 
 def gpu_kernels(gpu: str) -> str:
     """Kernels on a GPU at LLaVA-NeXT 7B's shape."""
-    rows = [["kernel", "time", "floor", "reference", "PyTorch's own"]]
+    rows = []
     for key, row in measured(f"kernels-{gpu}")["rows"].items():
         name, shape = key.rsplit(" | ", 1)
-        if shape != "B" or not row["check"]["passed"] or not row["floor"]:
-            continue
-        other = next(((k, v) for k, v in row["others"].items() if "time" in v), None)
-        rows.append(
-            [
-                name,
-                f"{1e6 * row['time']:.0f} us",
-                f"{1e6 * row['floor']:.1f} us",
-                f"{1e6 * row['reference']['time']:,.0f} us",
-                "" if other is None else f"{1e6 * other[1]['time']:.0f} us, {other[0]}",
-            ]
-        )
-    return table(rows)
+        if shape == "B" and row["check"]["passed"] and row["floor"]:
+            timed = [(of["time"], other) for other, of in row["others"].items() if "time" in of]
+            other = f"{1e6 * timed[0][0]:.0f} us, {timed[0][1]}" if timed else ""
+            rows.append({**row, "name": name, "other": other})
+    columns = {
+        "kernel": "{name}",
+        "time": "{time:.0f us}",
+        "floor": "{floor:.1f us}",
+        "reference": "{reference[time]:,.0f us}",
+        "PyTorch's own": "{other}",
+    }
+    return listed(rows, columns)
 
 
-def launches() -> str:
+# --- launches ------------------------------------------------------------------------------------
+
+
+def launches_requests() -> str:
     """Launches and reads of a request under each recipe, and to its first token in earlier code."""
-    *before, now = [_by_recipe(label["parts"]) for label in measured("launches")["labels"].values()]
+    labels = measured("launches")["labels"]
+    before, now = (_by_recipe(labels[name]["parts"]) for name in ("before", "after"))
     rows = [["recipe", "layer of prefill", "first token", "before", "decode step"]]
     for recipe, request in now.items():
-        then = [_launches(known[recipe]["first_token"]) for known in before]
-        first, step = _launches(request["first_token"]), _launches(request["step"])
-        rows.append([f"`{recipe}`", _launches(*request["layers"]), first, *then, step])
-    if not before:
-        rows[0].remove("before")
-    return table(rows)
-
-
-def vllm_launches() -> str:
-    """What the plug-in adds to a request of vLLM under each recipe."""
-    found = measured("vllm-launches")["recipes"]
-    rows = [["recipe", "image, Qwen2.5-VL", "`compact`", "its prefill", "decode step"]]
-    rows[0].append("image, LLaVA-NeXT")
-    for recipe, of in found.items():
-        if "compact" in recipe:
-            continue
-        parts = of["qwen2_5_vl"]
-        other = found.get(f"{recipe},positions=compact", {}).get("qwen2_5_vl")
-        rows.append(
-            [
-                f"`{recipe}`",
-                _launches(parts["encode"]),
-                _launches(other["encode"]) if other else "",
-                _launches(parts["prefill"]),
-                _launches(parts["decode"]),
-                _launches(of["llava_next"]["encode"]),
-            ]
-        )
+        first = [_launches(of[recipe]["first_token"]) for of in (now, before)]
+        step = _launches(request["step"])
+        rows.append([f"`{recipe}`", _launches(*request["layers"]), *first, step])
     return table(rows)
 
 
@@ -323,28 +314,43 @@ def _launches(*costs: dict[str, Any]) -> str:
     return f"{most[0]:,} / {most[1]}"
 
 
-def tower_calls() -> str:
+def launches_towers() -> str:
     """Calls of attention in Qwen2.5-VL's tower, by size of the image."""
-    labels = [label["parts"] for label in measured("launches")["labels"].values()]
+    labels = measured("launches")["labels"]
+    before, now = (labels[name]["parts"] for name in ("before", "after"))
     rows = [["image", "calls of attention", "launches", "calls before"]]
-    for name, part in labels[-1].items():
-        if not name.startswith("qwen2.5-vl"):
-            continue
-        sums = [_tower(label[name]) for label in labels]
-        width, height = part["image"]
-        calls, launched = sums[-1]
-        rows.append([f"{width} x {height}", f"{calls:,}", f"{launched:,}"])
-        rows[-1] += [f"{calls:,}" for calls, _ in sums[:-1]]
-    if len(labels) == 1:
-        rows[0].remove("calls before")
+    for name, part in now.items():
+        if name.startswith("qwen2.5-vl"):
+            width, height = part["image"]
+            counts = _in_blocks(part, "attention"), _in_blocks(part, "launches")
+            counts += (_in_blocks(before[name], "attention"),)
+            rows.append([f"{width} x {height}", *(f"{count:,}" for count in counts)])
     return table(rows)
 
 
-def _tower(part: dict[str, Any]) -> tuple[int, int]:
-    """Calls of attention and launches in all blocks."""
+def _in_blocks(part: dict[str, Any], what: str) -> int:
+    """Calls of attention or launches in all blocks."""
     (request,) = part["requests"]
-    sizes = [(block["to"] - block["from"] + 1, block) for block in request["blocks"]]
-    return (
-        sum(n * block["attention"] for n, block in sizes),
-        sum(n * block["launches"] for n, block in sizes),
-    )
+    return sum((of["to"] - of["from"] + 1) * of[what] for of in request["blocks"])
+
+
+def vllm_launches() -> str:
+    """What the plug-in adds to a request of vLLM under each recipe."""
+    found = measured("vllm-launches")["recipes"]
+    rows = []
+    for recipe, of in found.items():
+        if "compact" not in recipe:
+            other = found.get(f"{recipe},positions=compact", {}).get("qwen2_5_vl")
+            parts = {name: _launches(cost) for name, cost in of["qwen2_5_vl"].items()}
+            compact = _launches(other["encode"]) if other else ""
+            llava = _launches(of["llava_next"]["encode"])
+            rows.append({**parts, "recipe": recipe, "compact": compact, "llava": llava})
+    columns = {
+        "recipe": "`{recipe}`",
+        "image, Qwen2.5-VL": "{encode}",
+        "`compact`": "{compact}",
+        "its prefill": "{prefill}",
+        "decode step": "{decode}",
+        "image, LLaVA-NeXT": "{llava}",
+    }
+    return listed(rows, columns)

@@ -1,7 +1,7 @@
 """Put the parts and trained weights together: ``python benchmarks/pocket/build.py PARTS OUT``.
 
 ``PARTS`` is the folder of ``parts.py``. The trained weights are those of ``weights`` beside this
-file, or with ``--run RUN`` those of ``train.py`` or ``export.py``. ``OUT`` becomes an ordinary
+file, or with ``--run RUN`` those of ``train.py``. ``OUT`` becomes an ordinary
 folder that ``LlavaForConditionalGeneration`` and ``LlavaProcessor`` load: the vision tower, whose
 CLS token is dropped, a projector of two layers, and the decoder with the trained adapter merged.
 The prompt is ``<image>\\nQuestion: ...\\nAnswer:``, and a newline ends an answer.
@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from checkpoints import WEIGHTS, load_checkpoint, load_weights
 from parts import TERMS
+from safetensors import safe_open
+from safetensors.torch import save as packed
 from torch import nn
 
-from vlmfast.core.files import make_folder, replace_text
+from vlmfast.core.files import make_folder, replace_text, replacing
 
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
+WEIGHTS = "trained.safetensors"
 IMAGE = "<unused0>"  # a token of Gemma's tokenizer without another use
 # Newlines are written as expressions: a template drops one that follows a tag.
 TEMPLATE = (
@@ -102,41 +104,6 @@ def prompt(question: str) -> str:
     return f"\nQuestion: {question}\nAnswer:"
 
 
-def check_size(size: int, patch: int, most: int) -> None:
-    """Refuse a size of images that a tower cannot take.
-
-    Raises
-    ------
-    SystemExit
-    """
-    if size < patch or size > most or size % patch:
-        raise SystemExit(f"size={size} must be a multiple of {patch} from {patch} to {most}")
-
-
-def resized_positions(table: torch.Tensor, side: int) -> torch.Tensor:
-    """Positions of a CLS token and a square of patches, for another square.
-
-    Parameters
-    ----------
-    table : torch.Tensor
-        Shape (1, 1 + patches, width).
-    side : int
-        Patches in a row of the new square.
-
-    Returns
-    -------
-    torch.Tensor
-        Shape (1, 1 + side**2, width).
-    """
-    cls, patches = table[:, :1], table[:, 1:]
-    old = round(patches.shape[1] ** 0.5)
-    square = patches.reshape(1, old, old, -1).permute(0, 3, 1, 2)
-    square = nn.functional.interpolate(
-        square.float(), size=(side, side), mode="bicubic", align_corners=False
-    )
-    return torch.cat([cls, square.permute(0, 2, 3, 1).flatten(1, 2).to(cls.dtype)], 1)
-
-
 def resize_tower(tower: Any, size: int) -> Any:
     """The tower for images of ``size`` pixels, with a CLS token and patches in raster order.
 
@@ -146,10 +113,13 @@ def resize_tower(tower: Any, size: int) -> Any:
         If the tower cannot take the size.
     """
     config = tower.config
-    check_size(size, config.patch_size, config.image_size)
-    table = tower.embeddings.position_embeddings.data
-    side = size // config.patch_size
-    tower.embeddings.position_embeddings = nn.Parameter(resized_positions(table, side))
+    patch, most = config.patch_size, config.image_size
+    if size < patch or size > most or size % patch:
+        raise SystemExit(f"size={size} must be a multiple of {patch} from {patch} to {most}")
+    tokens = torch.empty(1, 1 + (size // patch) ** 2, config.hidden_size)
+    with torch.no_grad():
+        positions = tower.embeddings.interpolate_pos_encoding(tokens, size, size)
+    tower.embeddings.position_embeddings = nn.Parameter(positions)
     config.image_size = size
     return tower
 
@@ -267,34 +237,44 @@ def load_adapter(adapted: Any, weights: dict[str, torch.Tensor]) -> None:
     set_peft_model_state_dict(adapted, weights)
 
 
-def read_trained(run: Path) -> tuple[str, dict[str, Any]]:
-    """The last stage of a training, and its weights, step and settings.
+def save_weights(
+    folder: Path, weights: dict[str, dict[str, torch.Tensor]], step: int, settings: dict[str, Any]
+) -> None:
+    """Write ``projector`` and ``adapter`` in bfloat16, with what they are of."""
+    tensors = {
+        f"{part}/{name}": value.bfloat16().contiguous()
+        for part, own in weights.items()
+        for name, value in own.items()
+    }
+    about = json.dumps({"step": step, "settings": settings})
+    make_folder(folder)
+    with replacing(folder / WEIGHTS) as file:
+        file.write(packed(tensors, {"pocket": about}))
+
+
+def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
+    """The LLaVA with the weights of a training, and what the training was.
 
     Raises
     ------
     SystemExit
         If there are none.
     """
-    if (run / WEIGHTS).exists():
-        state = load_weights(run / WEIGHTS)
-        return "b" if "adapter" in state else "a", state
-    for stage in ("b", "a"):
-        if (checkpoint := load_checkpoint(run / f"{stage}.pt")) is not None:
-            return stage, checkpoint
-    raise SystemExit(f"{run} has no checkpoint; `train.py` writes it")
-
-
-def trained(parts: Path, run: Path) -> tuple[Pocket, dict[str, Any]]:
-    """The LLaVA with the weights of a training, and what the training was."""
-    stage, state = read_trained(run)
-    pocket = read(parts, state["settings"]["size"])
-    pocket.projector.load_state_dict(state["projector"])
-    if stage == "b":
+    if not (run / WEIGHTS).exists():
+        raise SystemExit(f"{run} has no {WEIGHTS}; `train.py` writes it")
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    with safe_open(run / WEIGHTS, "pt") as file:
+        about = json.loads(file.metadata()["pocket"])
+        for name in file.keys():  # noqa: SIM118
+            part, _, own = name.partition("/")
+            found.setdefault(part, {})[own] = file.get_tensor(name).float()
+    pocket = read(parts, about["settings"]["size"])
+    pocket.projector.load_state_dict(found["projector"])
+    if "adapter" in found:
         adapted = add_adapter(pocket)
-        load_adapter(adapted, state["adapter"])
+        load_adapter(adapted, found["adapter"])
         pocket.model.model.language_model = adapted.merge_and_unload()
-    notes = {"stage": stage, "step": state["step"], "settings": state["settings"]}
-    return pocket, notes
+    return pocket, {"stage": "b" if "adapter" in found else "a", **about}
 
 
 def check_new(folder: Path) -> None:
@@ -358,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
         "--run",
         type=Path,
         default=Path(__file__).with_name("weights"),
-        help="folder of train.py or export.py (default: the shipped weights)",
+        help="folder of train.py (default: the shipped weights)",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args(argv)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import objects
 import scenes
-from evaluate import GREEDY
 from objects import Objects
 from PIL import Image
 from scenes import TYPES, Layout
@@ -28,6 +27,7 @@ from vlmfast.eval.commands import add_eval, run_eval
 from vlmfast.eval.scores import normalise
 from vlmfast.eval.tasks import Doc, Task, find_task, grey
 
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
 LIMIT = 100  # questions of each type
 STRIDE = 2**20  # layouts of one seed
 
@@ -51,7 +51,7 @@ class Scenes:
     def __init__(self, drawn: Objects, size: int, kinds: Sequence[str], split: str = "train"):
         self.drawn, self.size, self.kinds, self.split = drawn, size, tuple(kinds), split
         self._drawings = drawn.drawings(split)
-        self._images = lru_cache(maxsize=4)(self._draw)
+        self._frames = lru_cache(maxsize=4)(self._draw)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -82,8 +82,12 @@ class Scenes:
         kind, number = media_id.split("-")
         return scenes.draw(self._layout(kind, int(number)), self.drawn)[0]
 
+    def frames(self, doc: Doc) -> list[Image.Image]:
+        """The images of the layout that a question is about."""
+        return self._frames(doc.media_id)
+
     def media(self, doc: Doc, control: str | None = None) -> dict[str, Any]:
-        frames = self._images(doc.media_id)
+        frames = self.frames(doc)
         if control == "question-only":
             frames = [grey(frame) for frame in frames]
         if doc.modality == "image":

@@ -1,9 +1,10 @@
 """Take drawings of objects from packages: ``python benchmarks/pocket/objects.py FOLDER``.
 
-``npm`` downloads two packages of the same emoji, one for each drawing style: Noto of Google
-(Apache-2.0) and Twemoji of Twitter (CC-BY 4.0). ``--archives`` takes archives that ``npm pack``
-has written. Every archive is checked against its SHA-256. Of its files, those of 64 pixels, the
-list of names and the licences are unpacked to ``FOLDER/objects``.
+``FOLDER`` has the archives of two packages of the same emoji, one for each drawing style: Noto of
+Google (Apache-2.0) and Twemoji of Twitter (CC-BY 4.0). ``npm pack emoji-datasource-google@16.0.0
+emoji-datasource-twitter@16.0.0 --pack-destination FOLDER`` writes them. They are checked against
+their SHA-256. Of their files, those of 64 pixels, the list of names and the licences are unpacked
+to ``FOLDER/objects``.
 
 An object has a name that is one token of the decoder's tokenizer. Every 20th object and, of every
 10th, the drawings of Twitter are kept apart: no scene of the training has them.
@@ -15,10 +16,8 @@ import argparse
 import functools
 import json
 import shutil
-import subprocess
 import sys
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -126,38 +125,6 @@ def _name(entry: Mapping[str, Any]) -> str:
     return name if usable and not any(word in name for word in SIMILAR) else ""
 
 
-def download(package: str, folder: Path) -> Path:
-    """The archive of a package, by ``npm pack``.
-
-    Raises
-    ------
-    SystemExit
-        If ``npm`` is missing or fails.
-    """
-    npm = shutil.which("npm")
-    if npm is None:
-        raise SystemExit("npm is missing; install it, or give --archives a folder of archives")
-    command = [npm, "pack", f"{package}@{RELEASE}", "--pack-destination", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise SystemExit(f"npm cannot download {package}@{RELEASE}: {lines[0]}")
-    return archive(package, folder)
-
-
-def archive(package: str, folder: Path) -> Path:
-    """The archive of a package in a folder.
-
-    Raises
-    ------
-    SystemExit
-    """
-    path = folder / f"{package}-{RELEASE}.tgz"
-    if not path.is_file():
-        raise SystemExit(f"{path} is missing; `npm pack {package}@{RELEASE}` writes it")
-    return path
-
-
 def unpack(path: Path, style: str, folder: Path) -> None:
     """Write the drawings of an archive to ``folder/style``, and its list of names to ``folder``."""
     images, wanted = f"package/img/{style}/{SIDE}", folder / style
@@ -176,18 +143,13 @@ def unpack(path: Path, style: str, folder: Path) -> None:
                 (folder / f"{style}-{name}").write_bytes(content.read())
 
 
-def make(folder: Path, archives: Path | None = None) -> Path:
-    """Make ``folder/objects`` if it is not there yet.
+def make(folder: Path) -> Path:
+    """Make ``folder/objects`` if it is not there yet, and return it.
 
-    Parameters
-    ----------
-    folder : Path
-    archives : Path, optional
-        Folder of archives; by default ``npm`` downloads them.
-
-    Returns
-    -------
-    Path
+    Raises
+    ------
+    SystemExit
+        If an archive is missing or another one.
     """
     target = folder / "objects"
     if target.exists():
@@ -195,14 +157,12 @@ def make(folder: Path, archives: Path | None = None) -> Path:
     part = folder / "objects.part"
     shutil.rmtree(part, ignore_errors=True)
     make_folder(part)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, style in STYLES.items():
-            if archives is not None:
-                path = archive(style.package, archives)
-            else:
-                path = download(style.package, Path(scratch))
-            check_sum(path.name, [path], style.sha256)
-            unpack(path, name, part)
+    for name, style in STYLES.items():
+        path = folder / f"{style.package}-{RELEASE}.tgz"
+        if not path.is_file():
+            raise SystemExit(f"{path} is missing; `npm pack {style.package}@{RELEASE}` writes it")
+        check_sum(path.name, [path], style.sha256)
+        unpack(path, name, part)
     licences = "".join(f"- {name}: {style.licence}\n" for name, style in STYLES.items())
     replace_text(part / "NOTICE.md", f"Licences of the drawings:\n\n{licences}")
     part.rename(target)
@@ -211,10 +171,9 @@ def make(folder: Path, archives: Path | None = None) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Take drawings of objects from packages.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--archives", type=Path, help="folder of archives from `npm pack`")
+    parser.add_argument("folder", type=Path, help="folder of archives from `npm pack`")
     args = parser.parse_args(argv)
-    print(f"drawings in {make(args.folder, args.archives)}")
+    print(f"drawings in {make(args.folder)}")
     return 0
 
 

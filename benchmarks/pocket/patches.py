@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,26 +67,19 @@ class Patches:
         """Index in `classes` of what a patch shows, or -1, int16, shape (frames * patches,)."""
         return self._shards[kind][number // SHARD][1][number % SHARD]
 
-    def fill(self, kind: str, count: int, deadline: float = float("inf"), workers: int = 0) -> None:
-        """Encode at least ``count`` layouts of a kind, or as many as there is time for.
+    def fill(self, kind: str, count: int, workers: int = 0) -> None:
+        """Encode at least ``count`` layouts of a kind.
 
         Parameters
         ----------
         kind : {"scene", "word", "video"}
         count : int
-        deadline : float
-            Time of `time.monotonic` after which no file is begun.
         workers : int
             Processes that draw; with 0 this one draws.
         """
         missing = range(len(self._shards[kind]), -(-count // SHARD))
-        if not missing or time.monotonic() >= deadline:
-            return
-        for number, drawn in zip(
-            missing, loader(_Drawn(self, kind, missing), workers), strict=True
-        ):
-            if time.monotonic() >= deadline:
-                return
+        made = loader(lambda number: self.drawn(kind, number), missing, workers)
+        for number, drawn in zip(missing, made, strict=True):
             self._encode(kind, number, *drawn)
             self._open(kind)
 
@@ -141,24 +134,25 @@ class Patches:
         return output.hidden_states[layer][:, 1:].float()
 
 
-class _Drawn(Dataset):
-    """Files of a kind, before the tower."""
+class _Made(Dataset):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
 
-    def __init__(self, patches: Patches, kind: str, numbers: Sequence[int]) -> None:
-        self.patches, self.kind, self.numbers = patches, kind, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.patches.drawn(self.kind, self.numbers[at])
+    def __getitem__(self, number: int) -> Any:
+        return self.make(number)
 
 
-def loader(items: Dataset, workers: int) -> DataLoader:
-    """The items of a data set in order, made ahead by processes if ``workers`` is not 0."""
-    # They share what the data set holds, models as well, and use no GPU.
+def loader(make: Callable[[int], Any], numbers: Sequence[int], workers: int) -> DataLoader:
+    """What ``make`` returns for each number, made ahead by processes if ``workers`` is not 0."""
+    # They share what the function holds, models as well, and use no GPU.
     context = "fork" if workers else None
-    return DataLoader(items, batch_size=None, num_workers=workers, multiprocessing_context=context)
+    return DataLoader(
+        _Made(make),
+        sampler=numbers,
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context=context,
+    )
 
 
 def patch_labels(of: Layout, owners: np.ndarray, side: int, classes: Sequence[str]) -> np.ndarray:

@@ -8,9 +8,10 @@ stage ``b``  The projector and LoRA weights of the decoder, on answers to questi
              subsets of the patches.
 ===========  ===================================================================================
 
-A run that was interrupted, or that ``--minutes`` has ended, continues when the command is repeated.
-``RUN/a.pt`` and ``RUN/b.pt`` are the checkpoints, ``RUN/curve.jsonl`` has loss and accuracy. The
-``check`` values are of scenes that are not trained on, given the right beginning of each answer.
+A run that was interrupted continues when the command is repeated. ``RUN/a`` and ``RUN/b`` have the
+checkpoint of each stage, and ``log.jsonl`` with loss and accuracy. ``RUN/trained.safetensors`` are
+the weights, for ``build.py``. The ``check`` values of stage ``b`` are of scenes that are not
+trained on, given the right beginning of each answer.
 """
 
 from __future__ import annotations
@@ -18,26 +19,24 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import build
 import numpy as np
 import objects
 import torch
 from build import Pocket, prompt
-from checkpoints import CURVE, Curve, load_checkpoint, save_checkpoint
 from patches import BACKGROUND, Patches, loader
 from scenes import CELLS, GRID, KINDS, Question, questions
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
-from vlmfast.core.files import make_folder
+from vlmfast.core.help import count
+from vlmfast.train.trainer import Trainer, TrainingError
 
 IGNORED = -100  # label of tokens without loss
 WARM_UP, DECAY = 40, 0.2  # steps, and the share of the steps at whose end the rate is zero
@@ -220,42 +219,160 @@ def answer_loss(pocket: Pocket, batch: Batch) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits, labels), right
 
 
-def _random(stage: Stage, step: int) -> np.random.Generator:
-    """Numbers of a step, the same whether the training was interrupted or not."""
-    return np.random.default_rng([stage.settings.seed, ord(stage.name), step])
+class Stage(Trainer):
+    """What both stages do at a step.
+
+    Parameters
+    ----------
+    pocket : Pocket
+    patches, check : Patches
+        To train on, and for accuracies meanwhile.
+    settings : Settings
+    run : Path
+        Folder of checkpoints and weights.
+    steps : int
+    workers : int
+        Processes that prepare batches of stage ``b``.
+    fresh : bool
+        Ignore a checkpoint.
+    stop_after : int
+        As of `Trainer`.
+    """
+
+    name: ClassVar[str]
+    log: ClassVar[int]  # steps from one line of the curve to the next
+    check_each: ClassVar[int] = 50  # and from one check to the next
+    rates: ClassVar[tuple[float, ...]]
+
+    def __init__(
+        self,
+        pocket: Pocket,
+        patches: Patches,
+        check: Patches,
+        settings: Settings,
+        run: Path,
+        steps: int,
+        *,
+        workers: int = 0,
+        fresh: bool = False,
+        stop_after: int = 0,
+    ) -> None:
+        super().__init__(
+            f"stage {self.name}",
+            run / self.name,
+            steps=steps,
+            minutes=0,
+            stop_after=stop_after,
+            save_every=60,
+        )
+        self.run, self.pocket, self.options, self.workers = run, pocket, settings, workers
+        self.recent: list[dict[str, float]] = []
+        groups = self.prepare(patches, check)
+        self.trained = [of for group in groups for of in group]
+        for of in self.trained:
+            of.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": of, "lr": lr} for of, lr in zip(groups, self.rates, strict=True)],
+            betas=(0.9, 0.98),
+            weight_decay=0.0,
+        )
+        if not fresh:
+            self.resume()
+
+    def prepare(self, patches: Patches, check: Patches) -> list[list[nn.Parameter]]:
+        """Set up what is trained on; returns the parameters that each of `rates` is for."""
+        raise NotImplementedError
+
+    def batches(self, steps: Sequence[int]) -> Iterator[Any]:
+        """What `loss` takes at each of these steps."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> tuple[Tensor, dict[str, float]]:
+        """The loss, and values to log."""
+        raise NotImplementedError
+
+    def check(self) -> dict[str, float]:
+        """Accuracies on scenes that are not trained on."""
+        return {}
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """The trained weights of each part."""
+        return {"projector": self.pocket.projector.state_dict()}
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self.options)
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), **self.weights()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.pocket.projector.load_state_dict(state["projector"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def export(self) -> None:
+        build.save_weights(self.run, self.weights(), self.step, self.settings())
+
+    def random(self, step: int) -> np.random.Generator:
+        """Numbers of a step, the same whether the training was interrupted or not."""
+        return np.random.default_rng([self.options.seed, ord(self.name), step])
+
+    def train(self) -> None:
+        self.made = self.batches(range(self.step, self.steps))
+        super().train()
+
+    def update(self) -> None:
+        loss, metrics = self.loss(next(self.made))
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.trained, 1.0)
+        for group, lr in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = lr * rate(self.step, self.steps)
+        self.optimizer.step()
+        self.recent.append({"loss": float(loss.detach()), **metrics})
+
+    def stepped(self) -> str:
+        loss = f"loss {self.recent[-1]['loss']:.3f}"
+        if self.step % self.log == 0:
+            names = self.recent[0]
+            found = {of: sum(x[of] for x in self.recent) / len(self.recent) for of in names}
+            self.recent.clear()
+            if self.step % self.check_each == 0:
+                found |= self.check()
+            self.write({name: round(value, 4) for name, value in found.items()})
+        return loss
 
 
-class StageA:
+class StageA(Stage):
     """The projector, from patches to embeddings of names."""
 
-    # Steps from one line of the curve to the next, and from one check to the next.
-    name, log, check_each = "a", 20, 200
+    name, log = "a", 20
     rates = (3e-3,)
     batch = 2048
     background = 12  # patches of each layout without an object
 
-    def __init__(self, pocket: Pocket, patches: Patches, check: Patches, settings: Settings):
-        self.pocket, self.settings = pocket, settings
-        self.names = pocket.words([*patches.classes, "."])
-        places = pocket.words(list(CELLS))
+    def prepare(self, patches: Patches, check: Patches) -> list[list[nn.Parameter]]:
+        self.names = self.pocket.words([*patches.classes, "."])
+        places = self.pocket.words(list(CELLS))
         places = F.normalize(places - places.mean(0), dim=-1)
         self.scale = float(self.names.norm(dim=-1).mean())
-        self.places = places * self.scale * settings.place
-        self.train = self._gathered(patches, KINDS)
-        # Of each kind alone: a word has many more patches than an object.
-        self.unseen = {kind: self._gathered(check, (kind,)) for kind in KINDS if check.count(kind)}
-        self.groups = [list(pocket.projector.parameters())]
-        some = self.train[0][:: 1 + len(self.train[0]) // 2**20].float()
-        self.mean, self.spread = some.mean(0), some.std(0)
+        self.places = places * self.scale * self.options.place
+        self.seen = self._gathered(patches)
+        some = self.seen[0][:: 1 + len(self.seen[0]) // 2**20].float()
+        self.spread = some.std(0)
+        first = self.pocket.projector.linear_1
+        with torch.no_grad():  # fold mean and spread of the features into the first layer
+            first.weight.div_(self.spread.clamp_min(1e-4))
+            first.bias.sub_(first.weight @ some.mean(0))
+        return [list(self.pocket.projector.parameters())]
 
-    def _gathered(self, patches: Patches, kinds: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+    def _gathered(self, patches: Patches) -> tuple[Tensor, Tensor, Tensor]:
         """Features float16 (n, width), classes and cells (n,) of objects and of some background."""
-        rng = np.random.default_rng(self.settings.seed)
+        rng = np.random.default_rng(self.options.seed)
         side = self.pocket.side
         row, column = np.divmod(np.arange(side**2), side)
         cell = row * GRID // side * GRID + column * GRID // side
         found: tuple[list, list, list] = ([], [], [])
-        for kind in kinds:
+        for kind in KINDS:
             for number in range(patches.count(kind)):
                 labels = patches.labels(kind, number)
                 empty = np.flatnonzero(labels == BACKGROUND)
@@ -270,89 +387,54 @@ class StageA:
                 ):
                     rows.append(value)
         if not found[0]:
-            raise SystemExit(f"{patches.folder} has no patches; give more time")
+            raise TrainingError(f"{patches.folder} has no patches")
         features, classes, cells = (
             torch.from_numpy(np.concatenate(rows)).to(self.names.device) for rows in found
         )
         return features, classes, cells
 
-    def start(self) -> None:
-        """Fold mean and spread of the features into the first layer."""
-        first = self.pocket.projector.linear_1
-        with torch.no_grad():
-            first.weight.div_(self.spread.clamp_min(1e-4))
-            first.bias.sub_(first.weight @ self.mean)
-
-    def batches(self, start: int, steps: int) -> Iterable[np.random.Generator]:
-        return (_random(self, step) for step in range(start, steps))
+    def batches(self, steps: Sequence[int]) -> Iterator[np.random.Generator]:
+        return map(self.random, steps)
 
     def loss(self, batch: np.random.Generator) -> tuple[Tensor, dict[str, float]]:
-        features, classes, cells = self.train
+        features, classes, cells = self.seen
         device = features.device
         at = torch.from_numpy(batch.integers(len(features), size=self.batch)).to(device)
         draws = torch.Generator(device).manual_seed(int(batch.integers(2**63)))
         noise = torch.randn(self.batch, features.shape[1], generator=draws, device=device)
         noisy = features[at].float() + 0.1 * self.spread * noise
-        return self._loss(noisy, classes[at], cells[at])
-
-    def _loss(
-        self, features: Tensor, classes: Tensor, cells: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
-        out = self.pocket.projector(features) - self.places[cells]
+        out, wanted = self.pocket.projector(noisy) - self.places[cells[at]], classes[at]
         # Logits are half the squared distances to the names, but for a constant. Cosines instead
         # would tell the names apart too, with vectors of lengths that the decoder cannot read.
         logits = (out @ self.names.T - self.names.pow(2).sum(-1) / 2) / (self.scale**2 / 20)
-        error = (out - self.names[classes]).pow(2).sum(-1).mean() / self.scale**2
-        right = (logits.argmax(-1) == classes).float().mean()
-        loss = F.cross_entropy(logits, classes) + 4 * error
+        error = (out - self.names[wanted]).pow(2).sum(-1).mean() / self.scale**2
+        right = (logits.argmax(-1) == wanted).float().mean()
+        loss = F.cross_entropy(logits, wanted) + 4 * error
         return loss, {"right": float(right), "error": float(error.detach())}
 
-    def check(self) -> dict[str, float]:
-        found = {}
-        for kind, (features, classes, cells) in self.unseen.items():
-            some = classes < len(self.names) - 1  # objects and words
-            with torch.no_grad():
-                metrics = self._loss(features[some].float(), classes[some], cells[some])[1]
-            found[f"check_{kind}"] = metrics["right"]
-        return found
 
-    def state(self) -> dict[str, Any]:
-        return {"projector": self.pocket.projector.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.pocket.projector.load_state_dict(state["projector"])
-
-
-class StageB:
+class StageB(Stage):
     """The projector and LoRA weights of the decoder, on answers."""
 
-    name, log, check_each = "b", 5, 50
+    name, log = "b", 5
     rates = (1e-4, 3e-4)
     shares = ((0.25, 0.6), (0.5, 0.3), (1.0, 0.1))  # of an image's patches, with probabilities
     kinds = (("scene", 0.8), ("word", 0.1), ("video", 0.1))
 
-    def __init__(
-        self,
-        pocket: Pocket,
-        patches: Patches,
-        check: Patches,
-        settings: Settings,
-        workers: int = 0,
-    ):
-        self.pocket, self.patches, self.settings = pocket, patches, settings
-        self.workers = workers
-        torch.manual_seed(settings.seed)
-        self.adapted = build.add_adapter(pocket)
+    def prepare(self, patches: Patches, check: Patches) -> list[list[nn.Parameter]]:
+        self.patches = patches
+        torch.manual_seed(self.options.seed)
+        self.adapted = build.add_adapter(self.pocket)
         adapter = [of for of in self.adapted.parameters() if of.requires_grad]
-        self.groups = [list(pocket.projector.parameters()), adapter]
         self.unseen = list(self._checks(check))
+        return [list(self.pocket.projector.parameters()), adapter]
 
     def _checks(self, check: Patches) -> Iterator[Batch]:
         for kind in KINDS:
-            rng = np.random.default_rng(self.settings.seed)
+            rng = np.random.default_rng(self.options.seed)
             numbers = list(range(check.count(kind)))
-            for start in range(0, len(numbers), self.settings.batch):
-                some = numbers[start : start + self.settings.batch]
+            for start in range(0, len(numbers), self.options.batch):
+                some = numbers[start : start + self.options.batch]
                 yield self._batch(check, kind, some, 0.25, True, rng)
 
     def _batch(
@@ -369,24 +451,21 @@ class StageB:
         kept = [np.sort(rng.permutation(len(rows))[:size]) for rows in features]
         draws = random.Random(int(rng.integers(2**32)))
         asked = [
-            questions(patches.layout(kind, number), draws, self.settings.questions)
+            questions(patches.layout(kind, number), draws, self.options.questions)
             for number in numbers
         ]
         return batch_of(self.pocket, features, asked, kept, keep_positions)
 
-    def start(self) -> None:
-        """New LoRA weights change nothing."""
-
-    def batches(self, start: int, steps: int) -> Iterable[Batch]:
-        return loader(_Batches(self, range(start, steps)), self.workers)
+    def batches(self, steps: Sequence[int]) -> Iterator[Batch]:
+        return iter(loader(self.batch, steps, self.workers))
 
     def batch(self, step: int) -> Batch:
         """Layouts of one kind, one share of their patches."""
-        rng = _random(self, step)
+        rng = self.random(step)
         kinds = [(kind, weight) for kind, weight in self.kinds if self.patches.count(kind)]
         weights = np.array([weight for _, weight in kinds])
         kind = kinds[rng.choice(len(kinds), p=weights / weights.sum())][0]
-        numbers = rng.integers(self.patches.count(kind), size=self.settings.batch).tolist()
+        numbers = rng.integers(self.patches.count(kind), size=self.options.batch).tolist()
         share = self.shares[rng.choice(len(self.shares), p=[p for _, p in self.shares])][0]
         return self._batch(self.patches, kind, numbers, share, bool(rng.integers(2)), rng)
 
@@ -404,32 +483,14 @@ class StageB:
                 total[of.type] += 1
         return {f"check_{type_}": right[type_] / total[type_] for type_ in sorted(total)}
 
-    def state(self) -> dict[str, Any]:
+    def weights(self) -> dict[str, dict[str, Tensor]]:
         from peft import get_peft_model_state_dict
 
-        adapter = get_peft_model_state_dict(self.adapted)
-        return {"projector": self.pocket.projector.state_dict(), "adapter": adapter}
+        return {**super().weights(), "adapter": get_peft_model_state_dict(self.adapted)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.pocket.projector.load_state_dict(state["projector"])
-        if "adapter" in state:
-            build.load_adapter(self.adapted, state["adapter"])
-
-
-Stage = StageA | StageB  # what `fit` trains
-
-
-class _Batches(Dataset):
-    """Batches of stage ``b``."""
-
-    def __init__(self, stage: StageB, steps: Sequence[int]) -> None:
-        self.stage, self.steps = stage, steps
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, at: int) -> Batch:
-        return self.stage.batch(self.steps[at])
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        build.load_adapter(self.adapted, state["adapter"])
 
 
 def rate(step: int, steps: int) -> float:
@@ -438,139 +499,26 @@ def rate(step: int, steps: int) -> float:
     return max(0.0, min(1.0, (step + 1) / WARM_UP, left))
 
 
-def fit(
-    stage: Stage,
-    folder: Path,
-    steps: int,
-    deadline: float = float("inf"),
-    every: int = 50,
-    clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Run a stage from its checkpoint to ``steps``, or as far as there is time.
-
-    Parameters
-    ----------
-    stage : Stage
-    folder : Path
-        Of checkpoints and the curve.
-    steps : int
-    deadline : float
-        Time of ``clock`` after which no step is begun.
-    every : int
-        Steps from one checkpoint to the next.
-    clock : callable
-
-    Returns
-    -------
-    int
-        Steps that were run, those of earlier commands included.
-
-    Raises
-    ------
-    SystemExit
-        If the checkpoint is of other settings.
-    """
-    path, settings = folder / f"{stage.name}.pt", asdict(stage.settings)
-    for group in stage.groups:
-        for of in group:
-            of.requires_grad_(True)
-    optimizer = torch.optim.AdamW(
-        [{"params": of, "lr": lr} for of, lr in zip(stage.groups, stage.rates, strict=True)],
-        betas=(0.9, 0.98),
-        weight_decay=0.0,
-    )
-    step = 0
-    state = load_checkpoint(path)
-    if state is None:
-        stage.start()
-    else:
-        if state["settings"] != settings:
-            raise SystemExit(
-                f"{path} is of settings {state['settings']}; give the same or remove it"
-            )
-        stage.load(state)
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    curve, begin = Curve(folder / CURVE, stage.name, step), clock()
-
-    def save() -> None:
-        save_checkpoint(
-            path,
-            {
-                "settings": settings,
-                "step": step,
-                "optimizer": optimizer.state_dict(),
-                **stage.state(),
-            },
-        )
-
-    trained = [of for group in stage.groups for of in group]
-    recent: list[dict[str, float]] = []
-    for batch in stage.batches(step, steps):
-        if clock() >= deadline:
-            break
-        loss, metrics = stage.loss(batch)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        for group, lr in zip(optimizer.param_groups, stage.rates, strict=True):
-            group["lr"] = lr * rate(step, steps)
-        optimizer.step()
-        step += 1
-        recent.append({"loss": float(loss.detach()), **metrics})
-        if step % stage.log == 0:
-            means = {
-                name: round(sum(of[name] for of in recent) / len(recent), 4) for name in recent[0]
-            }
-            recent.clear()
-            if step % stage.check_each == 0:
-                means |= {name: round(value, 4) for name, value in stage.check().items()}
-            curve.append(step, seconds=round(clock() - begin, 1), **means)
-            print(stage.name, step, means, flush=True)
-        if step % every == 0:
-            save()
-    if step % every or state is None:
-        save()
-    return step
-
-
 def train(args: argparse.Namespace, settings: Settings) -> None:
-    """Encode patches and run the stages, until they are done or the time is over."""
-    begin = time.monotonic()
-    deadline = begin + 60 * args.minutes if args.minutes is not None else float("inf")
+    """Encode patches and run the stages."""
     torch.manual_seed(settings.seed)
     pocket = build.read(args.parts, settings.size, torch.bfloat16)
     pocket.model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     drawn = objects.read(args.parts / "objects", pocket.processor.tokenizer)
-    make_folder(args.run)
-    parts = {
-        part: Patches(args.run / "patches" / part, part, pocket, drawn)
-        for part in ("train", "check")
-    }
-    for kind in KINDS:
-        count = getattr(args, f"{kind}s")
-        for part, number in (("check", min(count, 32)), ("train", count)):
-            parts[part].fill(kind, number, deadline, args.workers)
+    parts = {}
+    for part, most in (("train", 2**28), ("check", 32)):
+        parts[part] = Patches(args.run / "patches" / part, part, pocket, drawn)
+        for kind in KINDS:
+            parts[part].fill(kind, min(getattr(args, f"{kind}s"), most), args.workers)
             print(f"{part}: {parts[part].count(kind)} {kind}s encoded", flush=True)
-            if parts[part].count(kind) < number:
-                print("the time is over; repeat the command to continue")
-                return
-    for name, steps in (("a", args.steps_a), ("b", args.steps_b)):
-        if name not in args.stage:
-            continue
-        stage: Stage
-        if name == "a":
-            stage = StageA(pocket, parts["train"], parts["check"], settings)
-        else:
-            stage = StageB(pocket, parts["train"], parts["check"], settings, args.workers)
-            before = load_checkpoint(args.run / "a.pt")
-            if before is None:
-                raise SystemExit(f"{args.run} has no checkpoint of stage a; run it first")
-            pocket.projector.load_state_dict(before["projector"])
-        done = fit(stage, args.run, steps, deadline, args.checkpoint_every)
-        print(f"stage {name}: {done} of {steps} steps", flush=True)
-        if done < steps:
-            print("the time is over; repeat the command to continue")
+    given = pocket, parts["train"], parts["check"], settings, args.run
+    for made, steps in ((StageA, args.steps_a), (StageB, args.steps_b)):
+        stage = made(*given, steps, workers=args.workers, fresh=args.fresh)
+        if stage.progress < 1:
+            stage.train()
+        print(f"stage {stage.name}: {stage.step} of {steps} steps", flush=True)
+        if stage.progress < 1:
+            print("stopped early; repeat the command to continue")
             return
 
 
@@ -578,11 +526,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train projector and adapter on drawn scenes.")
     parser.add_argument("parts", type=Path, help="folder of parts.py and objects.py")
     parser.add_argument("run", type=Path, help="folder of checkpoints, continued if it exists")
-    parser.add_argument("--stage", choices=["a", "b", "ab"], default="ab")
-    parser.add_argument("--minutes", type=float, help="end after this time; repeat to continue")
-    parser.add_argument("--steps-a", type=int, default=1500)
-    parser.add_argument("--steps-b", type=int, default=3000)
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps")
+    parser.add_argument("--steps-a", type=count, default=1500)
+    parser.add_argument("--steps-b", type=count, default=3000)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda if there is one")
     parser.add_argument("--scenes", type=int, default=6000, help="layouts to encode")
     parser.add_argument("--words", type=int, default=800, help="layouts with a word")
@@ -590,11 +535,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that draw and prepare batches"
     )
+    parser.add_argument("--fresh", action="store_true", help="ignore the checkpoints in RUN")
     standard = asdict(Settings())
     for name, value in standard.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     args = parser.parse_args(argv)
-    train(args, Settings(**{name: getattr(args, name) for name in standard}))
+    try:
+        train(args, Settings(**{name: getattr(args, name) for name in standard}))
+    except TrainingError as error:
+        raise SystemExit(str(error)) from error
     return 0
 
 

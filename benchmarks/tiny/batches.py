@@ -8,21 +8,21 @@ so a slot is computed exactly as if it were the only question.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
+from architecture import SHIPPED
+from bpe import BOS_ID, IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from labels import label_frame, views
 from PIL import Image
 from references import FACTS, MAX_REFERENCES, UNKNOWN, facts, references
+from tokenizers import Tokenizer
 
 from vlmfast.errors import VLMFastError
-from vlmfast.models.tiny.tokenizer import IMAGE_ID, FastEncoder, image_prefix, turn, video_prefix
 from vlmfast.scenes import questions as Q
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
 from vlmfast.scenes.drawing import Scene, make_image_scene, make_video_scene, paint
-from vlmfast.scenes.examples import image_example, video_example
 from vlmfast.scenes.vocabulary import (
     COLOR_NAMES,
     EVAL_SEED_START,
@@ -39,15 +39,10 @@ N_SHORT, N_MC = 8, 2
 TYPE_NAMES = tuple(dict.fromkeys((*IMAGE_TYPES, *VIDEO_TYPES, "caption", "hint", "option")))
 SLOTS = (*((SHORT,) * N_SHORT), *((MC,) * N_MC), CAPTION)
 TEXT_SLOTS = (MC,) * 3
-EVAL_SLOTS = (*((SHORT,) * 11), MC, CAPTION)
 
 
 _NAMES = tuple(f"{c} {f}" for c in COLOR_NAMES for f in SHAPES)
 _NUMBERS = tuple(str(n) for n in range(100))
-
-
-class DataError(VLMFastError):
-    """The requested batch cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -73,34 +68,12 @@ class Spec:
     keep: int = 0
     keep_foreground: bool = False
     pixels: bool = True
-    evaluation: bool = False
     mc_bases: tuple[str, ...] = Q.MC_BASES
     plain: float = 0.0
 
     @property
     def slots(self) -> tuple[int, ...]:
-        if self.kind == "text":
-            return TEXT_SLOTS
-        return EVAL_SLOTS if self.evaluation else SLOTS
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Layout of a prefix.
-
-    Attributes
-    ----------
-    ids : numpy.ndarray
-        (P,) token ids with ``<image>`` placeholders.
-    source : numpy.ndarray
-        (P,) index of the patch (view-major) at each position, -1 for text, -2 for a newline.
-    views : int
-        Views per example.
-    """
-
-    ids: np.ndarray
-    source: np.ndarray
-    views: int
+        return TEXT_SLOTS if self.kind == "text" else SLOTS
 
 
 def _image_source(canvas: int, first_view: int) -> list[int]:
@@ -115,30 +88,30 @@ def _image_source(canvas: int, first_view: int) -> list[int]:
     return out
 
 
-def make_layout(kind: str, encode: FastEncoder) -> Layout:
-    """Lay out the prefix of ``image``, ``small`` or ``video`` examples."""
+@lru_cache(maxsize=4)
+def make_layout(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Lay out the prefix of ``image``, ``small`` or ``video`` examples.
+
+    Returns
+    -------
+    ids : numpy.ndarray
+        (P,) token ids with ``<image>`` placeholders.
+    source : numpy.ndarray
+        (P,) index of the patch (view-major) at each position, -1 for text, -2 for a newline.
+    """
     if kind == "text":
-        order, text, n_views = [], image_prefix(0), 0
+        order, text = [], image_prefix(0)
     elif kind == "video":
         per = _image_source(64, 0)
         order = [s if s < 0 else s + f * 128 for f in range(4) for s in per]
-        text, n_views = video_prefix(len(per)), 8
+        text = video_prefix(len(per))
     else:
-        canvas = 128 if kind == "image" else 64
-        order = _image_source(canvas, 0)
-        text, n_views = image_prefix(len(order)), len(views(canvas))
-    ids = np.array([1, *encode(text)], np.int64)
+        order = _image_source(128 if kind == "image" else 64, 0)
+        text = image_prefix(len(order))
+    ids = np.array([BOS_ID, *_encoder()(text)], np.int64)
     source = np.full(len(ids), -1, np.int64)
     source[ids == IMAGE_ID] = order
-    return Layout(ids, source, n_views)
-
-
-@dataclass
-class Batch:
-    """Arrays of one batch; see :func:`make_batch`."""
-
-    spec: Spec
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    return ids, source
 
 
 def _view_pixels(rgb: np.ndarray) -> list[np.ndarray]:
@@ -154,7 +127,6 @@ def _scaffold(qa: Q.QA, spec: Spec, rng: random.Random) -> Q.QA:
 
     ``hint`` gives the right option in the text, ``option`` asks for the option of a letter: both
     teach the link between letters and options without the image. ``options`` limits their number.
-    The evaluation uses none of this.
     """
     at = qa.question.index(" (A)")
     stem, listed = qa.question[:at], qa.question[at:]
@@ -216,28 +188,15 @@ def _pick(scene: Scene, spec: Spec, rng: random.Random) -> list[Q.QA | None]:
     return out
 
 
-@lru_cache(maxsize=2)
-def _encoder(path: str) -> FastEncoder:
-    from tokenizers import Tokenizer
-
-    return FastEncoder(Tokenizer.from_file(path))
-
-
-@lru_cache(maxsize=8)
-def _layout(kind: str, path: str) -> Layout:
-    return make_layout(kind, _encoder(path))
+@lru_cache(maxsize=1)
+def _encoder() -> FastEncoder:
+    return FastEncoder(Tokenizer.from_file(str(SHIPPED / "tokenizer.json")))
 
 
 def _example(spec: Spec, index: int) -> tuple[Scene, list[Q.QA | None], str, random.Random]:
     seed = spec.seed + index
-    if spec.evaluation:
-        e = video_example(seed) if spec.kind == "video" else image_example(seed)
-        by_type = {qa.type: qa for qa in e.qa}
-        order = VIDEO_TYPES if spec.kind == "video" else IMAGE_TYPES[:-1]
-        slots = [by_type.get(t) for t in order] + [None] * (11 - len(order))
-        return e.scene, [*slots, by_type.get("mc")], e.caption, random.Random(seed)
     if seed >= EVAL_SEED_START:
-        raise DataError(f"training seed {seed} is in the range reserved for evaluation")
+        raise VLMFastError(f"training seed {seed} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-tiny-train-{spec.kind}-{seed}")
     if spec.kind == "video":
         scene = make_video_scene(rng)
@@ -246,12 +205,12 @@ def _example(spec: Spec, index: int) -> tuple[Scene, list[Q.QA | None], str, ran
     return scene, _pick(scene, spec, rng), caption(scene, rng)[0], rng
 
 
-def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
+def make_batch(spec: Spec) -> dict[str, np.ndarray]:
     """Draw and pack one batch.
 
     Returns
     -------
-    Batch
+    dict
         ``pixels (B, V, 64, 64, 3) uint8`` (absent without ``spec.pixels``), ``fields``, ``place``,
         ``bits``, ``count`` as in :func:`label_frame`; ``ids (B, S) int16`` slot tokens;
         ``targets (B, S) int16`` the next token where it is part of an answer, else -1;
@@ -260,79 +219,78 @@ def make_batch(spec: Spec, tokenizer_path: str | Path) -> Batch:
         their objects, as bits of ``owner``; ``recall (B, slots, 3) int16`` the answering position,
         the first and the last name before it; ``facts (B, slots, 2, 9) float32`` the facts of these
         two; ``choice (B, 3, 9) int16``, see :func:`_option_positions`; ``types (B, slots) int8``
-        index into :data:`TYPE_NAMES` or -1; ``keep (B, K) int16`` kept prefix positions in order,
-        if ``spec.keep``.
+        index into :data:`TYPE_NAMES` or -1; ``prefix`` and ``source (B, P) int64`` the ids and
+        sources of the prefix that is kept, see :func:`make_layout`; ``positions (B, P + S) int64``
+        those of prefix and slot tokens.
     """
-    path = str(tokenizer_path)
-    encode, layout = _encoder(path), _layout(spec.kind, path)
-    slots = spec.slots
-    total = sum(slots)
-    ids = np.zeros((spec.size, total), np.int16)
-    targets = np.full((spec.size, total), -1, np.int16)
-    asks_next = np.full((spec.size, total), -1, np.int16)
-    types = np.full((spec.size, len(slots)), -1, np.int8)
-    parts: dict[str, list[np.ndarray]] = {}
-    choice = np.full((spec.size, 3, 9), -1, np.int16)
-    known = np.full((spec.size, len(slots), 2, len(FACTS)), UNKNOWN, np.float32)
-    recall = np.full((spec.size, len(slots), 3), -1, np.int16)
-    named_at = np.full((spec.size, MAX_REFERENCES), -1, np.int16)
-    named = np.zeros((spec.size, MAX_REFERENCES), np.int32)
-    for b in range(spec.size):
-        start, names, choices = 0, 0, 0
-        if spec.kind == "text":
-            rng = random.Random(f"vlmfast-tiny-train-text-{spec.seed + b}")
-            asks: list[Q.QA | None] = [_text_choice(spec, rng) for _ in slots]
-        else:
-            scene, qas, text, rng = _example(spec, b)
-            question = VIDEO_QUESTION if spec.kind == "video" else CAPTION_QUESTION
-            asks = [*qas, Q.QA("caption", question, text)]
-        for k, (length, qa) in enumerate(zip(slots, asks, strict=True)):
-            if qa is not None:
-                asked, full = encode(turn(qa.question)), encode(turn(qa.question, qa.answer))
-                if len(full) > length:
-                    raise DataError(f"{len(full)} tokens do not fit a slot of {length}: {qa}")
-                ids[b, start : start + len(full)] = full
-                asks_next[b, start : start + len(asked) - 1] = asked[1:]
-                targets[b, start + len(asked) - 1 : start + len(full) - 1] = full[len(asked) :]
-                if spec.kind != "text" and not spec.evaluation:
-                    first = names
-                    for word, bits in references(scene, qa.question):
-                        if names < MAX_REFERENCES:
-                            words = " ".join(qa.question.split(" ")[: word + 1]).rstrip("?,.:")
-                            named_at[b, names] = start + len(encode(words)) - 1
-                            named[b, names] = bits
-                            names += 1
-                    if names > first:
-                        here = named_at[b, [first, names - 1]]
-                        recall[b, k] = start + len(asked) - 1, *here
-                        known[b, k] = [facts(scene, int(named[b, i])) for i in (first, names - 1)]
-                if " (A) " in qa.question and not spec.evaluation:
-                    choice[b, choices] = _option_positions(qa, encode, start)
-                    choices += 1
-                types[b, k] = TYPE_NAMES.index(qa.type)
-            start += length
-        if spec.kind == "text":
-            continue
+    rows = [_row(spec, number) for number in range(spec.size)]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _row(spec: Spec, number: int) -> dict[str, np.ndarray]:
+    """One example of `make_batch`."""
+    ids, source = make_layout(spec.kind)
+    positions = np.arange(len(ids))
+    if spec.kind == "text":
+        rng = random.Random(f"vlmfast-tiny-train-text-{spec.seed + number}")
+        row = _asked(None, [_text_choice(spec, rng) for _ in spec.slots], spec.slots)
+    else:
+        scene, qas, text, rng = _example(spec, number)
+        question = VIDEO_QUESTION if spec.kind == "video" else CAPTION_QUESTION
+        row = _asked(scene, [*qas, Q.QA("caption", question, text)], spec.slots)
         rasters = paint(scene)
-        labels = [label_frame(scene, r, f) for f, r in enumerate(rasters)]
-        for name in labels[0]:
-            parts.setdefault(name, []).append(np.concatenate([x[name] for x in labels]))
+        labels = [label_frame(scene, raster, frame) for frame, raster in enumerate(rasters)]
+        row |= {name: np.concatenate([of[name] for of in labels]) for name in labels[0]}
         if spec.pixels:
-            parts.setdefault("pixels", []).append(
-                np.stack([v for r in rasters for v in _view_pixels(r.rgb)])
-            )
+            row["pixels"] = np.stack([v for raster in rasters for v in _view_pixels(raster.rgb)])
         if spec.keep:
-            shown = parts["fields"][-1].reshape(-1, parts["fields"][-1].shape[-1])[:, 0] > 0
-            parts.setdefault("keep", []).append(_keep(layout, shown, spec, rng))
-    if not spec.evaluation:
-        parts["choice"] = list(choice)
-    if spec.kind != "text" and not spec.evaluation:
-        parts["named_at"], parts["named"] = list(named_at), list(named)
-        parts["recall"], parts["facts"] = list(recall), list(known)
-    arrays = {k: np.stack(v) for k, v in parts.items()}
-    return Batch(
-        spec, {**arrays, "ids": ids, "targets": targets, "asked": asks_next, "types": types}
-    )
+            positions = _keep(source, row["fields"][..., 0].ravel() > 0, spec, rng)
+    offsets = np.concatenate([np.arange(length) for length in spec.slots]) + len(ids)
+    row |= {"prefix": ids[positions], "source": source[positions]}
+    return row | {"positions": np.concatenate([positions, offsets])}
+
+
+def _asked(
+    scene: Scene | None, asks: list[Q.QA | None], slots: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """Questions and answers in their slots, and the names in questions about a scene."""
+    encode, total = _encoder(), sum(slots)
+    ids = np.zeros(total, np.int16)
+    targets, asks_next = np.full((2, total), -1, np.int16)
+    types = np.full(len(slots), -1, np.int8)
+    choice = np.full((3, 9), -1, np.int16)
+    known = np.full((len(slots), 2, len(FACTS)), UNKNOWN, np.float32)
+    recall = np.full((len(slots), 3), -1, np.int16)
+    named_at = np.full(MAX_REFERENCES, -1, np.int16)
+    named = np.zeros(MAX_REFERENCES, np.int32)
+    start = names = choices = 0
+    for k, (length, qa) in enumerate(zip(slots, asks, strict=True)):
+        if qa is not None:
+            asked, full = encode(turn(qa.question)), encode(turn(qa.question, qa.answer))
+            if len(full) > length:
+                raise VLMFastError(f"{len(full)} tokens do not fit a slot of {length}: {qa}")
+            ids[start : start + len(full)] = full
+            asks_next[start : start + len(asked) - 1] = asked[1:]
+            targets[start + len(asked) - 1 : start + len(full) - 1] = full[len(asked) :]
+            first = names
+            for word, bits in references(scene, qa.question) if scene is not None else ():
+                if names < MAX_REFERENCES:
+                    words = " ".join(qa.question.split(" ")[: word + 1]).rstrip("?,.:")
+                    named_at[names] = start + len(encode(words)) - 1
+                    named[names] = bits
+                    names += 1
+            if names > first:
+                recall[k] = start + len(asked) - 1, named_at[first], named_at[names - 1]
+                known[k] = [facts(scene, int(named[i])) for i in (first, names - 1)]
+            if " (A) " in qa.question:
+                choice[choices] = _option_positions(qa, encode, start)
+                choices += 1
+            types[k] = TYPE_NAMES.index(qa.type)
+        start += length
+    row = {"ids": ids, "targets": targets, "asked": asks_next, "types": types, "choice": choice}
+    if scene is not None:
+        row |= {"named_at": named_at, "named": named, "recall": recall, "facts": known}
+    return row
 
 
 def _option_positions(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:
@@ -354,10 +312,10 @@ def _option_positions(qa: Q.QA, encode: FastEncoder, start: int) -> np.ndarray:
     return out
 
 
-def _keep(layout: Layout, shown: np.ndarray, spec: Spec, rng: random.Random) -> np.ndarray:
+def _keep(source: np.ndarray, shown: np.ndarray, spec: Spec, rng: random.Random) -> np.ndarray:
     """Choose ``spec.keep`` prefix positions; text is always kept."""
-    noise = np.random.default_rng(rng.getrandbits(60)).random(len(layout.source))
-    rank = np.where(layout.source == -1, 3.0, noise)
+    noise = np.random.default_rng(rng.getrandbits(60)).random(len(source))
+    rank = np.where(source == -1, 3.0, noise)
     if spec.keep_foreground:
-        rank += np.where(layout.source >= 0, shown[layout.source], False) * 1.0
-    return np.sort(np.argsort(-rank, kind="stable")[: spec.keep]).astype(np.int16)
+        rank += np.where(source >= 0, shown[source], False) * 1.0
+    return np.sort(np.argsort(-rank, kind="stable")[: spec.keep])

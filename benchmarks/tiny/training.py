@@ -2,23 +2,22 @@
 
 Matrices use Muon, the rest AdamW; weights are float32 and computed with in bfloat16. Repeating the
 command resumes a run that was killed. ``RUN/model`` is the averaged model, ``RUN/log.jsonl`` has
-losses and accuracy.
+losses and accuracies on the scenes that are trained on. ``vlmfast eval shapes --model RUN/model``
+measures the accuracy on others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import multiprocessing
 import sys
-from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import batches
+import numpy as np
 import torch
 import torch.nn.functional as F
+from architecture import build_model
 from folder import export_state
 from heads import DenseHeads
 from network import Packed, to_tensors
@@ -27,39 +26,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.files import replace_text
-from vlmfast.models.tiny.build import build_model
-from vlmfast.models.tiny.tokenizer import FastEncoder, build_tokenizer
-from vlmfast.scenes.vocabulary import EVAL_SEED_START
 from vlmfast.train.trainer import Trainer, TrainingError
 
+Batch = dict[str, np.ndarray]
+# Weights of the losses on what attention and hidden states must know.
+PARTS = {"look": 1.0, "recall": 0.5, "facts": 0.4, "compared": 1.0, "choose": 0.5}
 RATE, AVERAGE, MAX_NORM, NOISE = 3e-3, 0.99, 1.0, 0.08
-
-
-class Feed:
-    """Prepares a few batches ahead of the training, in worker processes."""
-
-    def __init__(self, workers: int, tokenizer: str) -> None:
-        self.tokenizer = tokenizer
-        self.queue: deque[tuple[Plan, Future | None]] = deque()
-        # spawn: a forked child of a threaded torch process may hang
-        context = multiprocessing.get_context("spawn")
-        self.pool = ProcessPoolExecutor(workers, mp_context=context) if workers else None
-        self.ahead = 2 * workers + 1
-
-    def submit(self, planned: Plan) -> None:
-        make = batches.make_batch, planned.spec, self.tokenizer
-        self.queue.append((planned, self.pool.submit(*make) if self.pool else None))
-
-    def get(self) -> tuple[Plan, batches.Batch]:
-        planned, future = self.queue.popleft()
-        if future is None:
-            return planned, batches.make_batch(planned.spec, self.tokenizer)
-        return planned, future.result()
-
-    def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 def optimizers(packed: nn.Module) -> list[torch.optim.Optimizer]:
@@ -94,7 +66,7 @@ def clip(packed: nn.Module) -> float:
     return math.hypot(*(float(nn.utils.clip_grad_norm_(of, MAX_NORM)) for of in parts.values()))
 
 
-def losses(packed: Packed, planned: Plan, batch: batches.Batch) -> tuple[Tensor, dict[str, Any]]:
+def losses(packed: Packed, planned: Plan, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
     """The loss of one batch (0-d), and further values to log."""
     spec, device = planned.spec, packed.model.lm_head.weight.device
     t = to_tensors(batch, device)
@@ -110,9 +82,7 @@ def losses(packed: Packed, planned: Plan, batch: batches.Batch) -> tuple[Tensor,
         cls = packed.heads.cls_loss(mid[:, 0], last[:, 0], bits, count)
         total = planned.dense * (dense + cls)
         info = {"dense": dense.detach(), "cls": cls.detach(), **info}
-    frame = packed.frame(spec.kind, spec.slots, spec.keep)
-    packed.forget()
-    hidden = packed.text(t, frame, None if planned.codes else patches, NOISE)
+    hidden = packed.text(t, spec.slots, None if planned.codes else patches, NOISE)
     target = t["targets"].long()
     chosen = target >= 0
     logits = (hidden[chosen] @ packed.model.lm_head.weight.T).float()
@@ -132,54 +102,16 @@ def losses(packed: Packed, planned: Plan, batch: batches.Batch) -> tuple[Tensor,
     question = F.cross_entropy(guess, asked[known])
     total = total + answer + planned.question * question
     info |= {"answer": answer.detach(), "question": question.detach()}
-    for name, part in (("look", 1.0), ("recall", 0.5), ("facts", 0.4), ("compared", 1.0)):
-        if (value := getattr(packed, name)) is not None:
-            total, info[name] = total + planned.look * part * value, value.detach()
-    if packed.choose is not None:
-        total, info["choose"] = total + 0.5 * planned.look * packed.choose, packed.choose.detach()
+    for name, part in PARTS.items():
+        if name in packed.found:
+            total = total + planned.look * part * packed.found[name]
+    info |= {name: value.detach() for name, value in packed.found.items()}
     with torch.no_grad():
         row = torch.arange(len(target), device=device)[:, None].expand_as(target)[chosen]
         wrong = torch.zeros(len(target), len(spec.slots), device=device)
         wrong.index_put_((row, slot), (logits.argmax(-1) != target[chosen]).float(), True)
         info["slots"] = (wrong == 0).cpu().numpy()
     return total, info
-
-
-@torch.no_grad()
-def evaluate(
-    packed: Packed, tokenizer: str, images: int, videos: int, start: int = EVAL_SEED_START
-) -> dict[str, dict[str, float]]:
-    """Accuracy by type on held-out seeds, all questions of an image in one forward pass.
-
-    An answer is right where each of its tokens is the most likely one, as greedy decoding would
-    find. Captions are scored by token; ``mean`` is over the other types.
-    """
-    was = packed.training
-    packed.eval()
-    device, found = packed.model.lm_head.weight.device, {}
-    for kind, total in (("image", images), ("video", videos)):
-        scores: dict[str, list[float]] = {}
-        for first in range(0, total, 16):
-            spec = batches.Spec(kind, start + first, min(16, total - first), evaluation=True)
-            made = batches.make_batch(spec, tokenizer)
-            tensors = to_tensors(made, device)
-            patches = packed.patches(tensors["pixels"], kind)[2]
-            hidden = packed.text(tensors, packed.frame(kind, spec.slots, 0), patches, 0.0)
-            target = tensors["targets"].long()
-            right = (hidden @ packed.model.lm_head.weight.T).argmax(-1) == target
-            slots = zip(target.split(spec.slots, 1), right.split(spec.slots, 1), strict=True)
-            for k, (wanted, ok) in enumerate(slots):
-                for b, t in enumerate(made.arrays["types"][:, k]):
-                    hits = ok[b][wanted[b] >= 0].float().tolist()
-                    name = batches.TYPE_NAMES[t]
-                    if t >= 0:
-                        own = hits if name == "caption" else [float(all(hits))]
-                        scores.setdefault(name, []).extend(own)
-        table = {t: sum(of) / len(of) for t, of in scores.items()}
-        types = [value for t, value in table.items() if t != "caption"]
-        found[kind] = {**table, "mean": sum(types) / max(1, len(types))}
-    packed.train(was)
-    return {kind: {t: round(v, 3) for t, v in row.items()} for kind, row in found.items()}
 
 
 class TinyTrainer(Trainer):
@@ -191,19 +123,16 @@ class TinyTrainer(Trainer):
             args.out,
             steps=args.max_steps,
             minutes=0 if args.max_steps else args.minutes,
-            stop_after=args.stop_after,
+            stop_after=0,
             save_every=args.save_every,
         )
         self.args = args
-        tokenizer = build_tokenizer()
-        self.tokenizer = str(self.out / "tokenizer.json")
-        replace_text(self.tokenizer, tokenizer.to_str(pretty=True))
         heads = DenseHeads(seed=args.seed)
-        self.packed = Packed(build_model(args.seed), heads, FastEncoder(tokenizer)).train()
+        self.packed = Packed(build_model(args.seed), heads).train()
         self.packed.to(args.device)
         average = get_ema_multi_avg_fn(AVERAGE)
         self.average = AveragedModel(self.packed, multi_avg_fn=average)
-        self.optimizers, self.tally, self.evaluated_at = optimizers(self.packed), Tally(), 0.0
+        self.optimizers, self.tally = optimizers(self.packed), Tally()
         if not args.fresh:
             self.resume()
 
@@ -212,7 +141,6 @@ class TinyTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         return {
-            "evaluated_at": self.evaluated_at,
             "weights": self.packed.state_dict(),
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -223,30 +151,18 @@ class TinyTrainer(Trainer):
         self.average.load_state_dict(state["average"])
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(own)
-        self.evaluated_at = state["evaluated_at"]
 
     def export(self) -> None:
         """Write the averaged model, atomically."""
-        export_state(self.average.state_dict(), self.tokenizer, self.out / "model")
-
-    def train(self) -> None:
-        self.feed, self.submitted = Feed(self.args.workers, self.tokenizer), self.step
-        try:
-            super().train()
-        finally:
-            self.feed.close()
+        export_state(self.average.state_dict(), self.out / "model")
 
     def update(self) -> None:
-        while self.submitted < self.step + self.feed.ahead:
-            steps = self.args.max_steps
-            progress = min(1.0, self.submitted / steps) if steps else self.progress
-            self.feed.submit(plan(self.submitted, progress, self.args.seed, self.args.batch))
-            self.submitted += 1
-        planned, batch = self.feed.get()
+        planned = plan(self.step, self.progress, self.args.seed, self.args.batch)
+        batch = batches.make_batch(planned.spec)
         self.last = planned, self.learn(planned, batch)
         self.tally.add(planned, batch, self.last[1])
 
-    def learn(self, planned: Plan, batch: batches.Batch) -> dict[str, Any]:
+    def learn(self, planned: Plan, batch: Batch) -> dict[str, Any]:
         """One step; a batch whose gradients are not finite changes nothing."""
         torch.manual_seed((self.args.seed << 24) + self.step * 64)
         with torch.autocast(self.args.device, torch.bfloat16):
@@ -267,13 +183,7 @@ class TinyTrainer(Trainer):
         if self.step % 25 == 0:
             about = {"phase": planned.phase, "lr": round(planned.lr, 4)}
             self.write(about | self.tally.flush())
-        if self.elapsed - self.evaluated_at > self.args.eval_every:
-            self.evaluated_at = self.elapsed
-            self.write({"eval": self.evaluate()})
         return f"{planned.phase} {float(info['answer']):.3f}"
-
-    def evaluate(self, images: int = 160, videos: int = 64) -> dict[str, dict[str, float]]:
-        return evaluate(self.average.module, self.tokenizer, images, videos)
 
 
 class Tally:
@@ -282,11 +192,11 @@ class Tally:
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}
 
-    def add(self, planned: Plan, batch: batches.Batch, info: dict[str, Any]) -> None:
+    def add(self, planned: Plan, batch: Batch, info: dict[str, Any]) -> None:
         feed = "codes" if planned.codes else "pixels"
         feed = "text" if planned.spec.kind == "text" else feed
         slots = info.pop("slots")
-        for t, good in zip(batch.arrays["types"].ravel(), slots.ravel(), strict=True):
+        for t, good in zip(batch["types"].ravel(), slots.ravel(), strict=True):
             kind = "video." if planned.spec.kind == "video" else ""
             if t >= 0:
                 name = f"{feed}.{kind}{batches.TYPE_NAMES[t]}"
@@ -309,23 +219,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", default="runs/tiny", help="folder of checkpoint, log and model")
     add("--minutes", type=float, default=90.0, help="length of the training")
     add("--max-steps", type=int, default=0, help="number of steps; 0: by --minutes")
-    add("--stop-after", type=int, default=0, help="stop early after this step; 0: never")
     add("--batch", type=int, default=32, help="images per step")
     add("--seed", type=int, default=0, help="seed of weights and images")
     add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--workers", type=int, default=1, help="processes that draw batches; 0: inline")
     add("--save-every", type=float, default=180.0, help="seconds per checkpoint")
-    add("--eval-every", type=float, default=600.0, help="seconds per evaluation")
     add("--fresh", action="store_true", help="ignore a checkpoint in --out")
-    add("--smoke", action="store_true", help="a few small steps of every phase")
     args = parser.parse_args(argv)
-    if args.smoke:
-        args.max_steps = args.max_steps or 10
-        args.batch, args.workers = min(args.batch, 2), 0
     if not 0 < args.minutes < math.inf or not 0 < args.batch <= 128:
         parser.error("--minutes must be positive, and --batch from 1 to 128")
-    if min(args.max_steps, args.stop_after, args.workers) < 0:
-        parser.error("--max-steps, --stop-after and --workers must be at least 0")
+    if args.max_steps < 0:
+        parser.error("--max-steps must be at least 0")
     return args
 
 
@@ -341,9 +244,6 @@ def main(argv: list[str] | None = None) -> int:
     if done < 1.0:
         print(f"stopped early, at {done:.0%}; repeat the command to resume")
         return ExitCode.CUT_SHORT
-    table = trainer.evaluate(*((4, 2) if args.smoke else (512, 256)))
-    trainer.write({"final": table})
-    print(json.dumps(table, indent=1))
     return ExitCode.FINISHED
 
 

@@ -5,7 +5,7 @@ row has an explicit rotary id, since drafters leave rows out.
 
 Attention is passed as a function ``attend(q, k, v)`` with rotated ``q`` (B, H, S, d), ``k`` and
 ``v`` (B, G, S, d), which returns (B, H, S, d): `causal` covers the rows themselves, `Cache.attend`
-also those before them, `Unrolled` is that of training-time test.
+also those before them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # --- attention ------------------------------------------------------------------------------------
 
 
-def causal(valid: Tensor | None = None) -> Attend:
-    """Every row sees itself and the rows before it that are ``valid``, bool (B, S)."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attention(q, k, v, _seen(q, valid))
-
-    return attend
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every row sees itself and the rows before it."""
+    return _attention(q, k, v, None)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -42,16 +38,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         is_causal=mask is None and q.shape[2] > 1,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-
-
-def _seen(q: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Mask of rows that see ``valid`` ones, bool (B, 1, S, S); ``None`` where all are."""
-    if valid is None:
-        return None
-    rows = q.shape[2]
-    mask = _causal_mask(rows, rows, q.device) & valid[:, None, None, :]
-    # A padding row sees itself, as a row that sees nothing has no softmax.
-    return mask | torch.eye(rows, dtype=torch.bool, device=q.device)
 
 
 def _causal_mask(rows: int, keys: int, device: torch.device) -> Tensor:
@@ -122,40 +108,6 @@ class Cache:
             return _attention(q, self.keys, self.values, seen)
 
         return attend
-
-
-class Unrolled:
-    """Attention of training-time test (EAGLE-3, arXiv 2503.01840): one object for all its steps.
-
-    In step s the row at position t was drafted s tokens after t. It sees the true rows up to t,
-    those of step 0, and its own predecessors, the rows at position t of steps 1 to s. The caller
-    rotates by ``position + s``.
-    """
-
-    def __init__(self, valid: Tensor | None = None) -> None:
-        self.valid = valid
-        self.steps: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.steps.append((k, v))
-        if len(self.steps) == 1:
-            return causal(self.valid)(q, k, v)
-        rows, heads = q.shape[2], q.shape[1] // k.shape[1]
-        every = [
-            (keys.repeat_interleave(heads, 1), values.repeat_interleave(heads, 1))
-            for keys, values in self.steps
-        ]
-        (true, given), drafted = every[0], every[1:]
-        seen = _seen(q, self.valid)
-        seen = _causal_mask(rows, rows, q.device) if seen is None else seen
-        logits = (q @ true.mT).masked_fill(~seen, -torch.inf)
-        own = torch.stack([(q * keys).sum(-1) for keys, _ in drafted], dim=-1)
-        scores = torch.cat([logits, own], dim=-1) * q.shape[-1] ** -0.5
-        chance = scores.softmax(-1, dtype=_at_least_float32(q.dtype)).to(q.dtype)
-        out = chance[..., :rows] @ given
-        for step, (_, values) in enumerate(drafted):
-            out = out + chance[..., rows + step, None] * values
-        return out
 
 
 # --- the layer ------------------------------------------------------------------------------------

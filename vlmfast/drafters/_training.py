@@ -81,7 +81,7 @@ class Drafting:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.steps.append((k, v))
         if len(self.steps) == 1:
-            return causal()(q, k, v)
+            return causal(q, k, v)
         n = q.shape[2]
         cut = [self.steps[0], *((k[:, :, :n], v[:, :, :n]) for k, v in self.steps[1:])]
         keys, values = (torch.cat(each, dim=2) for each in zip(*cut, strict=True))

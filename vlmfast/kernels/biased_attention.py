@@ -15,7 +15,6 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import no_type_check
 
 import torch
@@ -60,9 +59,8 @@ def biased_attention(
         In the query's dtype; zeros for a row that sees nothing.
     """
     _check(query, key, value, bias, causal, lengths)
-    run: Callable[..., Tensor] = biased_attention_ref
-    if use_triton("biased_attention", query, key, value, bias, lengths):
-        run = _launch
+    kernel = use_triton("biased_attention", query, key, value, bias, lengths)
+    run = _launch if kernel else biased_attention_ref
     return run(query, key, value, bias, scaling, causal=causal, lengths=lengths)
 
 

@@ -105,20 +105,11 @@ def decode_mixed(
     VLMFastError
         For tensors on several devices; on Triton also for unsupported shapes and dtypes.
     """
-    segment_tensors = [x for segment in segments for x in segment.tensors()]
-    if not use_triton(
-        "decode_mixed", query, tail_keys, tail_values, tail_mask, tail_bias, *segment_tensors
-    ):
-        return decode_mixed_ref(
-            query,
-            segments,
-            tail_keys,
-            tail_values,
-            tail_mask,
-            scaling,
-            tail_bias,
-            want_attention_mass,
-        )
+    given = tail_keys, tail_values, tail_mask
+    quantized = [x for segment in segments for x in segment.tensors()]
+    if not use_triton("decode_mixed", query, *given, tail_bias, *quantized):
+        more = scaling, tail_bias, want_attention_mass
+        return decode_mixed_ref(query, segments, *given, *more)
     if tail_mask.dtype != torch.bool and not want_attention_mass:
         tail = Floats(tail_keys, tail_values, tail_mask, LENGTHS, tail_bias)
     else:
@@ -317,7 +308,12 @@ def _check(name: str, query: Tensor, pieces: Sequence[Segment | Floats], heads: 
                 f"{name}: keys {tuple(shape)} for queries {tuple(query.shape)}; it takes "
                 f"({batch}, {heads}, slots, {dim}) in all pieces"
             )
-    if len(dtypes) > 1 or query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    check_dtypes(name, dtypes)
+
+
+def check_dtypes(name: str, dtypes: set[torch.dtype]) -> None:
+    """Check that queries, keys and values have one dtype, which the kernels support."""
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
         raise VLMFastError(
             f"{name}: queries, keys and values in {', '.join(sorted(map(str, dtypes)))}; "
             "it takes one of float32, float16 and bfloat16"

@@ -35,7 +35,7 @@ from ._triton import (
     upcast,
     use_triton,
 )
-from .decode_mixed import count_splits, decode_mixed_ref, join
+from .decode_mixed import check_dtypes, count_splits, decode_mixed_ref, join
 
 
 def decode_slots(
@@ -239,12 +239,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     (batch, query_heads, _, dim), heads = query.shape, keys.shape[1]
     check_heads("decode_slots", dim)
-    dtypes = {query.dtype, keys.dtype, values.dtype}
-    if len(dtypes) > 1 or query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise VLMFastError(
-            f"decode_slots: queries, keys and values in {', '.join(sorted(map(str, dtypes)))}; "
-            "it takes one of float32, float16 and bfloat16"
-        )
+    check_dtypes("decode_slots", {query.dtype, keys.dtype, values.dtype})
     group, flat, device = query_heads // heads, batch * heads, query.device
     num_splits = max(count_splits(slots.shape[2] + newest, heads, group), 1)
     # The interpreter truncates to bfloat16 instead of rounding.

@@ -26,7 +26,6 @@ reference writes and reads the cosines several times: 2.1 GB in 70 launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import no_type_check
 
 import torch
@@ -78,9 +77,8 @@ def merge_into(
         Number of tokens that each kept slot represents after merging.
     """
     _check(keys, values, keep, mode, rule)
-    run: Callable[..., tuple[Tensor, Tensor, Tensor]] = merge_into_ref
-    if use_triton("merge", keys, values, keep, valid, lengths, weight):
-        run = _launch
+    kernel = use_triton("merge", keys, values, keep, valid, lengths, weight)
+    run = _launch if kernel else merge_into_ref
     return run(keys, values, keep, mode, rule=rule, valid=valid, lengths=lengths, weight=weight)
 
 

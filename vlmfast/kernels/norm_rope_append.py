@@ -27,7 +27,6 @@ Bytes: the stream three or four times (x, residual; h, y), each head once in and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import no_type_check
 
@@ -169,13 +168,11 @@ def rotate_append(
     VLMFastError
         For other shapes and dtypes.
     """
-    _check(query, key, value, cos, sin, keys, values, length, norm)
-    tensors = [query, key, value, cos, sin, keys, values, length]
-    weights = [] if norm is None else [norm.query, norm.key]
-    run: Callable[..., Tensor] = rotate_append_ref
-    if use_triton("rotate_append", *tensors, *weights):
-        run = _launch_rotate
-    return run(query, key, value, cos, sin, keys, values, length, norm)
+    given = query, key, value, cos, sin, keys, values, length
+    _check(*given, norm)
+    weights = () if norm is None else (norm.query, norm.key)
+    run = _launch_rotate if use_triton("rotate_append", *given, *weights) else rotate_append_ref
+    return run(*given, norm)
 
 
 def rotate_append_ref(

@@ -23,7 +23,7 @@ TB/s: 22.4 us to read and 3.0 us to write.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -378,7 +378,7 @@ class Segment:
                 return x.clamp(max=slots)
             if name == "value_scale":
                 return x
-            if name in ("key_step", "key_min"):
+            if name in _BY_GROUP:
                 return x[..., :groups, :]
             return x[..., :slots] if name in ("order", "bias") else x[..., :slots, :]
 
@@ -395,20 +395,21 @@ class Segment:
             Whether a bias is added where there is none.
         """
         source = self._with_bias() if bias else self
-        groups = slots // self.group if self.group else 1
+        larger = source._zeros(batch, slots, slots // self.group if self.group else 1)
+        for new, old in zip(larger.tensors(), source.tensors(), strict=True):
+            new[tuple(map(slice, old.shape))] = old
+        return larger
 
-        def change(name: str, x: Tensor) -> Tensor:
-            size = list(x.shape)
-            size[0] = batch
-            if name in ("key_step", "key_min"):
+    def _zeros(self, batch: int, slots: int, groups: int) -> Segment:
+        def zeros(name: str, x: Tensor) -> Tensor:
+            size = [batch, *x.shape[1:]]
+            if name in _BY_GROUP:
                 size[2] = groups
             elif name not in ("lengths", "value_scale"):
                 size[2] = slots
-            larger = x.new_zeros(size)
-            larger[tuple(map(slice, x.shape))] = x
-            return larger
+            return x.new_zeros(size)
 
-        return source._each(change)
+        return self._each(zeros)
 
     def write(self, row: int, start: int, other: Segment) -> None:
         """Write the slots of ``other`` to a row of this segment, in place.
@@ -448,7 +449,7 @@ class Segment:
                 target[row] = source + target[row] if start else source
             elif name == "value_scale":
                 target[row] = source
-            elif name in ("key_step", "key_min"):
+            elif name in _BY_GROUP:
                 target[row, :, groups] = source
             else:  # a bias may be missing
                 target[row, :, slots] = 0 if source is None else source
@@ -461,37 +462,11 @@ class Segment:
     @staticmethod
     def empty(like: Segment, batch: int) -> Segment:
         """``batch`` rows without slots, to batch with rows that have such a segment."""
-        heads = like.lengths.shape[-1]
-
-        def change(name: str, x: Tensor) -> Tensor:
-            shape: tuple[int, ...]
-            if name == "lengths":
-                shape = ()
-            elif name == "value_scale":
-                shape = x.shape[-1:]
-            elif name in ("order", "bias"):
-                shape = (0,)
-            elif name in ("key_step", "key_min"):
-                shape = (0 if like.group else 1, x.shape[-1])
-            else:
-                shape = (0, x.shape[-1])
-            return x.new_zeros(batch, heads, *shape)
-
-        return like._each(change)
+        return like._zeros(batch, 0, 0 if like.group else 1)
 
 
-TENSORS = (
-    "key_codes",
-    "key_step",
-    "key_min",
-    "value_codes",
-    "value_step",
-    "value_min",
-    "value_scale",
-    "lengths",
-    "order",
-    "bias",
-)
+TENSORS = tuple(f.name for f in fields(Segment) if f.name not in ("bits", "group"))
+_BY_GROUP = ("key_step", "key_min")  # the others, but lengths and the scale, are by slot
 
 
 def quantize(

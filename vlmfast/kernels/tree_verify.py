@@ -75,31 +75,10 @@ def tree_verify(
     """
     batch, heads = tree_keys.shape[:2]
     ancestors = _words(ancestors, batch, query.shape[2])
-    segment_tensors = [x for segment in segments for x in segment.tensors()]
-    if not use_triton(
-        "tree_verify",
-        query,
-        keys,
-        values,
-        lengths,
-        tree_keys,
-        tree_values,
-        ancestors,
-        bias,
-        *segment_tensors,
-    ):
-        return tree_verify_ref(
-            query,
-            keys,
-            values,
-            lengths,
-            tree_keys,
-            tree_values,
-            ancestors,
-            scaling,
-            segments,
-            bias,
-        )
+    given = query, keys, values, lengths, tree_keys, tree_values, ancestors
+    quantized = [x for segment in segments for x in segment.tensors()]
+    if not use_triton("tree_verify", *given, bias, *quantized):
+        return tree_verify_ref(*given, scaling, segments, bias)
     context = Floats(keys, values, lengths, LENGTHS, bias)
     tree = Floats(
         tree_keys, tree_values, ancestors[:, None].expand(batch, heads, -1, -1), ANCESTORS

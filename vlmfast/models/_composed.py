@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from vlmfast.core.contexts import VisionContext
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
 from ._media import view_size
 from ._parts import decoder_parts, tower_parts
 from ._rotation import turn
-from .base import Adapter
+from .base import Adapter, Encoded
 
 if TYPE_CHECKING:
     from .base import Model
@@ -159,6 +161,16 @@ class Composed(Adapter):
         if self.tower_parts.rows_alone:
             return super().why_no_cells(item)
         return f"the blocks of {type(self.tower()).__name__} also take positions of all patches"
+
+    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Features of each image, packed where the family packs them."""
+        raise NotImplementedError(f"{type(self).__name__}.images")
+
+    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+        features = self.images(inputs)
+        layouts = self.layouts(inputs, context.items)
+        stats = self.patch_stats(context, math.prod(context.items[0].patches))
+        return Encoded(features, layouts, stats, [()] * len(features))
 
     def image_features(self, *tensors: Tensor, **more: Any) -> list[Tensor]:
         """Projected features of each image, of the layer that the model's config names."""

@@ -526,10 +526,25 @@ class Adapter(Prompted):
             box=torch.where(here[:, None], box, torch.nan),
         )
 
+    def raster_layout(self, item: int, geometry: ItemGeometry, specials: int = 0) -> TokenLayout:
+        """Layout of one view's tokens in raster order, in host memory.
+
+        ``specials`` of them come first; they have no position in the image.
+        """
+        rows, columns = geometry.patches
+        raster = torch.arange(-specials, rows * columns, device="cpu")
+        kind = torch.where(raster < 0, int(Kind.SPECIAL), int(self.kind))
+        base = torch.zeros_like(raster)
+        return self.view_layout(base, raster // columns, raster % columns, kind, item, geometry)
+
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         """Corner (top left) and size (N, 2) of each token's tile, (x, y) fractions of the image."""
+        return self.shown(geometry, tile, self.processor.image_processor)
+
+    def shown(self, geometry: ItemGeometry, tile: Tensor, processor: Any) -> tuple[Tensor, Tensor]:
+        """`view_box` of what a processor shows: the centre of the image, or all of it, resized."""
         height, width = geometry.size
-        crop = getattr(self.processor.image_processor, "do_center_crop", False)
+        crop = getattr(processor, "do_center_crop", False)
         short = min(height, width)
         share = [short / width, short / height] if crop else [1.0, 1.0]
         size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import square_views
 from .base import Adapter
 from .internvl import Tiled
 
@@ -46,9 +45,6 @@ class FamilyAdapter(Tiled):
 
     def side(self) -> int:
         return int(self.patches() ** 0.5)
-
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        return square_views(sizes, self.side())
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import square_views
 from .internvl import Tiled
 
 
@@ -35,9 +33,6 @@ class FamilyAdapter(Tiled):
 
     def side(self) -> int:
         return int(self.config.mm_tokens_per_image**0.5)
-
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        return square_views(sizes, self.side())
 
     def inputs(
         self, text: str, images: list[Any], frames: Any = (), times: Any = ()

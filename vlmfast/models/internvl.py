@@ -12,7 +12,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media, runs, tiling, without_placeholders
+from ._media import Media, runs, square_views, tiling, without_placeholders
 from .base import Adapter, Encoded
 
 
@@ -36,6 +36,9 @@ class Tiled(Adapter):
     def side(self) -> int:
         """Tokens in a row of a view."""
         raise NotImplementedError(f"{type(self).__name__}.side")
+
+    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+        return square_views(sizes, self.side())
 
     def items_of(
         self, tensors: dict[str, Tensor], media: Sequence[Media]
@@ -86,7 +89,47 @@ class Tiled(Adapter):
         return tile_box(geometry, tile)
 
 
-class FamilyAdapter(Tiled):
+class Cropped(Tiled):
+    """Families that tell the views of each image from the text of a prompt."""
+
+    def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the crops of an image that has crops."""
+        raise NotImplementedError(f"{type(self).__name__}.canvas")
+
+    def tiling(self, views: Tensor) -> tuple[int, int]:
+        """Rows and columns of the crops of an image, from all of its views."""
+        return tiling(views)
+
+    def views_in(self, ids: Tensor) -> list[int]:
+        """Views of each image of a prompt, ids (S,)."""
+        raise NotImplementedError(f"{type(self).__name__}.views_in")
+
+    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+        found, view, pixels = [], 0, batch.get("pixel_values")
+        for count in [max(count, 1) for row in ids for count in self.views_in(row)]:
+            if pixels is None or view + count > len(pixels):
+                break
+            own = pixels[view : view + count]
+            down, across = self.tiling(own) if count > 1 else (0, 0)
+            size = max(down, 1) * pixels.shape[-2], max(across, 1) * pixels.shape[-1]
+            tokens = count * self.side() ** 2
+            found.append(Media(tokens, {"pixel_values": own}, size, 0, (down, across)))
+            view += count
+        return found + without_placeholders(pixels, view)
+
+    def views_of(
+        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[ItemGeometry, ...]:
+        side, items, view = self.side(), [], 0
+        counts = self.views_in(tensors["input_ids"][0]) if sizes else []
+        for size, count in zip(sizes, counts, strict=True):
+            tiles = self.canvas(size) if count > 1 else (0, 0)
+            items.append(ItemGeometry(size, tiles, (view, view + count), (side, side)))
+            view += count
+        return tuple(items)
+
+
+class FamilyAdapter(Cropped):
     video_tensors = ("pixel_values",)
     processors = ("InternVLProcessor",)
     fixed, token_rows = True, True
@@ -111,38 +154,12 @@ class FamilyAdapter(Tiled):
         patches = self.patches() // self.side() ** 2
         return sizes | {"token_width": patches * sizes["vision_width"]}
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def views_in(self, ids: Tensor) -> list[int]:
         """The tokens of each image or frame are between two markers."""
-        found, view, pixels = [], 0, batch.get("pixel_values")
-        for _, tokens in [run for row in ids for run in runs(row, self.image_token_id)]:
-            count = max(tokens // self.side() ** 2, 1)
-            if pixels is None or view + count > len(pixels):
-                break
-            own = pixels[view : view + count]
-            down, across = tiling(own) if count > 1 else (0, 0)
-            size = max(down, 1) * pixels.shape[-2], max(across, 1) * pixels.shape[-1]
-            of_views = count * self.side() ** 2
-            found.append(Media(of_views, {"pixel_values": own}, size, 0, (down, across)))
-            view += count
-        return found + without_placeholders(pixels, view)
-
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
-        side, items, view = self.side(), [], 0
-        # The tokens of each image are between two markers.
-        found = runs(tensors["input_ids"][0], self.image_token_id)
-        counts = [tokens // side**2 for _, tokens in found]
-        frames = frames or [(-1, 0, 1)] * len(sizes)
-        for size, (video, *frame), count in zip(sizes, frames, counts, strict=True):
-            tiles = self.canvas(size) if count > 1 else (0, 0)
-            views = (view, view + count)
-            items.append(ItemGeometry(size, tiles, views, (side, side), video, tuple(frame[:2])))
-            view += count
-        return tuple(items)
+        each = self.side() ** 2
+        return [tokens // each for _, tokens in runs(ids, self.image_token_id)]
 
     def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the crops of an image that has crops."""
         from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
         images = self.processor.image_processor

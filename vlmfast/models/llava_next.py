@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlmfast.core.contexts import VisionContext
 from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._composed import Completed
 from ._media import Media
-from .base import Encoded, Part
+from .base import Part
 
 
 class FamilyAdapter(Completed):
@@ -25,23 +24,14 @@ class FamilyAdapter(Completed):
     host_tensors = ("image_sizes",)
     fixed_tower = views_in_rows = crops = True
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        pixels, image_sizes = inputs["pixel_values"], inputs["image_sizes"].cpu()
-        features = self.image_features(pixels, image_sizes)
-        layouts = self.layouts(inputs, context.items)
-        rows, columns = context.items[0].patches
-        stats = self.patch_stats(context, rows * columns)
-        return Encoded(features, layouts, stats, [()] * len(features))
+    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        return self.image_features(inputs["pixel_values"], inputs["image_sizes"].cpu())
 
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
         sizes = tensors["image_sizes"].cpu()
-        strategy = self.config.vision_feature_select_strategy
-        return [
-            self.copied(self._layout(i, item, sizes[i : i + 1], strategy))
-            for i, item in enumerate(items)
-        ]
+        return [self.copied(self._layout(i, of, sizes[i : i + 1])) for i, of in enumerate(items)]
 
     def parts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
@@ -71,8 +61,7 @@ class FamilyAdapter(Completed):
         own = {key: batch[key][i : i + 1] for key in ("pixel_values", "image_sizes")}
         height, width = own["image_sizes"][0].tolist()
         (geometry,) = self.geometry([(height, width)])
-        strategy = self.config.vision_feature_select_strategy
-        tokens = len(self._layout(0, geometry, own["image_sizes"], strategy))
+        tokens = len(self._layout(0, geometry, own["image_sizes"]))
         return Media(tokens, own, (height, width))
 
     def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
@@ -106,30 +95,28 @@ class FamilyAdapter(Completed):
             Whether it is the only image of its prompt: some families do not crop several.
         """
         geometry = self.geometry([size] if alone else [size, size])[0]
-        strategy = self.config.vision_feature_select_strategy
-        return ImageLayout.of(geometry, self._layout(0, geometry, torch.tensor([size]), strategy))
+        return ImageLayout.of(geometry, self._layout(0, geometry, torch.tensor([size])))
 
-    def _layout(
-        self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
-    ) -> TokenLayout:
-        """Find the origin of each packed token by running the model's packing on coordinates."""
-        (rows, columns), views = geometry.patches, geometry.views[1] - geometry.views[0]
-        tile, y, x = torch.meshgrid(
-            *(
-                torch.arange(n, device=size.device, dtype=torch.float32)
-                for n in (views, rows, columns)
-            ),
-            indexing="ij",
-        )
-        coordinates = torch.stack([tile, y, x], dim=-1).flatten(1, 2)
-        packed, _ = self.model.base_model.pack_image_features(
-            [coordinates], size, strategy, image_newline=coordinates.new_full((3,), -1.0)
-        )
-        tile, y, x = packed[0].long().unbind(1)
+    def _layout(self, item: int, geometry: ItemGeometry, size: Tensor) -> TokenLayout:
+        strategy = self.config.vision_feature_select_strategy
+        tile, y, x = self._origins(geometry, size, strategy).long().unbind(1)
         newline = tile < 0
         kind = torch.where(newline, int(Kind.NEWLINE), int(self.kind))
         y = torch.where(newline, newline.cumsum(0) - 1, y)
         return self.view_layout(tile, y, x, kind, item, geometry)
+
+    def _origins(self, geometry: ItemGeometry, size: Tensor, *args: Any, **given: Any) -> Tensor:
+        """(tile, y, x) of each packed token by the model's own packing, run on coordinates."""
+        counts = (geometry.views[1] - geometry.views[0], *geometry.patches)
+        grid = torch.meshgrid(
+            *(torch.arange(n, device=size.device, dtype=torch.float32) for n in counts),
+            indexing="ij",
+        )
+        newline = torch.full((3,), -1.0, device=size.device)
+        packed, _ = self.model.base_model.pack_image_features(
+            [torch.stack(grid, dim=-1).flatten(1, 2)], size, *args, image_newline=newline, **given
+        )
+        return packed[0]
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         """The base view shows the whole image, resized; a crop shows a part of the canvas on

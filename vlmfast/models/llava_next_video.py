@@ -112,10 +112,9 @@ class FamilyAdapter(LlavaNext):
     ) -> list[TokenLayout]:
         alone, framed = self._kinds(tensors, items)
         found: dict[int, TokenLayout] = {}
-        strategy = self.config.vision_feature_select_strategy
         for n, i in enumerate(alone):
             size = tensors["image_sizes"][n : n + 1].cpu()
-            found[i] = self._layout(i, items[i], size, strategy)
+            found[i] = self._layout(i, items[i], size)
         for i in framed:
             found[i] = self._frame(i, items[i], self.frame_tokens(items[i]))
         return [self.copied(found[i]) for i in range(len(items))]
@@ -123,10 +122,6 @@ class FamilyAdapter(LlavaNext):
     def frame_tokens(self, item: ItemGeometry) -> int:
         """Tokens of a frame of a video."""
         return math.prod(item.patches)
-
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """Features of each image, packed."""
-        return self.image_features(inputs["pixel_values"], inputs["image_sizes"])
 
     def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Features of each frame, video by video."""
@@ -151,10 +146,4 @@ class FamilyAdapter(LlavaNext):
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         if geometry.tiles != (0, 0):
             return super().view_box(geometry, tile)
-        # The center of the frame, or the whole frame resized.
-        height, width = geometry.size
-        crop = getattr(self.processor.video_processor, "do_center_crop", False)
-        short = min(height, width)
-        share = [short / width, short / height] if crop else [1.0, 1.0]
-        size = torch.tensor(share, device=tile.device).expand(tile.shape[0], 2)
-        return (1 - size) / 2, size
+        return self.shown(geometry, tile, self.processor.video_processor)

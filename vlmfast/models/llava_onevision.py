@@ -123,13 +123,12 @@ class FamilyAdapter(LlavaNextVideo):
             frames[last] = torch.cat([frames[last], newline[None].to(frames[last])])
         return frames
 
-    def _layout(
-        self, item: int, geometry: ItemGeometry, size: Tensor, strategy: str
-    ) -> TokenLayout:
+    def _layout(self, item: int, geometry: ItemGeometry, size: Tensor) -> TokenLayout:
         if geometry.tiles == (0, 0):
             return self._frame(item, geometry, self.patches() + 1)
-        origins = self._packed(geometry, size, self.config.vision_aspect_ratio)
-        whole = self._packed(geometry, size, f"anyres_max_{10**6}")
+        ratio = self.config.vision_aspect_ratio
+        origins = self._origins(geometry, size, vision_aspect_ratio=ratio)
+        whole = self._origins(geometry, size, vision_aspect_ratio=f"anyres_max_{10**6}")
         kind = torch.where(origins[:, 0] < 0, int(Kind.NEWLINE), int(self.kind))
         if len(origins) < len(whole):  # too large: the canvas of crops is scaled down
             origins = self._scaled(origins, whole, geometry)
@@ -137,21 +136,6 @@ class FamilyAdapter(LlavaNextVideo):
         newline = kind == Kind.NEWLINE
         y = torch.where(newline, newline.cumsum(0) - 1, y)
         return self.view_layout(tile, y, x, kind, item, geometry)
-
-    def _packed(self, geometry: ItemGeometry, size: Tensor, ratio: str) -> Tensor:
-        """(tile, y, x) of each token by the model's own packing, run on coordinates."""
-        counts = (geometry.views[1] - geometry.views[0], *geometry.patches)
-        grid = torch.meshgrid(
-            *(torch.arange(n, device=size.device, dtype=torch.float32) for n in counts),
-            indexing="ij",
-        )
-        packed, _ = self.model.base_model.pack_image_features(
-            [torch.stack(grid, dim=-1).flatten(1, 2)],
-            size,
-            image_newline=torch.full((3,), -1.0, device=size.device),
-            vision_aspect_ratio=ratio,
-        )
-        return packed[0]
 
     def _scaled(self, origins: Tensor, whole: Tensor, geometry: ItemGeometry) -> Tensor:
         """The patch of the unscaled canvas at the center of each scaled token."""

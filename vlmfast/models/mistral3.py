@@ -130,14 +130,7 @@ class Shaped(Adapter):
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
-        found = []
-        for i, geometry in enumerate(items):
-            rows, columns = geometry.patches
-            raster = torch.arange(rows * columns, device="cpu")
-            none, kind = torch.zeros_like(raster), torch.full_like(raster, int(self.kind))
-            y, x = raster // columns, raster % columns
-            found.append(self.copied(self.view_layout(none, y, x, kind, i, geometry)))
-        return found
+        return [self.copied(self.raster_layout(i, geometry)) for i, geometry in enumerate(items)]
 
 
 class FamilyAdapter(Shaped):

@@ -243,7 +243,7 @@ class FamilyAdapter(Adapter):
     def layouts(
         self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
     ) -> list[TokenLayout]:
-        return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
+        return [self.copied(self.raster_layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def _tower(
         self,
@@ -302,13 +302,6 @@ class FamilyAdapter(Adapter):
             for name, of in zip(names, lengths, strict=True)
         ]
         return grid.to(self.device) if self.grid_on_device else grid, given, packings
-
-    def _layout(self, item: int, geometry: ItemGeometry) -> TokenLayout:
-        rows, columns = geometry.patches
-        raster = torch.arange(rows * columns, device="cpu")
-        none = torch.zeros_like(raster)
-        kind = torch.full_like(raster, int(self.kind))
-        return self.view_layout(none, raster // columns, raster % columns, kind, item, geometry)
 
 
 def _tower_inputs(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vlmfast.compressors.tokens.elastic.module import ElasticCompressor
 from vlmfast.errors import RecipeError
 
-from .._layer import Attend, Layer, RMSNorm, causal
+from .._layer import Attend, Layer, RMSNorm
 
 KINDS = ("eagle", "msd", "eagle3")
 AUX_STATES = 3  # layers of the target that EAGLE-3 reads
@@ -148,35 +148,12 @@ class EagleModule(nn.Module):
 
     # --- the forward pass ------------------------------------------------------------------------
 
-    def forward(
-        self,
-        embeds: Tensor,
-        features: Tensor,
-        position: Tensor,
-        mask: Tensor | None = None,
-        image: Tensor | None = None,
-    ) -> Tensor:
-        """Outputs of whole sequences, each row with the rows before it.
-
-        Parameters
-        ----------
-        embeds, features, image : Tensor
-            As in `rows`.
-        position : Tensor, int64, (B, S)
-            Rotary ids.
-        mask : Tensor, bool, (B, S), optional
-            False for padding rows.
-
-        Returns
-        -------
-        Tensor, (B, S, D)
-            Predictions of the target's next hidden states: `output` maps them to logits, and they
-            are the features of the next drafted rows.
-        """
-        return self.run(self.rows(embeds, features, image), position, causal(mask))
-
     def run(self, rows: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """Outputs (B, S, D) of the result of `rows`, under any attention of `drafters._layer`."""
+        """Outputs (B, S, D) of the result of `rows`, under any attention of `drafters._layer`.
+
+        They predict the target's next hidden states: `output` maps them to logits, and they are the
+        features of the next drafted rows. ``position``: rotary ids, int64, (B, S).
+        """
         out = self.layer(rows, position, attend)
         return self.norm(out) if self.kind == "eagle3" and self.norm_output else out
 

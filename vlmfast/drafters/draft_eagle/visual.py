@@ -45,15 +45,12 @@ class Rows:
         Rotary ids.
     image : Tensor, int64, (S,)
         Image that ``embeds`` belongs to, -1 for text.
-    source : Tensor, int64, (S,)
-        Index of each row before images were shortened; -1 for visual rows.
     """
 
     embeds: Tensor
     features: Tensor
     position: Tensor
     image: Tensor
-    source: Tensor
 
 
 @dataclass(frozen=True)
@@ -144,11 +141,12 @@ def shortened(
     check(visual, compressor)
     seen = layout.visual
     item = torch.where(seen, layout.item.long(), -1)
-    everything = Rows(embeds, features, position, item, _sources(seen))
+    everything = Rows(embeds, features, position, item)
     if visual.choice == "all" or not bool(seen.any()):
         return everything, Choice(None, "all")
+    text = (~seen).nonzero().flatten()
     if visual.choice == "text":
-        return _selected(everything, (~seen).nonzero().flatten()), Choice(None, "text")
+        return _selected(everything, text), Choice(None, "text")
 
     index = seen.nonzero().flatten()
     tokens = VisualTokens(
@@ -159,16 +157,13 @@ def shortened(
     images = [tokens.select(rows) for _, rows in tokens.items()]
     choice = _choice(visual, compressor, images, question)
     if choice.branch == "text":
-        return _selected(everything, (~seen).nonzero().flatten()), choice
+        return _selected(everything, text), choice
     kept = [_shortened_image(visual, compressor, image, choice) for image in images]
-
-    text = (~seen).nonzero().flatten()
     rows = Rows(
         torch.cat([embeds[text], *(k.features for k in kept)]),
         torch.cat([features[text], *(k.extra[0] for k in kept)]),
         torch.cat([position[text], *(k.layout.position[0] for k in kept)]),
         torch.cat([item[text], *(k.layout.item.long() for k in kept)]),
-        torch.cat([text, *(text.new_full((len(k),), -1) for k in kept)]),
     )
     order = torch.cat([layout.order[text], *(k.layout.order for k in kept)])
     return _selected(rows, order.argsort()), choice
@@ -202,12 +197,8 @@ def geometry_of(layout: TokenLayout) -> ItemGeometry:
     return ItemGeometry((1, 1), (0, 0), (int(view.min()), int(view.max()) + 1), patches)
 
 
-def _sources(seen: Tensor) -> Tensor:
-    return torch.arange(len(seen), device=seen.device).masked_fill(seen, -1)
-
-
 def _selected(rows: Rows, index: Tensor) -> Rows:
-    fields = (rows.embeds, rows.features, rows.position, rows.image, rows.source)
+    fields = (rows.embeds, rows.features, rows.position, rows.image)
     return Rows(*(field.index_select(0, index) for field in fields))
 
 

@@ -10,7 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vlmfast.errors import RecipeError
 
-from .._layer import causal
 from ..draft_eagle.module import EagleModule
 
 
@@ -110,32 +109,3 @@ class VispecModule(EagleModule):
                 source.append(index[span][length - len(few) :])
             first += length
         return torch.cat(rows), torch.cat(source), seen
-
-    def forward(
-        self,
-        embeds: Tensor,
-        features: Tensor,
-        position: Tensor,
-        mask: Tensor | None = None,
-        image: Tensor | None = None,
-    ) -> Tensor:
-        """As `EagleModule.forward`; zeros for the image rows that are left out.
-
-        ``image`` (B, S) gives the image of each row; without it all rows are text.
-        """
-        if image is None:
-            image = torch.full(embeds.shape[:2], -1, device=embeds.device)
-        out = torch.zeros_like(features)
-        valid = torch.ones_like(image, dtype=torch.bool) if mask is None else mask
-        for number in range(len(embeds)):
-            index = valid[number].nonzero().flatten()
-            if not len(index):
-                continue
-            none = features.new_zeros(self.width)
-            rows, source, _ = self.adapted(
-                embeds[number, index], features[number, index], image[number, index], none
-            )
-            at = index[source]
-            made = self.run(rows[None], position[number, at][None], causal())[0]
-            out = out.index_put((torch.full_like(at, number), at), made)
-        return out

@@ -1,1 +1,0 @@
-"""The demo model `tiny`: architecture and tokenizer."""
