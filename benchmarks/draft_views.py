@@ -12,13 +12,7 @@ its forward passes over the view, and a number of its tokens is then set to the 
 ================  =================================================================================
 
 ``wall`` is the time of plain decoding over that of drafted decoding, for all requests from their
-first token to their last. ``bytes`` is what the byte model predicts, with W bytes of weights, C of
-the caches, the fraction k of the cache in the view, d drafts and n tokens per round::
-
-    n (W + C) / (d (W + k C) + W + C)
-
-The last table is computed from this model alone: a 7B model on an H200. Nothing in it is measured.
-Its times are the larger of bytes over bandwidth and operations over the peak, without launches.
+first token to their last.
 """
 
 from __future__ import annotations
@@ -29,20 +23,17 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import harness
 import kv
-import shapes
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
 from vlmfast import VLM
-from vlmfast.core.display import markdown_table
-from vlmfast.core.drafting import Budget, Proposal, Target, Traffic
+from vlmfast.core.drafting import Budget, Proposal, Target
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_self import Chain, DraftSelf
@@ -55,7 +46,8 @@ from vlmfast.engine.speculation import Speculation
 from vlmfast.engine.stats import Stats, clock
 from vlmfast.eval.bench import rotated
 
-RECORDED_VIEW = "draft-self:view={view},keep={keep:g},steps=8,confidence=0"
+VIEW, KEEP, STEPS = "topk", 0.1, 4
+LONG = f"draft-self:view={VIEW},keep={KEEP},steps=8,confidence=0"  # whose acceptance is recorded
 RECORDED, ACCEPTED = "recorded", harness.RESULTS / "speculation-accepted-tiny.json"
 
 
@@ -151,7 +143,6 @@ class Decoded:
     answers: list[list[int]]
     seconds: float
     stats: list[Stats]
-    traffic: Traffic
 
 
 @torch.no_grad()
@@ -164,8 +155,6 @@ def decoded(prompted: Prompted, requests: int, new_tokens: int, drafted: bool) -
             rounds.first(row, prompted.logits)
             batch.join(row.group)
             row.group = None
-        weights, cache = _weights(prompted.vlm), batch.cache_bytes()
-        traffic = Traffic(weights + cache, stage_of(prompted).draft_bytes(weights, cache))
         begin = clock(adapter.device)
         while batch.rows:
             rounds.run([batch])
@@ -174,16 +163,7 @@ def decoded(prompted: Prompted, requests: int, new_tokens: int, drafted: bool) -
                     raise row.error
                 batch.leave(row)
         seconds = clock(adapter.device) - begin
-    return Decoded([row.tokens for row in rows], seconds, [row.stats for row in rows], traffic)
-
-
-def stage_of(prompted: Prompted) -> DraftSelf:
-    return next(stage for stage in prompted.sequence.recipe if isinstance(stage, DraftSelf))
-
-
-def _weights(vlm: VLM) -> int:
-    parts = [*vlm.adapter.decoder.layers, vlm.model.get_output_embeddings()]
-    return sum(weight.nbytes for part in parts for weight in part.parameters())
+    return Decoded([row.tokens for row in rows], seconds, [row.stats for row in rows])
 
 
 def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -> dict[str, Any]:
@@ -202,16 +182,11 @@ def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -
         rounds += sum(stats.rounds for stats in pair[True].stats)
         drafted_tokens += sum(stats.drafted for stats in pair[True].stats)
         emitted += sum(len(answer) - 1 for answer in pair[True].answers)
-    traffic = pair[True].traffic
-    tokens, drafts = emitted / rounds, drafted_tokens / rounds
     same = found["identical"] == args.pairs
     return found | {
         "rates": rates,
-        "emitted_per_round": tokens,
-        "drafted_per_round": drafts,
-        "step_bytes": traffic.step,
-        "draft_bytes": traffic.draft,
-        "predicted": tokens * traffic.step / (drafts * traffic.draft + traffic.step),
+        "emitted_per_round": emitted / rounds,
+        "drafted_per_round": drafted_tokens / rounds,
         "ratio": harness.ratio(found["wall"]) if same else None,
         "step_s": sum(a for a, _ in found["wall"]) / args.pairs / (args.new_tokens - 1),
     }
@@ -219,7 +194,7 @@ def measured(prompted: Prompted, requests: int, rates: list[float], args: Any) -
 
 def case(vlm: VLM, requests: int, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """All acceptances of one number of requests of one length."""
-    stage = Rehearsed(view=args.view, keep=args.keep, steps=args.steps, confidence=0.0)
+    stage = Rehearsed(view=VIEW, keep=KEEP, steps=STEPS, confidence=0.0)
     begin = clock(vlm.adapter.device)
     prompted = prefilled(vlm, stage, tokens)
     print(
@@ -230,129 +205,18 @@ def case(vlm: VLM, requests: int, tokens: int, args: argparse.Namespace) -> dict
     decoded(prompted, requests, min(args.new_tokens, 6), drafted=True)  # warm-up
     rows = {}
     for name in args.rates:
-        rates = recorded(args.view, args.keep) if name == RECORDED else [float(name)]
+        rates = recorded() if name == RECORDED else [float(name)]
         rows[name] = measured(prompted, requests, rates, args)
         print(f"{requests} x {tokens:,}, {name}: {rows[name]['ratio']}", file=sys.stderr)
     about = {"requests": requests, "tokens": tokens, "layers": vlm.adapter.depth}
-    return about | {"view": args.view, "keep": args.keep, "steps": args.steps, "rows": rows}
+    return about | {"view": VIEW, "keep": KEEP, "steps": STEPS, "rows": rows}
 
 
-def recorded(view: str, keep: float) -> list[float]:
+def recorded() -> list[float]:
     """By depth, how often `tiny` accepts a draft after those before it; from a result file."""
-    name = RECORDED_VIEW.format(view=view, keep=keep)
-    try:
-        parts = json.loads(ACCEPTED.read_text(encoding="utf-8"))["parts"]
-        row = parts[f"captions | none | {name}"]
-    except (OSError, KeyError) as error:
-        raise SystemExit(
-            f"{ACCEPTED} has no '{name}' ({error}); run python benchmarks/speculation.py "
-            f"--accepted --drafter '{name}' first"
-        ) from error
+    row = json.loads(ACCEPTED.read_text(encoding="utf-8"))["parts"][f"captions | none | {LONG}"]
     pairs = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
     return [took / of for took, of in pairs if of]
-
-
-# --- the table -----------------------------------------------------------------------------------
-
-
-def markdown(found: dict[str, Any]) -> str:
-    title = (
-        f"{found['requests']} x {found['tokens']:,} tokens, {found['layers']} layers, "
-        f"`{found['view']}`, keep {found['keep']:g}, {found['steps']} drafts"
-    )
-    lines = []
-    for name, row in found["rows"].items():
-        cells = [f"{row['emitted_per_round']:.2f}", f"{row['predicted']:.2f}x"]
-        cells += [harness.interval(row["ratio"]), f"{row['identical']} of {row['pairs']}"]
-        lines.append([name, *cells])
-    return markdown_table([title, "tokens per round", "bytes", "wall", "same answers"], lines)
-
-
-# --- on paper ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Device:
-    """Bytes, bytes per second and dense operations per second of a data sheet."""
-
-    name: str
-    memory: float
-    bandwidth: float
-    operations: float
-
-
-H200 = Device("H200 SXM, 141 GB, 4.8 TB/s, 989 TFLOPS in bfloat16", 141e9, 4.8e12, 989e12)
-PAPER = ("llava-1.5-7b", "qwen2.5-vl-7b-shape")
-
-
-@dataclass(frozen=True)
-class Model:
-    """What one decode step of a shape reads and computes, in bfloat16."""
-
-    shape: shapes.Shape
-
-    @property
-    def weights(self) -> int:
-        """Parameters of the layers and the head."""
-        s = self.shape
-        head = s.width // s.heads
-        attention = s.width * head * (2 * s.heads + 2 * s.kv_heads)
-        return s.layers * (attention + 3 * s.width * s.ffn) + s.width * s.vocabulary
-
-    @property
-    def cache(self) -> int:
-        """Numbers in the cache per token."""
-        s = self.shape
-        return 2 * s.layers * s.kv_heads * (s.width // s.heads)
-
-    def seconds(self, device: Device, rows: int, fed: int, slots: float) -> float:
-        """Of a forward pass over ``fed`` tokens of each row, which read ``slots`` slots."""
-        s = self.shape
-        read = 2 * (self.weights + rows * slots * self.cache)
-        attention = 4 * s.layers * s.width * slots
-        return max(
-            read / device.bandwidth, rows * fed * (2 * self.weights + attention) / device.operations
-        )
-
-
-def on_paper(rates: list[float], keep: float) -> str:
-    """Speed-ups of a 7B model on an H200, computed from bytes and operations."""
-    lines = []
-    for name in PAPER:
-        model = Model(shapes.MODELS[name])
-        for tokens in (2_900, 32_768):
-            for rows in (1, 16, 64):
-                held = [2 * model.weights, 2 * rows * tokens * model.cache]
-                cells = [name, f"{tokens:,}", f"{rows}", *(f"{x / 1e9:,.1f} GB" for x in held)]
-                if sum(held) > H200.memory:
-                    cells += ["does not fit", "", "", ""]
-                else:
-                    plain = model.seconds(H200, rows, 1, tokens)
-                    steps, each = best(model, rows, tokens, keep, rates)
-                    cells += [f"{1e3 * plain:.2f} ms", f"{steps}", f"{1e3 * each:.2f} ms"]
-                    cells.append(f"{plain / each:.2f}x")
-                lines.append(cells)
-    shown = " ".join(f"{rate:.2f}" for rate in rates)
-    about = f"Computed, not measured: {H200.name}; view of {keep:.0%}, acceptance by depth {shown}"
-    head = ["model", "tokens", "requests", "weights", "caches", "plain token", "drafts"]
-    return f"{about}\n\n{markdown_table([*head, 'drafted token', ''], lines)}"
-
-
-def best(
-    model: Model, rows: int, tokens: int, keep: float, rates: Many[float], most: int = 8
-) -> tuple[int, float]:
-    """The number of drafts with the least time per token, and this time; 0 is plain decoding."""
-    found = []
-    for steps in range(most + 1):
-        emitted, chance = 1.0, 1.0
-        for depth in range(steps):
-            chance *= rates[min(depth, len(rates) - 1)]
-            emitted += chance
-        draft = model.seconds(H200, rows, 1, keep * tokens)
-        spent = steps * draft + model.seconds(H200, rows, 1 + steps, tokens)
-        found.append((spent / emitted, steps))
-    seconds, steps = min(found)
-    return steps, seconds
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -360,21 +224,13 @@ def best(
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
-        __doc__, pairs=2, new_tokens=48, layers=24, device=harness.DEVICE, threads=0, quick=False,
-        out=None,
-    )  # fmt: skip
+        __doc__, pairs=2, new_tokens=48, layers=24, device=harness.DEVICE, threads=0, out=None
+    )
     parser.prog = "speculation.py views"
     add = parser.add_argument
     add("--cases", default="32x2900,1x32768", help="requests x tokens (%(default)s)")
-    add("--view", default="topk", help="view of draft-self (%(default)s)")
-    add("--keep", type=float, default=0.1, help="fraction of the cache in it (%(default)s)")
-    add("--steps", type=int, default=4, help="drafts per round (%(default)s)")
     add("--rates", default=f"{RECORDED},0.8,1", help="acceptances (%(default)s)")
-    add("--paper", action="store_true", help="only the computed table")
     args = parser.parse_args(argv, argparse.Namespace(dtype="float32"))
-    if args.quick:
-        args.cases, args.layers, args.new_tokens, args.pairs = "3x320,1x640", 2, 12, 1
-        args.rates = "0.8,1"
     args.cases = [tuple(map(int, one.split("x"))) for one in args.cases.split(",")]
     args.rates = args.rates.split(",")
     return args
@@ -384,18 +240,15 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     report = harness.begin("speculation.py", ["views", *argv], args)
     report |= {"threads": torch.get_num_threads(), "cases": []}
-    known = [] if args.quick else [recorded(args.view, args.keep)]
-    report["computed"] = "\n\n".join(on_paper(rates, args.keep) for rates in (*known, [0.8]))
-    print(f"{report['computed']}\n")
-    if args.paper:
-        return 0
     vlm = kv.load(args, args.layers)
     for requests, tokens in args.cases:
         text = vlm.model.config.get_text_config()
         text.max_position_embeddings = max(text.max_position_embeddings, tokens + args.new_tokens)
-        report["cases"].append(case(vlm, requests, tokens, args))
-        print(f"{markdown(report['cases'][-1])}\n")
-        if args.out or not args.quick:  # after each case, since one may take long
-            harness.written(harness.path_of(args, "speculation", "views", args.device), report)
+        found = case(vlm, requests, tokens, args)
+        report["cases"].append(found)
+        print(f"{requests} x {tokens:,} tokens, {found['layers']} layers")
+        print(harness.shown(found["rows"], "emitted_per_round", "ratio", "identical", "pairs"))
+        # After each case, since one may take long.
+        harness.written(harness.path_of(args, "speculation", "views", args.device), report)
         gc.collect()
     return int(any(row["ratio"] is None for of in report["cases"] for row in of["rows"].values()))

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,7 +55,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minutes": {"type": float, "help": "start no part that may exceed this limit (%(default)s)"},
     "again": {"action": "store_true", "help": "measure these parts again, keep the others"},
     "fresh": {"action": "store_true", "help": "discard the contents of the result file"},
-    "quick": {"action": "store_true", "help": "checks the script, measures nothing"},
     "out": {"type": Path, "help": "result file (benchmarks/results/...json)"},
 }
 
@@ -113,26 +111,6 @@ def ratio(pairs: Sequence[Sequence[float]], draws: int = 4000) -> dict[str, floa
     return {"value": float(value), "low": float(low), "high": float(high)}
 
 
-def gap_ratio(
-    times: Sequence[float], begin: float, end: float, opened: float | None = None
-) -> float:
-    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
-
-    Parameters
-    ----------
-    times : sequence of float
-        Of the tokens of a stream.
-    begin, end : float
-        When another request was sent, and when its first token came.
-    opened : float, optional
-        When it was opened: gaps from then to ``begin`` do not count.
-    """
-    opened = begin if opened is None else opened
-    within = [b - a for a, b in pairwise(times) if b > begin and a < end]
-    others = [b - a for a, b in pairwise(times) if b <= opened or a >= end]
-    return max(within) / statistics.median(others)
-
-
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 
@@ -159,11 +137,6 @@ def padded(vlm: Any, question: str, images: Sequence[Any]) -> dict[str, torch.Te
 # --- text ----------------------------------------------------------------------------------------
 
 
-def interval(found: dict[str, float] | None) -> str:
-    """A `ratio`, as text."""
-    return "-" if found is None else "{value:.2f}x [{low:.2f}, {high:.2f}]".format(**found)
-
-
 def quartiles(of: dict[str, float]) -> str:
     """Seconds as milliseconds: the median, and quartiles."""
     median, q1, q3 = (1e3 * of[key] for key in ("median", "q1", "q3"))
@@ -176,13 +149,24 @@ def line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
-def conditions(report: dict[str, Any]) -> str:
-    """Device, threads, versions and date of a result."""
-    versions = report["environment"]["packages"]
-    return (
-        f"{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, {report['date']}"
-    )
+def shown(rows: Mapping[str, dict[str, Any]], *columns: str) -> str:
+    """A table of some values of each row; ``a.b`` is the value ``b`` of the value ``a``.
+
+    Times are in seconds and sizes in bytes. A row that failed has the reason instead.
+    """
+    lines = []
+    for name, row in rows.items():
+        cells = [row["failed"].replace("|", "/")] if "failed" in row else []
+        lines.append([name.replace(" | ", ", "), *(cells or [_cell(row, column) for column in columns])])
+    return markdown_table(["", *columns], lines)
+
+
+def _cell(value: Any, column: str) -> str:
+    for key in column.split("."):
+        value = value.get(key) if value else None
+    if isinstance(value, dict):  # a `spread` or a `ratio`
+        return "{:.4g} [{:.4g}, {:.4g}]".format(*value.values())
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 # --- rows with bounds ----------------------------------------------------------------------------
@@ -284,9 +268,10 @@ class Parts:
         self.report: dict[str, Any] = {"settings": settings, "parts": {}}
         if path.is_file() and not fresh:
             self.report = json.loads(path.read_text(encoding="utf-8"))
-            if self.report["settings"] != settings:
+            before = self.report.get("settings")
+            if before != settings:
                 raise SystemExit(
-                    f"{path} was measured with {self.report['settings']}, not with {settings}; "
+                    f"{path} was measured with {before}, not with {settings}; "
                     "use --fresh or another --out"
                 )
         self.rows: dict[str, dict[str, Any]] = self.report["parts"]

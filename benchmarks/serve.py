@@ -72,7 +72,6 @@ from servers import (
     summary,
 )
 
-from vlmfast.core.display import markdown_table
 from vlmfast.core.help import count
 from vlmfast.eval.bench import rotated
 from vlmfast.eval.results import write_json
@@ -83,7 +82,6 @@ NAMES = ("throughput", "memory", "gap")
 TRANSFORMERS = "transformers serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
-AIMS = {4: 2.5, 16: 3}
 GROWN = 1.05  # largest ratio of `memory`
 MEMORY_REQUESTS = 200, 2000  # of `memory`: requests before each look
 MEMORY_CLIENTS, CACHE_BYTES = 4, 32 << 20
@@ -222,19 +220,12 @@ def measured(job: Job) -> Loads:
             if (server := stack.enter_context(started)) is not None:
                 server.pause()
                 servers.append(server)
-        found = in_rounds(
+        return in_rounds(
             servers,
             args.rounds,
             args.clients,
             lambda clients: requests.bodies(args.requests, args.max_tokens),
         )
-    return dict(sorted(found.items(), key=lambda item: order(args, item[0])))
-
-
-def order(args: argparse.Namespace, key: tuple[str, int]) -> tuple[int, int]:
-    """Servers as in the command, each with its numbers of clients."""
-    others = [TRANSFORMERS, *map(vllm_name, args.recipes)]
-    return [*args.recipes, *others].index(key[0]), args.clients.index(key[1])
 
 
 def throughput(job: Job) -> list[Row]:
@@ -246,15 +237,12 @@ def throughput(job: Job) -> list[Row]:
 def scaling(found: Loads) -> list[Row]:
     """Throughput of several clients over that of one."""
     table = []
-    of_this_project = [name for name, _ in found if not is_other(name)]
     for (name, clients), loads in found.items():
-        if clients == 1:
-            continue
-        ratios = ratio(loads, found[name, 1])
-        bound = SCALING.get(clients) if name in of_this_project else None
-        what = f"answers per second, {clients} clients over 1, `{name}`"
-        what += "" if bound is None else f" (aim: {AIMS[clients]})"
-        table.append(Row("throughput", what, ratios, bound, least=True))
+        if clients > 1:
+            bound = None if is_other(name) else SCALING.get(clients)
+            what = f"answers per second, {clients} clients over 1, `{name}`"
+            ratios = ratio(loads, found[name, 1])
+            table.append(Row("throughput", what, ratios, bound, least=True))
     return table
 
 
@@ -377,20 +365,6 @@ MEASURED: dict[str, Callable[[Job], list[Row]]] = {
 }
 
 
-def loads_markdown(loads: list[dict[str, Any]]) -> str:
-    """Throughput and times of every server, p50 / p95 / p99."""
-    lines = []
-    for of in loads:
-        times = [
-            "" if (t := of[key]) is None else f"{t['p50']:.1f} / {t['p95']:.1f} / {t['p99']:.1f}"
-            for key in ("ttft_ms", "gap_ms", "total_ms")
-        ]
-        rates = [f"{of[key]['median']:.2f}" for key in ("answers_per_s", "tokens_per_s")]
-        lines.append([of["server"], str(of["clients"]), *rates, *times])
-    head = ["server", "clients", "answers/s", "tokens/s", "TTFT, ms", "gap, ms", "whole, ms"]
-    return markdown_table(head, lines)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, dtype="bfloat16", device=harness.DEVICE, threads=2, fresh=False, out=None
@@ -457,9 +431,11 @@ def main(argv: list[str]) -> int:
             print(f"{name}: done", file=sys.stderr)
             report |= job.details | {"rows": [row.report() for row in table]}
             write_json(out, report)
-    print(f"\n{args.model}, {args.dtype}, {harness.conditions(report)}\n")
+    print(f"\n{args.model}, {args.dtype}, {report['device']}\n")
     if "loads" in job.details:
-        print(loads_markdown(job.details["loads"]) + "\n")
+        loads = {f"{of['server']}, {plural(of['clients'])}": of for of in job.details["loads"]}
+        columns = ("answers_per_s", "tokens_per_s", "ttft_ms.p50", "gap_ms.p50", "total_ms.p50")
+        print(harness.shown(loads, *columns) + "\n")
     print(harness.table(table))
     for name, reason in job.unavailable.items():
         print(f"\n{name} is left out: {reason}")

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from harness import ROOT, gap_ratio
+from harness import ROOT
 from PIL import Image, ImageChops
 
 from vlmfast.eval.bench import rotated, spread
@@ -292,8 +293,24 @@ def in_rounds(
     return found
 
 
+def gap_ratio(times: Many[float], begin: float, end: float) -> float:
+    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
+
+    Parameters
+    ----------
+    times : sequence of float
+        Of the tokens of a stream.
+    begin, end : float
+        When another request was sent, and when its first token came.
+    """
+    gaps = list(pairwise(times))
+    within = [b - a for a, b in gaps if b > begin and a < end]
+    others = [b - a for a, b in gaps if b <= begin or a >= end]
+    return max(within) / statistics.median(others)
+
+
 def stalled(url: str, stream: bytes, other: bytes) -> float:
-    """`harness.gap_ratio` of a stream, during which another request is sent."""
+    """`gap_ratio` of a stream, during which another request is sent."""
 
     async def run() -> float:
         async with client_of(url) as client, aclosing(parts(client, stream)) as response:
@@ -476,10 +493,10 @@ def ratio(loads: list[Load], others: list[Load]) -> list[float]:
 def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
     """JSON values of the rounds of a server at a number of clients; times in milliseconds."""
     answers = [answer for load in loads for answer in load.answers]
-    times: dict[str, Callable[[Answer], list[float]]] = {
-        "ttft_ms": lambda answer: [answer.ttft],
-        "gap_ms": lambda answer: answer.gaps,
-        "total_ms": lambda answer: [answer.total],
+    times = {
+        "ttft_ms": [answer.ttft for answer in answers],
+        "gap_ms": [gap for answer in answers for gap in answer.gaps],
+        "total_ms": [answer.total for answer in answers],
     }
     return {
         "server": name,
@@ -489,16 +506,13 @@ def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
         ],
         "answers_per_s": spread([of.per_second for of in loads]),
         "tokens_per_s": spread([of.tokens / of.seconds for of in loads]),
-        **{
-            key: percentiles([1e3 * value for answer in answers for value in values(answer)])
-            for key, values in times.items()
-        },
+        **{key: percentiles(values) for key, values in times.items()},
     }
 
 
-def percentiles(values: list[float]) -> dict[str, float] | None:
-    """`PERCENTILES` of values; ``None`` without any."""
-    if not values:
+def percentiles(seconds: list[float]) -> dict[str, float] | None:
+    """`PERCENTILES` in milliseconds; ``None`` without any values."""
+    if not seconds:
         return None
-    found = np.percentile(values, PERCENTILES).tolist()
-    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+    found = 1e3 * np.percentile(seconds, PERCENTILES)
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found.tolist(), strict=True)}
