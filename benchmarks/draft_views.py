@@ -11,7 +11,7 @@ its forward passes over the view, and a number of its tokens is then set to the 
 ``0.8``           each depth accepts with this probability
 ================  =================================================================================
 
-``wall`` is the time of plain decoding over that of drafted decoding, for all requests from their
+``ratio`` is the time of plain decoding over that of drafted decoding, for all requests from their
 first token to their last.
 """
 

@@ -326,8 +326,8 @@ def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[s
 class Run:
     """Measures texts and logs what is missing.
 
-    Subclasses have the names of their ``methods`` and three functions, each of a text, a method
-    and a share of slots; ``none`` is the full model.
+    Subclasses have the names of their ``methods``; ``none`` is the full model. What `prefill`
+    returns is theirs.
     """
 
     methods: Sequence[str]
@@ -339,12 +339,16 @@ class Run:
         """Whether a method can be measured yet."""
         return True
 
-    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
-        """Slots by layer, and the logits before each scored token, by question."""
+    def prefill(self, text: Text, method: str, keep: float) -> Any:
+        """The compressed cache of the prefix, which keeps a share of the slots."""
         raise NotImplementedError
 
-    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
-        """What prefills, and returns the slots by layer and the bytes of the cache."""
+    def size(self, cache: Any) -> tuple[list[int], int]:
+        """Slots by layer, and bytes."""
+        raise NotImplementedError
+
+    def logits(self, text: Text, cache: Any) -> list[Tensor]:
+        """The logits before each scored token, by question."""
         raise NotImplementedError
 
     def scores(self, text: Text) -> None:
@@ -355,7 +359,8 @@ class Run:
         for method, keep in dict.fromkeys([*every[: bool(missing)], *missing]):
             if not self.ready(text, method, keep):
                 continue
-            slots, logits = self.logits(text, method, keep)
+            cache = self.prefill(text, method, keep)
+            (slots, _), logits = self.size(cache), self.logits(text, cache)
             if method == "none" and not text.questions:
                 full = Reference(logits[0])
             if (method, keep) in missing:
@@ -369,9 +374,9 @@ class Run:
             key = {"part": "cost", "prompt": text.digest, "method": method, "keep": keep}
             if not self.log.missing(**key, round=turn) or not self.ready(text, method, keep):
                 continue
-            prefill = self.prefill(text, method, keep)
             with measured() as took:
-                slots, held = prefill()
+                cache = self.prefill(text, method, keep)
+            slots, held = self.size(cache)
             self.log.add(**key, round=turn, prefix=text.prefix, slots=slots, bytes=held, **took)
 
     def over(self, tokens: Any, args: argparse.Namespace) -> None:
@@ -455,33 +460,28 @@ def joined(
 
 
 def _lines(side: str, rows: dict[tuple, dict[str, Any]]) -> Rows:
-    """Means by method and keep, over all prefixes and for each of them."""
+    """Means by method and keep, over all prefixes."""
     full = {key[:2]: row for key, row in rows.items() if key[2] == "none"}
     lines = []
     for method, keep in dict.fromkeys(key[2:] for key in rows):
         own = [row for key, row in rows.items() if key[2:] == (method, keep)]
-        for prefix in (None, *sorted({row["prefix"] for row in own})):
-            of = [row for row in own if prefix in (None, row["prefix"])]
-            line: dict[str, Any] = {"side": side, "method": method, "keep": keep, "prefix": prefix}
-            texts, keys = _part(of, "text"), _part(of, "passkeys")
-            line |= {"documents": len(texts), "passkey texts": len(keys)}
-            for name in ("kl", "top1", "nll"):
-                line[name] = fmean(row[name] for row in texts)
-            line["slots"] = fmean(_share(row, full[row["part"], row["prompt"]]) for row in of)
-            if keys:
-                line["passkeys"] = fmean(fmean(row["found"]) for row in keys)
-                line["by depth"] = [fmean(x) for x in zip(*(r["found"] for r in keys), strict=True)]
-            lines.append(line)
+        line: dict[str, Any] = {"side": side, "method": method, "keep": keep, "prefix": None}
+        texts, keys = _part(own, "text"), _part(own, "passkeys")
+        line |= {"documents": len(texts), "passkey texts": len(keys)}
+        for name in ("kl", "top1", "nll"):
+            line[name] = fmean(row[name] for row in texts)
+        line["slots"] = fmean(_share(row, full[row["part"], row["prompt"]]) for row in own)
+        if keys:
+            line["passkeys"] = fmean(fmean(row["found"]) for row in keys)
+        lines.append(line)
     return lines
 
 
 def _share(row: dict[str, Any], full: dict[str, Any]) -> float:
     """Slots of the longest layers, which are those without a window, as a fraction."""
-    pairs = list(zip(row["slots"], full["slots"], strict=True))
     longest = max(full["slots"])
-    return sum(kept for kept, of in pairs if of == longest) / sum(
-        of for _, of in pairs if of == longest
-    )
+    pairs = zip(row["slots"], full["slots"], strict=True)
+    return fmean(kept for kept, of in pairs if of == longest) / longest
 
 
 def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other: str) -> Rows:
