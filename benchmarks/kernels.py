@@ -36,7 +36,6 @@ from itertools import zip_longest
 from multiprocessing import get_context
 from typing import Any
 
-import gpu_limits
 import harness
 import torch
 from torch import Tensor
@@ -137,28 +136,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -
     later = torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1)
     added = bias.to(query.dtype).expand(n, n).masked_fill(later, -torch.inf)[None, None]
     # In half precision the mask rounds the bias, so the result is not comparable.
-    found = {
-        "SDPA with a map": Other(lambda: fused_attention(query, key, value, added), same=False)
-    }
-    if query.is_cuda and n >= 2048:
-        found["FlexAttention"] = Other(_flex(query, key, value, bias))
-    return found
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Callable[[], Any]:
-    """FlexAttention; compiled at the first call."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    n, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, device=query.device)
-
-    def scored(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
-        return score + bias[k]
-
-    return lambda: compiled(
-        query, key, value, score_mod=scored, block_mask=mask, enable_gqa=grouped
-    )
+    sdpa = Other(lambda: fused_attention(query, key, value, added), same=False)
+    return {"SDPA with a map": sdpa}
 
 
 def _top_k(scores: Tensor, k: int, first: None) -> dict[str, Other]:
@@ -455,9 +434,6 @@ def main(argv: list[str]) -> int:
             break
     rows.close()
     late = len(todo) - len(fresh)
-    for limit in gpu_limits.LIMITS:
-        if limit.row in fresh:
-            print(limit.row, *gpu_limits.verdict(limit, report["rows"]))
     for rates in [row["machine"] for row in fresh.values() if "machine" in row][:1]:
         print(
             f"\n{about['device']}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
