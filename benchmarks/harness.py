@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,6 +133,63 @@ def padded(vlm: Any, question: str, images: Sequence[Any]) -> dict[str, torch.Te
         key: value.to(adapter.device, adapter.dtype if value.is_floating_point() else None)
         for key, value in inputs.items()
     }
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class ChildFailed(Exception):
+    """A process did not answer."""
+
+
+class Child:
+    """Another process with a fresh Python.
+
+    Parameters
+    ----------
+    target : callable
+        ``target(pipe, *args)`` sends anything when it is ready, and then an answer to each message,
+        until one is ``None``.
+    seconds : float, optional
+        In which it must be ready.
+
+    Raises
+    ------
+    ChildFailed
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *args: Any, seconds: float | None = None
+    ) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *args))
+        self._process.start()
+        theirs.close()
+        try:
+            self._answer(seconds)
+        except ChildFailed:
+            self.close()
+            raise
+
+    def ask(self, message: Any, seconds: float | None = None) -> Any:
+        """The answer to a message, which must come in time."""
+        self._pipe.send(message)
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float | None) -> Any:
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise ChildFailed(f"its process exited with {code}") from None
+        raise ChildFailed(f"no answer after {seconds:.0f} s")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 # --- text ----------------------------------------------------------------------------------------

@@ -31,9 +31,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
-from multiprocessing import get_context
 from typing import Any
 
 import harness
@@ -52,28 +52,22 @@ START_S = 120.0  # seconds in which a process must start
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 CASES = [case for case in catalogue.CASES if case.timed]
+STORED = "works on other storage, not compared"
 ATTENTION = ("decode_mixed", "decode_slots", "tree_verify")  # only their first result is compared
 
 
 # --- what PyTorch has for the same work ----------------------------------------------------------
 
 
-@dataclass
-class Other:
-    """A PyTorch function that does the same work.
-
-    ``same``: compare its result with the reference; otherwise it uses another storage format of
-    the same values.
-    """
-
-    run: Callable[[], Any]
-    same: bool = True
+def other_of(call: Call) -> tuple[str, Callable[[], Any] | None]:
+    """A PyTorch function that does the work of a call: its name, and what runs it."""
+    name, make = OTHERS.get(call.function.__name__, ("", None))
+    return name, None if make is None else make(*call.args)
 
 
-def others(call: Call) -> dict[str, Other]:
-    """By name, what does the work of a call."""
-    make = OTHERS.get(call.function.__name__)
-    return {} if make is None else make(*call.args)
+def is_coded(call: Call) -> bool:
+    """Whether the kernel reads codes, in whose place the other function reads their values."""
+    return any(isinstance(x, Segment) for of in call.args if isinstance(of, list | tuple) for x in of)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **how: Any) -> Tensor:
@@ -95,14 +89,13 @@ def _whole(segments: Sequence[Segment], *parts: tuple[Tensor, Tensor]) -> list[T
 
 def _decode(
     query: Tensor, segments: Sequence[Segment], keys: Tensor, values: Tensor, *_: Any
-) -> dict[str, Other]:
-    whole = _whole(segments, (keys, values))
-    return {"SDPA in bf16": Other(lambda: fused_attention(query, *whole), same=not segments)}
+) -> Callable[[], Any]:
+    return partial(fused_attention, query, *_whole(segments, (keys, values)))
 
 
 def _tree(
     query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *more: Any
-) -> dict[str, Other]:
+) -> Callable[[], Any]:
     own_keys, own_values, ancestors, _, segments, _ = more
     keys, values = _whole(segments, (keys, values), (own_keys, own_values))
     nodes, groups = query.shape[2], query.shape[1] // keys.shape[1]
@@ -110,69 +103,59 @@ def _tree(
     # The query heads of a KV head as rows, so that no key is repeated.
     rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
     mask = torch.cat([seen.new_ones(nodes, keys.shape[2] - nodes), seen], 1).repeat(groups, 1)
-    sdpa = Other(
-        lambda: fused_attention(rows, keys, values, mask).view(query.shape), same=not segments
-    )
-    return {"SDPA with a mask in bf16": sdpa}
+    return lambda: fused_attention(rows, keys, values, mask).view(query.shape)
 
 
 def _slots(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, *more: Any
-) -> dict[str, Other]:
+) -> Callable[[], Any]:
     start, _, newest = more[:3]
     new = start[..., None] + torch.arange(newest, device=query.device)
     index = torch.cat([slots, new], 2)[..., None].expand(-1, -1, -1, keys.shape[3])
-
-    def gathered() -> Tensor:
-        return fused_attention(query, keys.gather(2, index), values.gather(2, index))
-
-    return {"gather, SDPA in bf16": Other(gathered)}
+    return lambda: fused_attention(query, keys.gather(2, index), values.gather(2, index))
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> dict[str, Other]:
-    if bias is None:
-        return {"SDPA": Other(lambda: fused_attention(query, key, value, is_causal=True))}
-    n = key.shape[2]
-    later = torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1)
-    added = bias.to(query.dtype).expand(n, n).masked_fill(later, -torch.inf)[None, None]
-    # In half precision the mask rounds the bias, so the result is not comparable.
-    sdpa = Other(lambda: fused_attention(query, key, value, added), same=False)
-    return {"SDPA with a map": sdpa}
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Callable[[], Any] | None:
+    if bias is not None:  # PyTorch would store a map, whose dtype rounds the bias
+        return None
+    return partial(fused_attention, query, key, value, is_causal=True)
 
 
-def _top_k(scores: Tensor, k: int, first: None) -> dict[str, Other]:
-    return {"topk, sort": Other(lambda: scores.topk(k).indices.sort(-1).values)}
+def _top_k(scores: Tensor, k: int, first: None) -> Callable[[], Any]:
+    return lambda: scores.topk(k).indices.sort(-1).values
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> dict[str, Other]:
+def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Callable[[], Any]:
     def unfused() -> tuple[Tensor, Tensor]:
         total = x + residual
         return functional.rms_norm(total, weight.shape, weight, eps), total
 
-    return {"add, rms_norm": Other(unfused)}
+    return unfused
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Any) -> dict[str, Other]:
-    return {"modules": Other(lambda: [functional.linear(x, weight) for weight in weights])}
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Any) -> Callable[[], Any]:
+    return lambda: [functional.linear(x, weight) for weight in weights]
 
 
-def _gated(x: Tensor, weights: Sequence[Tensor], biases: Any) -> dict[str, Other]:
+def _gated(x: Tensor, weights: Sequence[Tensor], biases: Any) -> Callable[[], Any]:
     def gated() -> Tensor:
         gate, up = (functional.linear(x, weight) for weight in weights)
         return functional.silu(gate) * up
 
-    return {"modules": Other(gated)}
+    return gated
 
 
-OTHERS: dict[str, Callable[..., dict[str, Other]]] = {
-    "biased_attention": _attention,
-    "decode_mixed": _decode,
-    "decode_slots": _slots,
-    "gated_linear": _gated,
-    "linears": _products,
-    "residual_norm": _norm,
-    "top_k": _top_k,
-    "tree_verify": _tree,
+OTHERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "biased_attention": ("SDPA", _attention),
+    "decode_mixed": ("SDPA in bf16", _decode),
+    "decode_slots": ("gather, SDPA in bf16", _slots),
+    "gated_linear": ("modules", _gated),
+    "linears": ("modules", _products),
+    "residual_norm": ("add, rms_norm", _norm),
+    "top_k": ("topk, sort", _top_k),
+    "tree_verify": ("SDPA with a mask in bf16", _tree),
 }
 
 
@@ -216,17 +199,17 @@ def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
     return (off.norm() / size.norm().clamp(min=1e-300)).item(), far
 
 
-def checked(call: Call, beside: dict[str, Other]) -> dict[str, Any]:
-    """Compare the kernel, and the other functions with ``same``, with the reference."""
+def checked(call: Call) -> dict[str, Any]:
+    """Compare the kernel with the reference, and so PyTorch's function for values of its format."""
     wanted = compared_part(call, call.reference())
     found = compared(compared_part(call, call.result()), wanted, call.allow)
+    name, other = other_of(call)
     found["others"] = {}
-    for name, other in beside.items():
-        if not other.same:
-            found["others"][name] = "works on other storage, not compared"
-            continue
+    if other is not None and is_coded(call):
+        found["others"][name] = STORED
+    elif other is not None:
         try:
-            match = compared(other.run(), wanted, call.allow)
+            match = compared(other(), wanted, call.allow)
         except Exception as error:  # not supported by this device or version
             found["others"][name] = harness.line(error, 160)
         else:
@@ -289,8 +272,8 @@ def machine(n: int = 8192) -> dict[str, float]:
 def measured(case: Case, shape: str, rates: dict[str, float]) -> dict[str, Any]:
     """One row: the comparison, and times if it passed."""
     call = case.call(replace(SHAPES[shape], device=torch.device(harness.DEVICE)))
-    beside, moved = others(call), call.moved()
-    row = {"file": case.kernel, "bytes": moved, "flop": call.flop, "check": checked(call, beside)}
+    moved = call.moved()
+    row = {"file": case.kernel, "bytes": moved, "flop": call.flop, "check": checked(call)}
     if not row["check"]["passed"]:
         return row
     row |= timed(call.run)
@@ -298,11 +281,10 @@ def measured(case: Case, shape: str, rates: dict[str, float]) -> dict[str, Any]:
     row["rate"] = call.flop / row["time"]
     row["floor"] = max(moved / rates["copy"], call.flop / rates["matrix"])
     row["machine"] = rates
-    row["others"] = {}
-    for name, other in beside.items():
-        # Do not time functions with a different result.
-        if row["check"]["others"][name] in ("same", "works on other storage, not compared"):
-            row["others"][name] = timed(other.run)
+    name, other = other_of(call)
+    # Functions with a different result are not timed.
+    fair = row["check"]["others"].get(name) in ("same", STORED)
+    row["others"] = {name: timed(other)} if other is not None and fair else {}
     with references():
         row["reference"] = timed(call.run)
     return row
@@ -325,11 +307,12 @@ def row_of(pair: Pair, rates: dict[str, float]) -> dict[str, Any]:
     return row | {"took": time.perf_counter() - begin}
 
 
-def child(pairs: Any) -> None:
+def child(pipe: Any) -> None:
     """Answer each pair that comes with its row."""
     rates = machine()
-    for pair in iter(pairs.recv, None):
-        pairs.send(row_of(pair, rates))
+    pipe.send("ready")
+    for pair in iter(pipe.recv, None):
+        pipe.send(row_of(pair, rates))
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -341,31 +324,21 @@ def spawned(
 
     ``seconds``: time limit of a row.
     """
-    context, process = get_context("spawn"), None
+    process = None
     try:
         for pair in pairs:
-            begins = 0.0
-            if process is None:
-                begins = START_S
-                own, theirs = context.Pipe()
-                process = context.Process(target=target, args=(theirs,))
-                process.start()
-                theirs.close()
-            own.send(pair)
             try:
-                row = {"error": f"no row after {seconds:.0f} s"}
-                if own.poll(seconds + begins):
-                    row = own.recv()
-            except EOFError:
-                process.join()
-                row = {"error": f"its process exited with {process.exitcode}"}
-            if "error" in row:
-                process.kill()
+                process = process or harness.Child(target, seconds=START_S)
+                row = process.ask(pair, seconds)
+            except harness.ChildFailed as error:
+                row = {"error": str(error)}
+            if "error" in row and process is not None:
+                process.close()
                 process = None
             yield pair, row
     finally:
         if process is not None:
-            process.kill()
+            process.close()
 
 
 def micro(seconds: float) -> str:

@@ -13,8 +13,6 @@ treats almost all tokens as important, and its cache is near its maximum size.
 ============  ==================================================================================
 ``held``      bytes of keys and values when decoding starts, with the parameters of quantized
               slots, without free slots
-``taken``     bytes of all tensors of the cache: buffers with their free slots, and the state of
-              methods that act during decoding
 ``step``      time of one decode step of the batch; variants are interleaved, so that thermal
               throttling or other load affects all of them
 ``same``      fraction of tokens that equal those of Hugging Face's `DynamicCache`
@@ -40,7 +38,6 @@ from shapes import after_tower
 from torch import Tensor
 
 from vlmfast import VLM
-from vlmfast.core.display import markdown_table
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
@@ -77,7 +74,7 @@ class Variant:
     first : Tensor, (1, 1)
         The token after the prompt.
     start : callable
-        ``requests -> (step, held, taken)``, the latter two in bytes.
+        ``requests -> (step, held)``, the latter in bytes.
     prefill : float
         Seconds.
     own : bool
@@ -85,7 +82,7 @@ class Variant:
     """
 
     first: Tensor
-    start: Callable[[int], tuple[Step, int, int]]
+    start: Callable[[int], tuple[Step, int]]
     prefill: float
     own: bool = True
 
@@ -127,16 +124,11 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     """One prefill under a recipe."""
     sequence, logits = prefilled(vlm, Recipe.parse(recipe), noise(vlm, tokens))
 
-    def start(requests: int) -> tuple[Step, int, int]:
+    def start(requests: int) -> tuple[Step, int]:
         batch = Batch(requests)
         for _ in range(requests):
             batch.join(_clone(sequence.group))
-        caches = [group.cache for group in batch.groups]
-        layers = [layer for cache in caches for layer in cache.layers]
-        names = ("keys", "values", "order", "rank", "attention_mass", "bias")
-        taken = [getattr(layer, name) for layer in layers for name in names]
-        taken += [vars(segment) for layer in layers for segment in layer.segments]
-        return batch.next, sum(cache.held_bytes() for cache in caches), _size(taken)
+        return batch.next, sum(group.cache.held_bytes() for group in batch.groups)
 
     return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
@@ -175,7 +167,7 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     return found
 
 
-def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int, int]:
+def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int]:
     cache, seen = make(), read.get_seq_length()
     for index, layer in enumerate(read.layers):
         keys, values = (part.repeat(requests, 1, 1, 1) for part in (layer.keys, layer.values))
@@ -194,7 +186,7 @@ def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tupl
         ).last_hidden_state
         return vlm.adapter.logits(hidden[:, -1])
 
-    return step, size, size
+    return step, size
 
 
 def _size(value: Any) -> int:
@@ -215,14 +207,14 @@ def turn(vlm: VLM, variant: Variant, requests: int, count: int) -> dict[str, Any
     """Decode ``count`` tokens for every request from fresh copies of the cache."""
     device = vlm.adapter.device
     with switched(vlm.model) if variant.own else contextlib.nullcontext():
-        step, held, taken = variant.start(requests)
+        step, held = variant.start(requests)
         ids, steps, tokens = variant.first.repeat(requests, 1), [], []
         for _ in range(WARM + count):
             begin = clock(device)
             ids = step(ids).argmax(-1)[:, None]
             steps.append(clock(device) - begin)
             tokens += ids[:, 0].tolist()
-    return {"held": held, "taken": taken, "steps": steps[WARM:], "tokens": tokens}
+    return {"held": held, "steps": steps[WARM:], "tokens": tokens}
 
 
 @torch.no_grad()
@@ -259,26 +251,12 @@ def numbers(
         found[name] = {
             "held": last["held"],
             "share": last["held"] / full,
-            "taken": last["taken"],
             "prefill": prefill[name],
             "step": step,
             "same": same / len(reference),
         }
         found[name]["ratio"] = found[HF]["step"]["median"] / step["median"]
     return found
-
-
-def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
-    """One table per batch: medians with quartiles, and the ratio to Hugging Face's own cache."""
-    lines = []
-    for name, row in rows.items():
-        cells = [name if name.startswith("hf") else f"`{name}`"]
-        cells += [f"{1e-6 * row['held']:,.1f} MB", f"{row['share']:.1%}"]
-        cells += [f"{1e-6 * row['taken']:,.1f} MB", harness.quartiles(row["step"])]
-        cells[-1] += "" if name == HF else f" ({row['ratio']:.2f}x)"
-        lines.append([*cells, f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"])
-    head = [title, "held", "of the full cache", "taken", "step", "same", "prefill of one"]
-    return markdown_table(head, lines)
 
 
 def load(args: argparse.Namespace, layers: int) -> VLM:
@@ -289,7 +267,7 @@ def load(args: argparse.Namespace, layers: int) -> VLM:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, recipe=None, layers=24, new_tokens=8, repeats=3, dtype="bfloat16",
-        device=harness.DEVICE, threads=0, quick=False, out=None,
+        device=harness.DEVICE, threads=0, out=None,
     )  # fmt: skip
     add = parser.add_argument
     add("--tokens", type=int, default=2900, help="prompt length (default: %(default)s)")
@@ -297,9 +275,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
     add("--long-layers", type=int, default=2, help="layers for the long prompt (%(default)s)")
     args = parser.parse_args(argv, argparse.Namespace(tower="small"))
-    if args.quick:
-        args.tokens, args.requests, args.long, args.repeats = 320, "1,2", 640, 1
-        args.layers, args.long_layers, args.new_tokens = 2, 2, 3
     args.requests = [int(number) for number in args.requests.split(",")]
     args.recipes = args.recipes or list(RECIPES)
     return args
@@ -325,12 +300,12 @@ def main(argv: list[str]) -> int:
             about["full"] = requests * tokens * vlm.adapter.bytes_per_token()
             report["cases"].append({**about, "rows": rows, "missing": missing})
             title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
-            print(f"\n{markdown(title, rows)}\n")
+            print(f"\n{title}\n")
+            print(harness.shown(rows, "held", "share", "step", "ratio", "same", "prefill"))
             print(*(f"not run: {name}: {why}" for name, why in missing.items()), sep="\n")
         del vlm, found
         gc.collect()
-    if args.out or not args.quick:
-        harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)
+    harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)
     return 0
 
 

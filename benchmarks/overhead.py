@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     report, vlms = harness.begin("overhead.py", argv, args), dict[str, Any]()
     for name in (ask.HF, NONE):  # a model each: vlmfast switches the attention of its own
-        vlms[name], image = ask.load(args)
+        vlms[name], image = ask.load(args.model, args)
     row = measured(vlms, image, args)
     print(f"{args.model}, {args.dtype}, {args.pairs} pairs")
     print(harness.shown({part: row[part] for part in PARTS}, "ratio"))
