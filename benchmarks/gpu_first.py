@@ -51,16 +51,17 @@ class Step:
     dry: str = ""
 
 
-_SMALL = "--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
+_SMALL = ("--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
+          " --repeats 1 --fresh")  # fmt: skip
 STEPS = (
     Step("first token", 220, "benchmarks/ttft.py --minutes 3.4 --repeats 5",
          "benchmarks/ttft.py --dry --repeats 1 --fresh --out {folder}/ttft.json"),
     Step("batches", 110, "benchmarks/end_to_end.py --model llava-next-7b --batches 16,32 --no-hf"
          " --no-static --recipe none --recipe hired:0.2 --repeats 2 --minutes 1.7",
-         f"benchmarks/end_to_end.py {_SMALL} --fresh --out {{folder}}/batches.json"),
+         f"benchmarks/end_to_end.py {_SMALL} --batches 1,2 --out {{folder}}/batches.json"),
     Step("static cache", 80, "benchmarks/end_to_end.py --model llava-next-7b --batches 1"
          " --recipe none --repeats 2 --minutes 1.2",
-         f"benchmarks/end_to_end.py {_SMALL} --batches 1 --fresh --out {{folder}}/static.json"),
+         f"benchmarks/end_to_end.py {_SMALL} --batches 1 --out {{folder}}/static.json"),
     Step("speculation", 95, "benchmarks/speculation.py --shape llava-1.5-7b --rates 0.6,0.8"
          " --pairs 2 --no-hf --minutes 1.5",
          "benchmarks/speculation.py --shape tiny-shape --rates 0.6 --pairs 1 --no-hf --fresh"
