@@ -182,32 +182,6 @@ def test_a_stall_is_reported(fakes: dict[str, dict[str, Any]], tmp_path: Path) -
 # --- failures ------------------------------------------------------------------------------------
 
 
-def test_transformers_that_cannot_run_is_left_out(
-    fakes: dict[str, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fake = serve.specs
-
-    def specs(args: Any, *given: str) -> list[Any]:
-        command = ("-m", "transformers_of_another_time", "serve")
-        missing = servers.Spec(serve.TRANSFORMERS, command, "transformers serve", is_own=False)
-        return [spec for spec in fake(args, *given) if spec.is_own] + [missing]
-
-    monkeypatch.setattr(serve, "specs", specs)
-    few = ["--recipes", "none"]
-    fakes["none"] = {"pause": 0.002}
-    report = run(tmp_path, "--only", "throughput", "memory", *few)
-    reason = report["servers"][serve.TRANSFORMERS]["unavailable"]
-    assert reason == (
-        "transformers serve ended with code 1: python: No module named transformers_of_another_time"
-    )
-    assert {of["server"] for of in report["loads"]} == {"none"} and len(report["memory"]) == 1
-    assert not any(serve.TRANSFORMERS in row["what"] for row in report["rows"])
-    assert f"transformers serve is left out: {reason}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
