@@ -29,7 +29,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 

@@ -215,7 +215,8 @@ def shown(rows: Mapping[str, dict[str, Any]], *columns: str) -> str:
     lines = []
     for name, row in rows.items():
         cells = [row["failed"].replace("|", "/")] if "failed" in row else []
-        lines.append([name.replace(" | ", ", "), *(cells or [_cell(row, column) for column in columns])])
+        cells = cells or [_cell(row, column) for column in columns]
+        lines.append([name.replace(" | ", ", "), *cells])
     return markdown_table(["", *columns], lines)
 
 

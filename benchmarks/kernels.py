@@ -67,7 +67,8 @@ def other_of(call: Call) -> tuple[str, Callable[[], Any] | None]:
 
 def is_coded(call: Call) -> bool:
     """Whether the kernel reads codes, in whose place the other function reads their values."""
-    return any(isinstance(x, Segment) for of in call.args if isinstance(of, list | tuple) for x in of)
+    lists = [given for given in call.args if isinstance(given, list | tuple)]
+    return any(isinstance(part, Segment) for given in lists for part in given)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **how: Any) -> Tensor:
