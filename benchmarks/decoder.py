@@ -27,7 +27,7 @@ import harness
 import kv
 import torch
 import transformers
-from texts import Reference, manual
+from texts import compared, manual
 from torch import Tensor
 
 from vlmfast import VLM
@@ -117,9 +117,9 @@ def measured(vlm: VLM, recipe: str, texts: list[list[int]], prefix: int, full: l
     for number, ids in enumerate(texts):
         logits, held = read(vlm, recipe, ids, prefix)
         if recipe == "none":
-            full.append((Reference(logits), held))
-        reference, whole = full[number]
-        rows.append(reference.compared(logits, ids[prefix:]) | {"bytes": held / whole})
+            full.append((logits, held))
+        wanted, whole = full[number]
+        rows.append(compared(wanted, logits, ids[prefix:]) | {"bytes": held / whole})
     return {key: fmean(row[key] for row in rows) for key in rows[0]}
 
 

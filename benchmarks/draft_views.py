@@ -18,7 +18,6 @@ first token to their last.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import random
@@ -111,18 +110,13 @@ class Prompted:
 
     def request(self, new_tokens: int, drafted: bool) -> Sequence:
         """A copy whose answer has ``new_tokens`` tokens, the first of which is known."""
-        sequence = copy.copy(self.sequence)
-        sequence.most = new_tokens
+        group = kv.cloned(self.sequence.group, new_tokens)
+        (sequence,) = group.rows
+        sequence.group, sequence.most, sequence.stats = group, new_tokens, Stats()
         config = GenerationConfig(max_length=1 + new_tokens, do_sample=False)
         ids = self.sequence.ids.clone()
         sequence.sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
         sequence.__post_init__()
-        sequence.notes = copy.deepcopy(self.sequence.notes)
-        sequence.prompt_slots = self.sequence.prompt_slots.clone()
-        sequence.stats = Stats()
-        group = self.sequence.group
-        cache = group.cache.clone(tokens=new_tokens)
-        sequence.group = RowGroup(group.adapter, cache, group.position.clone(), [sequence])
         if drafted:
             stages = [stage for stage in sequence.recipe if isinstance(stage, DraftSelf)]
             sequence.drafts = Speculation(self.vlm.adapter, sequence, stages)

@@ -127,18 +127,18 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     def start(requests: int) -> tuple[Step, int]:
         batch = Batch(requests)
         for _ in range(requests):
-            batch.join(_clone(sequence.group))
+            batch.join(cloned(sequence.group))
         return batch.next, sum(group.cache.held_bytes() for group in batch.groups)
 
     return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
 
-def _clone(decoder: RowGroup) -> RowGroup:
-    (row,) = decoder.rows
-    row = copy.copy(row)
+def cloned(group: RowGroup, tokens: int = 0) -> RowGroup:
+    """A copy of a group of one row, in whose buffers more tokens fit."""
+    row = copy.copy(group.rows[0])
     row.notes, row.prompt_slots = copy.deepcopy(row.notes), row.prompt_slots.clone()
-    position = decoder.position.clone()
-    return RowGroup(decoder.adapter, decoder.cache.clone(), position, [row])
+    cache = group.cache.clone(tokens=tokens)
+    return RowGroup(group.adapter, cache, group.position.clone(), [row])
 
 
 def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:

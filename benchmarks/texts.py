@@ -145,56 +145,33 @@ def _with_passkeys(tokens: Any, ids: list[int], draw: random.Random) -> Text:
 # --- scores --------------------------------------------------------------------------------------
 
 
-class Reference:
-    """What the rows of other models are compared with.
+def compared(full: Tensor, logits: Tensor, ids: Sequence[int]) -> dict[str, float]:
+    """Means over the rows (T, V) of a model's logits; ``ids`` are the tokens that follow them.
 
-    Parameters
-    ----------
-    logits : Tensor, float32, (T, V)
-        Of the full model.
+    Returns
+    -------
+    dict
+        ``kl``, the KL divergence from the full model's distribution; ``top1``, whether both rank
+        the same token first; ``nll``, the negative log-likelihood of the text's token.
     """
-
-    def __init__(self, logits: Tensor) -> None:
-        self.first = logits.argmax(-1)
-        self.probabilities = logits.softmax(-1)
-        # The sum of p log p, which is p times logits less their logarithmic sum.
-        self.entropy = logits.logsumexp(-1) - _dot(self.probabilities, logits)
-
-    def compared(self, logits: Tensor, ids: Sequence[int]) -> dict[str, float]:
-        """Means over the rows of a model's logits; ``ids`` are the tokens that follow them.
-
-        Returns
-        -------
-        dict
-            ``kl``, the KL divergence from the full model's distribution; ``top1``, whether both
-            rank the same token first; ``nll``, the negative log-likelihood of the text's token.
-        """
-        normal = logits.logsumexp(-1)
-        own = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-        values = {
-            "kl": normal - _dot(self.probabilities, logits) - self.entropy,
-            "top1": logits.argmax(-1) == self.first,
-            "nll": normal - own,
-        }
-        return {name: float(x.double().mean()) for name, x in values.items()}
+    rows = []
+    for wanted, found, token in zip(full, logits, ids, strict=True):
+        p, q = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+        kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
+        rows.append((float(kl), float(p.argmax() == q.argmax()), -float(q[token])))
+    return dict(zip(("kl", "top1", "nll"), map(fmean, zip(*rows, strict=True)), strict=True))
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products of each row, float64; float32 alone loses digits over a large vocabulary."""
-    parts = zip(a.split(1024, -1), b.split(1024, -1), strict=True)
-    return torch.stack([torch.linalg.vecdot(x, y) for x, y in parts]).double().sum(0)
-
-
-def scored(text: Text, full: Reference | None, found: list[Tensor]) -> dict[str, Any]:
+def scored(text: Text, full: list[Tensor], found: list[Tensor]) -> dict[str, Any]:
     """Scores of the logits before each scored token of `Text.chains`.
 
     Returns
     -------
     dict
-        As of `Reference.compared`; of passkeys ``found``, whether each greedy answer is right.
+        As of `compared`; of passkeys ``found``, whether each greedy answer is right.
     """
-    if full is not None:
-        return full.compared(found[0], text.ids[text.prefix :])
+    if not text.questions:
+        return compared(full[0], found[0], text.ids[text.prefix :])
     answers = [answer for _, answer in text.questions]
     pairs = zip(found, answers, strict=True)
     return {"found": [logits.argmax(-1).tolist() == answer for logits, answer in pairs]}
@@ -353,7 +330,7 @@ class Run:
 
     def scores(self, text: Text) -> None:
         """Log the scores of all methods on a text."""
-        key, full = {"part": text.part, "prompt": text.digest}, None
+        key = {"part": text.part, "prompt": text.digest}
         every = [("none", 1), *((method, keep) for keep in KEEPS for method in self.methods)]
         missing = [of for of in every if self.log.missing(**key, method=of[0], keep=of[1])]
         for method, keep in dict.fromkeys([*every[: bool(missing)], *missing]):
@@ -361,8 +338,8 @@ class Run:
                 continue
             cache = self.prefill(text, method, keep)
             (slots, _), logits = self.size(cache), self.logits(text, cache)
-            if method == "none" and not text.questions:
-                full = Reference(logits[0])
+            if method == "none":  # always first
+                full = logits
             if (method, keep) in missing:
                 about = {**key, "method": method, "keep": keep, "prefix": text.prefix}
                 self.log.add(**about, slots=slots, **scored(text, full, logits))

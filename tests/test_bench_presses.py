@@ -105,14 +105,14 @@ def test_scores_equal_their_definitions() -> None:
     full, own = torch.randn(2, 7, 3000, dtype=torch.float64).mul(3).unbind()
     ids = list(range(7))
     expected, log = full.log_softmax(-1), own.log_softmax(-1)
-    found = texts.Reference(full.float()).compared(own.float(), ids)
+    found = texts.compared(full.float(), own.float(), ids)
     kl = (expected.exp() * (expected - log)).sum(-1).mean()
     nll = -log[range(7), ids].mean()
     largest = float(log.abs().max())
     close(torch.tensor(found["kl"]), kl, dtype=torch.float32, terms=3000, scale=largest)
     close(torch.tensor(found["nll"]), nll, dtype=torch.float32, terms=3000, scale=largest)
     assert found["top1"] == float((full.argmax(-1) == own.argmax(-1)).double().mean())
-    assert texts.Reference(full.float()).compared(full.float(), ids)["top1"] == 1
+    assert texts.compared(full.float(), full.float(), ids)["top1"] == 1
 
 
 # --- logs -----------------------------------------------------------------------------------------
