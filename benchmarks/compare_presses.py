@@ -184,19 +184,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="of drafters' answers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     settings = texts.settings(args, transformers.__version__)
     log = Log(args.logs / texts.VLMFAST, settings)
     vlm, tokens = opened(args.folder)
     run = Run(vlm, log)
     run.over(tokens, args)
-    read = texts.read_texts(tokens, args.documents, args.follow)
+    read = texts.read_texts(tokens, args.documents)
     for text in [text for text in read if text.prefix == min(args.documents)][: args.drafts]:
         run.drafts(text, args.new_tokens)
     if not args.out:
         return 0
     # Its options are those that it shares.
-    shared = ("documents", "passkeys", "follow", "threads", "logs")
+    shared = ("documents", "passkeys", "logs")
     options = [f"--{name}={_text(getattr(args, name))}" for name in shared]
     options += ["--cost", *map(str, args.cost)]
     script = Path(__file__).with_name("presses.py")

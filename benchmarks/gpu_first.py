@@ -110,7 +110,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add, names = parser.add_argument, [step.name for step in STEPS]
     add("--minutes", type=float, default=12.0, help="time limit of all steps (%(default)s)")
     add("--only", action="append", choices=names, help="run this step; may be repeated")
-    add("--again", action="store_true", help="also run steps that ended well before")
     add("--dry", action="store_true", help="use small sizes on a CPU to check the steps")
     args = parser.parse_args(argv)
     args.device = "cpu" if args.dry else "cuda"
@@ -129,7 +128,7 @@ def main(argv: list[str]) -> int:
     done = before["steps"] if same else {}
     wanted = [step for step in STEPS if step.name in (args.only or [s.name for s in STEPS])]
     wanted = [step for step in wanted if step.dry or not args.dry]
-    steps = [s for s in wanted if args.again or done.get(s.name, {}).get("code") != 0]
+    steps = [step for step in wanted if done.get(step.name, {}).get("code") != 0]
     folder = (args.out.parent if args.out else ROOT / "runs") / "gpu_first"
     folder.mkdir(parents=True, exist_ok=True)
     left = []

@@ -57,6 +57,8 @@ QUANTIZED = {
     "hf QuantizedCache fp8": {"backend": "fp8"},
 }
 BEFORE, AFTER = 20, 40  # text tokens before and after the image
+TOKENS, BATCHES = 2900, [1, 8, 16, 32]  # of a prompt, and requests
+LONG, LONG_LAYERS = 32_768, 2  # tokens of one prompt, and layers of its model
 WARM = 2  # warm-up steps of each turn
 
 
@@ -269,13 +271,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         __doc__, recipe=None, layers=24, new_tokens=8, repeats=3, dtype="bfloat16",
         device=harness.DEVICE, threads=0, out=None,
     )  # fmt: skip
-    add = parser.add_argument
-    add("--tokens", type=int, default=2900, help="prompt length (default: %(default)s)")
-    add("--requests", default="1,8,16,32", help="batch sizes (default: %(default)s)")
-    add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
-    add("--long-layers", type=int, default=2, help="layers for the long prompt (%(default)s)")
     args = parser.parse_args(argv, argparse.Namespace(tower="small"))
-    args.requests = [int(number) for number in args.requests.split(",")]
     args.recipes = args.recipes or list(RECIPES)
     return args
 
@@ -287,12 +283,8 @@ def main(argv: list[str]) -> int:
         "new_tokens": args.new_tokens,
         "cases": [],
     }
-    for tokens, batches, layers in (
-        (args.tokens, args.requests, args.layers),
-        (args.long, [1], args.long_layers),
-    ):
-        if not tokens:
-            continue
+    long = LONG, [1], min(args.layers, LONG_LAYERS)
+    for tokens, batches, layers in ((TOKENS, BATCHES, args.layers), long):
         vlm = load(args, layers)
         found, missing = bench(vlm, tokens, batches, args)
         for requests, rows in found.items():

@@ -244,16 +244,14 @@ def main(argv: list[str]) -> None:
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("what", choices=("record", "prove"))
-    add("--scenes", type=int, default=SCENES, metavar="N")
-    add("--matrix", type=Path, metavar="FILE", help=f"{RECORDED}, of prove {MATRIX.name}")
     add("--json", type=Path, metavar="FILE", help="where prove writes its result")
     add("--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws")
     args = parser.parse_args(argv)
     if args.what == "record":
-        record(args.matrix or RECORDED, args.scenes)
+        record(RECORDED, SCENES)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
-        found = prove(Matrix.load(args.matrix or MATRIX), seeds)
+        found = prove(Matrix.load(MATRIX), seeds)
         print(json.dumps(found, indent=1))
         if args.json is not None:
             harness.written(args.json, found)

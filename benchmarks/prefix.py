@@ -30,11 +30,16 @@ import torch
 from harness import Row
 
 from vlmfast import VLM, Request
-from vlmfast.core.help import count
 from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
 NAMES = ("second", "batch", "memory")
+MODELS = ("tiny", shapes.SHAPED)  # of `second`
+IMAGES = 32
+PLACES = (
+    *("top left", "top right", "bottom left", "bottom right"),
+    *(f"{of} of the image" for of in ("middle", "left", "right", "top", "bottom", "corner")),
+)
 QUESTIONS = ("What is in the bottom left?", "What is in the top right?", "How many circles?")
 WORDS = ("what is here ?", "what colour is it ?", "is there more of it ?")  # of its tokenizer
 
@@ -49,7 +54,7 @@ def first_token(vlm: VLM, question: str, image: Any) -> tuple[float, int]:
 
 
 def second(args: argparse.Namespace) -> Iterator[Row]:
-    for model in args.models:
+    for model in MODELS:
         about = {"tower": "clip-vit-l-14-336", "layers": 24}
         vlm, image = ask.load(model, argparse.Namespace(**vars(args) | about))
         questions = QUESTIONS if model != shapes.SHAPED else WORDS
@@ -66,23 +71,19 @@ def second(args: argparse.Namespace) -> Iterator[Row]:
         yield Row("second", f"{model}: second question over the first, {found} ids found", ratios)
 
 
-def requests(args: argparse.Namespace) -> list[Request]:
-    images = [image_example(EVAL_SEED_START + number).image for number in range(args.images)]
+def requests() -> list[Request]:
+    """Ten questions about each image."""
+    images = [image_example(EVAL_SEED_START + number).image for number in range(IMAGES)]
     generation = {"max_new_tokens": 8, "do_sample": False}
     return [
         Request(f"What is in the {place}?", image, generation=generation)
         for image in images
-        for place in PLACES[: args.questions]
+        for place in PLACES
     ]
 
 
-PLACES = tuple(f"{y} {x}" for y in ("top", "bottom") for x in ("left", "right")) + tuple(
-    f"{place} of the image" for place in ("middle", "left", "right", "top", "bottom", "corner")
-)
-
-
 def batch(args: argparse.Namespace) -> Iterator[Row]:
-    asked = requests(args)
+    asked = requests()
     vlm = VLM.from_pretrained("tiny", device=args.device, dtype=torch.float32)
     found: list[list[list[int]]] = []
 
@@ -98,15 +99,15 @@ def batch(args: argparse.Namespace) -> Iterator[Row]:
     times = harness.interleaved({n: partial(run, n) for n in (0, 1 << 32)}, args.repeat, warmup=1)
     wrong = any(tokens != found[0] for tokens in found)
     ratios = [with_cache / without for without, with_cache in zip(*times.values(), strict=True)]
-    what = f"{args.questions} questions on each of {args.images} images: with over without"
+    what = f"{len(PLACES)} questions on each of {IMAGES} images: with over without"
     yield Row("batch", what, [] if wrong else ratios, wrong=wrong)
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
-    asked = requests(args)
+    asked = requests()
     vlm = VLM.from_pretrained("tiny", device=args.device, dtype=torch.float32)
     vlm.prefix_cache.limit = 1 << 32
-    first = len(asked) // args.images
+    first = len(PLACES)
     vlm.ask_many(asked[:first])
     vlm.prefix_cache.limit = bound = 3 * vlm.prefix_cache.stats().bytes
     largest = 0
@@ -127,9 +128,6 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    add("--models", nargs="+", default=["tiny", shapes.SHAPED], help="of `second` (%(default)s)")
-    add("--images", type=count, default=32)
-    add("--questions", type=int, default=10, choices=range(1, 11), help="about each image")
     args = parser.parse_args(argv)
     report = harness.begin("prefix.py", argv, args) | {"threads": torch.get_num_threads()}
     out, table = harness.path_of(args, "prefix", args.device), []

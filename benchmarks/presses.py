@@ -210,7 +210,7 @@ def given_slots(path: Path, *key: Any) -> list[int] | None:
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     args = texts.parser(__doc__).parse_args(argv)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     settings = texts.settings(args, transformers.__version__, kvpress=version("kvpress"))
     log = Log(args.logs / texts.KVPRESS, settings)
     tokens = AutoTokenizer.from_pretrained(args.folder)

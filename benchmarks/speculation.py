@@ -50,7 +50,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -231,25 +231,22 @@ class Playing:
         return self.filled(root, nodes, depth)
 
     def filled(self, root: int, nodes: int, depth: int) -> Tree:
-        """One path of ``depth``, with wrong siblings so that the tree has ``nodes`` nodes."""
-        tokens, parents, parent = [root], [-1], 0
+        """A chain of ``depth``; wrong siblings of its first draft fill the tree to ``nodes``."""
         truths = self.stage.answer[self.at : self.at + depth]
-        siblings = nodes - 1 - len(truths)
-        for level, truth in enumerate(truths):
-            right = self.stage.right(self.at + level)
-            others = (siblings + level) // len(truths)  # the levels together have `siblings`
-            parents += [parent] * (1 + others)
-            parent = len(tokens)
-            tokens.append(truth if right else self.wrong(truth, 0))
-            tokens += [self.wrong(truth, 1 + rank) for rank in range(others)]
-        return Tree(tuple(tokens), tuple(parents))
+        drafts = [
+            truth if self.stage.right(self.at + level) else self.wrong(truth, 1)[0]
+            for level, truth in enumerate(truths)
+        ]
+        siblings = nodes - 1 - len(drafts) if drafts else 0
+        others = self.wrong(truths[0], 1 + siblings)[1:] if siblings else []
+        parents = [*range(-1, len(drafts)), *[0] * siblings]
+        return Tree((root, *drafts, *others), tuple(parents))
 
-    def wrong(self, truth: int, rank: int) -> int:
-        """A token other than ``truth``, different for each rank."""
-        size = self.target.vocabulary
-        others = (token for token in range(size) if token != truth)
-        fitting = (token for token in others if token not in self.target.banned)
-        return next(token for number, token in enumerate(fitting) if number == rank)
+    def wrong(self, truth: int, count: int) -> list[int]:
+        """Tokens other than ``truth``."""
+        never = {truth, *self.target.banned}
+        others = (token for token in range(self.target.vocabulary) if token not in never)
+        return list(islice(others, count))
 
 
 def layer_of(vlm: VLM) -> EagleModule:

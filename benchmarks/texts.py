@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("badger", "crane", "falcon", "gecko", "heron", "jackal", "lemur", "otter", "wolf", "yak")
+FOLLOW = 256  # tokens that are read after a prefix
 KEEPS = (0.5, 0.2, 0.1)
 COST = 0.2  # fraction of the slots that is kept where cost is measured
 ROUNDS = 3  # how often cost is measured, all methods in turn
@@ -112,7 +113,7 @@ def places(tokens: Any, counts: dict[int, int], follow: int) -> Iterator[tuple[i
                 yield prefix, [tokens.bos_token_id, *ids[end - length : end]]
 
 
-def read_texts(tokens: Any, counts: dict[int, int], follow: int) -> list[Text]:
+def read_texts(tokens: Any, counts: dict[int, int], follow: int = FOLLOW) -> list[Text]:
     """Texts of the manual, with ``follow`` tokens to read after the prefix."""
     return [Text(ids, prefix) for prefix, ids in places(tokens, counts, follow)]
 
@@ -280,8 +281,6 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--cost", type=int, nargs="*", default=PREFIXES, help="prefixes whose first text is timed"
     )
-    made.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
-    made.add_argument("--threads", type=int, default=1)
     made.add_argument("--logs", type=Path, default=Path("runs/presses"), help="of rows so far")
     return made
 
@@ -291,8 +290,8 @@ def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[s
     return {
         "weights": weights(args.folder),
         "dtype": "float32",
-        "follow": args.follow,
-        "threads": args.threads,
+        "follow": FOLLOW,
+        "threads": 1,
         "machine": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers,
@@ -358,7 +357,7 @@ class Run:
 
     def over(self, tokens: Any, args: argparse.Namespace) -> None:
         """Measure the scores of all texts, and the cost of some."""
-        read = read_texts(tokens, args.documents, args.follow)
+        read = read_texts(tokens, args.documents)
         for text in [*read, *passkey_texts(tokens, args.passkeys)]:
             self.scores(text)
             print(f"{self.log.path}: {text.part} {text.prefix} {text.digest}", flush=True)

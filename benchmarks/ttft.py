@@ -1,4 +1,4 @@
-"""Where the time to the first token goes: ``python benchmarks/ttft.py [PART ...]``.
+"""Where the time to the first token goes: ``python benchmarks/ttft.py``.
 
 ===========  ===================================================================================
 ``machine``  copy bandwidth, rate of a matrix product, time of a launch and of a host read
@@ -236,7 +236,6 @@ WORK: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "answers: qwen2.5-vl-7b": partial(answers, name="qwen2.5-vl-7b"),
     "towers: qwen3-vl-8b": partial(towers, name="qwen3-vl-8b"),
 }
-PARTS = tuple(dict.fromkeys(name.partition(":")[0] for name in WORK))
 
 
 # --- the script ----------------------------------------------------------------------------------
@@ -244,13 +243,8 @@ PARTS = tuple(dict.fromkeys(name.partition(":")[0] for name in WORK))
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(__doc__, repeats=10, minutes=4.0, fresh=False, out=None)
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
-    add("--dry", action="store_true", help="use small models on a CPU to check the script")
+    parser.add_argument("--dry", action="store_true", help="small models on a CPU, as a check")
     args = parser.parse_args(argv)
-    if unknown := [part for part in args.parts if part not in PARTS]:
-        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    args.parts = args.parts or list(PARTS)
     args.device = "cpu" if args.dry else "cuda"
     return args
 
@@ -267,9 +261,8 @@ def main(argv: list[str]) -> int:
     )
     dtype = torch.float32 if args.dry else torch.bfloat16
     bench = Bench(torch.device(args.device), dtype, args.dry, args.repeats)
-    wanted = [name for name in WORK if name.partition(":")[0] in args.parts]
     end = start + 60 * args.minutes
-    left = parts.measure(parts.missing(wanted), lambda name: WORK[name](bench), end)
+    left = parts.measure(parts.missing(list(WORK)), lambda name: WORK[name](bench), end)
     timed = {
         f"{part}, {name}": row
         for part, found in parts.rows.items()
