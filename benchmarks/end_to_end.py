@@ -34,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -290,9 +291,7 @@ def part(job: Job, judge: Judge, name: str, batch: int, args: argparse.Namespace
     """Run a variant at a batch size: the check, a warm-up run, and the measured runs."""
     answer = variant(job, name)
     found: dict[str, Any] = {"check": judge.check(name, answer, batch)}
-    begin = clock(job.device)
-    answer(batch, args.new_tokens)
-    found["warm_up"] = clock(job.device) - begin
+    found["warm_up"] = harness.seconds(job.device, partial(answer, batch, args.new_tokens))
     runs = [answer(batch, args.new_tokens) for _ in range(args.repeats)]
     for key in ("first", "second", "rate", "memory"):
         values = [getattr(run, key) for run in runs]

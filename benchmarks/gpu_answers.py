@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import harness
 import torch
 from gpu_rows import IMAGE, QUESTION, Bench, Report
-from harness import ROOT
 
 import vlmfast
 from vlmfast import VLM, Answer, RecipeError, Request
-from vlmfast.engine.stats import clock
 
-POCKET = ROOT / "runs" / "pocket" / "model"  # of `make pocket`
+POCKET = harness.ROOT / "runs" / "pocket" / "model"  # of `make pocket`
 # In addition to each method at its defaults.
 STACKS = (
     "none",
@@ -44,10 +43,9 @@ def smoke(bench: Bench) -> None:
         report.row(what, f"{sum(right)} of {len(right)}", "all", all(right), bad="FAIL")
     second = {}
     for recipe in DRY_RECIPES if bench.dry else STACKS:
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        begin = clock(bench.device)
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        second[recipe] = clock(bench.device) - begin
+        ask = partial(auto.ask, QUESTION, IMAGE, recipe=recipe, **fixed(8))
+        ask()
+        second[recipe] = harness.seconds(bench.device, ask)
     for recipe in sorted(second, key=second.get, reverse=True)[:5]:
         bench.within(f"a later request, {recipe}, s", second[recipe], most=SECOND_REQUEST)
     with report.guarded("requests that join and leave"):

@@ -11,8 +11,7 @@ parts to run only those.
 ``step``     decode steps of LLaVA-NeXT and of Qwen2.5-VL at 7B and Qwen3-VL at 8B, compared with
              the time to read weights and cache once at the copy bandwidth; time of a capture
 ``serve``    tokens per second of requests with equal and with different answer lengths, with and
-             without the time of their prompts, captures that they share, time of the first
-             token, idle memory
+             without the time of their prompts, captures that they share, idle memory
 ===========  ===================================================================================
 
 Rows with a threshold have a verdict: ``PASS``, ``MISS`` (too slow) or ``FAIL``
@@ -41,6 +40,7 @@ from gpu_rows import QUESTION, Bench, Report
 from ttft import anatomy
 
 from vlmfast import VLM
+from vlmfast.check.kernels import measure_copy
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
@@ -56,8 +56,7 @@ PARTS = ("smoke", "bfloat16", "step", "serve")
 STEP_OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
 SHORT_CACHE = 1.8  # times that a step of 16 rows is faster with a fifth of the keys and values
 RAGGED = 0.7  # tokens per second with different answer lengths, over those with equal ones
-TTFT = 2.5  # times that the first token of hired:0.2 is earlier
-CAPTURE, PREFILL = 0.15, 0.08  # seconds, at most
+CAPTURE = 0.15  # seconds, at most
 IDLE = 2.0  # GB that are reserved and not allocated after all requests, at most
 
 
@@ -65,7 +64,7 @@ IDLE = 2.0  # GB that are reserved and not allocated after all requests, at most
 
 
 def step(bench: Bench) -> None:
-    bandwidth = bench.bandwidth()
+    bandwidth = 1e10 if bench.dry else measure_copy(bench.device)
     small = shapes.MODELS["tiny-shape" if bench.dry else "llava-next-7b"]
     models = {"llava-next-7b": partial(shapes.build, small, bench.device, bench.dtype)}
     for name in shapes.QWEN:
@@ -104,9 +103,8 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
             decoder.join(run.group)
         (group,) = decoder.groups
         tokens = torch.full((batch, 1), 7, device=bench.device)
-        begin = clock(bench.device)
-        decoder.next(tokens)
-        report.row(f"{what}: first step, compiles and captures, s", clock(bench.device) - begin)
+        first = harness.seconds(bench.device, partial(decoder.next, tokens))
+        report.row(f"{what}: first step, compiles and captures, s", first)
         for _ in range(3):
             decoder.next(tokens)
         captured = vlm.adapter.kept["graphs"].captured
@@ -132,17 +130,19 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
 def capture(bench: Bench, what: str, group: RowGroup, tokens: torch.Tensor) -> None:
     """Measure one replay without the host, its kernels, and the time of a capture."""
     replay = next(iter(group.graphs._replays.values()))
-    bench.report.row(f"{what}: replay alone, ms", 1e3 * bench.seconds(replay, 10))
+    once = partial(harness.seconds, bench.device, replay)
+    alone = statistics.median(once() for _ in range(10))
+    bench.report.row(f"{what}: replay alone, ms", 1e3 * alone)
     found = anatomy(replay, bench.device)
     bench.report.row(
         f"{what}: launches of the step over its layers", found["work"] / group.adapter.depth
     )
     for kernel, took in found["kernels"].items():
         print(f"{'':6}{1e3 * took:7.3f} ms  {kernel[:80]}")
-    begin = clock(bench.device)
     again = StepGraphs(group.kind, None, group.cache, bench.record)
-    again.run(partial(forward, group.adapter), (), tokens)
-    bench.within(f"{what}: another capture, s", clock(bench.device) - begin, most=CAPTURE)
+    run = partial(again.run, partial(forward, group.adapter), (), tokens)
+    took = harness.seconds(bench.device, run)
+    bench.within(f"{what}: another capture, s", took, most=CAPTURE)
 
 
 # --- serve ---------------------------------------------------------------------------------------
@@ -172,20 +172,6 @@ def serve(bench: Bench) -> None:
             bench.within(f"{recipe}, {size} at once: ragged over equal", share, least=RAGGED)
     graphs = vlm.adapter.kept["graphs"]
     report.row("steps captured, buffers reused", f"{graphs.captured}, {graphs.reused}")
-    first = {}
-    for recipe in ("none", "hired:0.2"):
-        given = {"recipe": recipe, "max_new_tokens": 2}
-        parts = ("processor", "vision", "reduce", "prefill")
-        vlm.ask(QUESTION, image, **given)
-        stats = [vlm.ask(QUESTION, image, **given).stats for _ in range(1 if bench.dry else 5)]
-        times = [[getattr(each, f"time_{name}_s") for name in parts] for each in stats]
-        first[recipe] = statistics.median(map(sum, times))
-        most = PREFILL if recipe == "none" else None
-        prefill = statistics.median(each[-1] for each in times)
-        bench.within(f"one request, {recipe}: prefill, s", prefill, most=most)
-    ratio = first["none"] / first["hired:0.2"]
-    bench.within("time to the first token, none over hired:0.2", ratio, least=TTFT)
-    asks += 12
     if not bench.dry:
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         what = f"reserved and not allocated after {asks} requests, GB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,9 +14,7 @@ import harness
 import torch
 
 from vlmfast import VLM
-from vlmfast.check.kernels import measure_copy
 from vlmfast.engine.graphs import Graphs, State, cuda_graph
-from vlmfast.engine.stats import clock
 from vlmfast.eval.results import write_json
 
 QUESTION = "What is in the bottom left?"
@@ -113,20 +110,6 @@ class Bench:
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
-
-    def bandwidth(self) -> float:
-        """Bytes per second of a large copy, reads plus writes; made up in a dry run."""
-        return 1e10 if self.dry else measure_copy(self.device)
-
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Median time of a call including the device's work."""
-
-        def once() -> float:
-            begin = clock(self.device)
-            call()
-            return clock(self.device) - begin
-
-        return statistics.median(harness.interleaved({"": once}, count, warmup=3)[""])
 
 
 def repeated(step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:

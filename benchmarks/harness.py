@@ -27,6 +27,7 @@ import torch
 from vlmfast.core.display import markdown_table
 from vlmfast.core.help import count
 from vlmfast.core.progress import Progress
+from vlmfast.engine.stats import clock
 from vlmfast.eval.bench import provenance, spread, turns
 from vlmfast.eval.results import write_json
 
@@ -95,6 +96,13 @@ def interleaved(
                 found[key].append(result)
             bar.update()
     return found
+
+
+def seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    """Wall time of a call, with the work that it leaves to the device."""
+    begin = clock(device)
+    call()
+    return clock(device) - begin
 
 
 def ratio(pairs: Sequence[Sequence[float]], draws: int = 4000) -> dict[str, float] | None:
@@ -273,14 +281,8 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = []
-    for row in rows:
-        measured = ""
-        if not row.wrong:
-            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**spread(row.ratios))
-        bound = "" if row.bound is None else f"{'≥' if row.least else '≤'} {row.bound:g}"
-        lines.append([f"`{row.name}`", row.what, measured, bound, row.verdict])
-    return markdown_table(["", "what", "measured", "bound", ""], lines)
+    reports = {f"{row.name}: {row.what}": row.report() for row in rows}
+    return shown(reports, "median", "q1", "q3", "bound", "verdict")
 
 
 # --- result files --------------------------------------------------------------------------------

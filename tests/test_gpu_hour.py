@@ -49,7 +49,7 @@ def test_dry_run_covers_every_part(tmp_path: Path) -> None:
             "captures of later steps",
             "step of none over snapkv:0.2",
         ),
-        "serve": ("equal lengths", "ragged", "prompts counted", "steady state", "first token"),
+        "serve": ("equal lengths", "ragged", "prompts counted", "steady state"),
     }
     for part, words in expected.items():
         for word in words:
