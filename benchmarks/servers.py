@@ -135,63 +135,51 @@ class Answer:
         return self.end - self.begin
 
 
-@dataclass
-class Received:
-    """A response as it arrived; times by `time.perf_counter`.
+Parts = list[tuple[float, bytes]]  # of a response, each with the time at which it was read
 
-    Parameters
-    ----------
-    begin, end : float
-        When the request was sent, and when the response ended.
-    parts : list of (float, bytes)
-        With the time at which each was read.
+
+def events(parts: Parts) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The chunks of a streamed chat completion, each with the time at which it was complete.
+
+    Raises
+    ------
+    ServerFailed
+        For an error in the stream.
     """
-
-    begin: float
-    end: float
-    parts: list[tuple[float, bytes]]
-
-    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The chunks of a streamed chat completion, each with the time at which it was complete.
-
-        Raises
-        ------
-        ServerFailed
-            For an error in the stream.
-        """
-        rest = b""
-        for at, part in self.parts:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if line.startswith(b"data:") and data != b"[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        text = data.decode(errors="replace")
-                        raise ServerFailed(f"an error in a stream: {text[:300]}")
-                    yield at, event
-
-    def answer(self) -> Answer:
-        """The answer that it contains.
-
-        Raises
-        ------
-        ServerFailed
-            For an error in the stream, or an answer without text or usage.
-        """
-        times, texts, usage = [], [], None
-        for at, event in self.events():
-            if text := piece(event):
-                times.append(at)
-                texts.append(text)
-            usage = event.get("usage") or usage
-        if usage is None or not texts:
-            raise ServerFailed("an answer without text or usage")
-        text, counts = "".join(texts).strip(), (usage["completion_tokens"], usage["prompt_tokens"])
-        return Answer(self.begin, times, self.end, text, *counts)
+    rest = b""
+    for at, part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    text = data.decode(errors="replace")
+                    raise ServerFailed(f"an error in a stream: {text[:300]}")
+                yield at, event
 
 
-async def parts(
+def answer_of(begin: float, end: float, parts: Parts) -> Answer:
+    """The answer in a response.
+
+    Raises
+    ------
+    ServerFailed
+        For an error in the stream, or an answer without text or usage.
+    """
+    times, texts, usage = [], [], None
+    for at, event in events(parts):
+        if text := piece(event):
+            times.append(at)
+            texts.append(text)
+        usage = event.get("usage") or usage
+    if usage is None or not texts:
+        raise ServerFailed("an answer without text or usage")
+    counts = usage["completion_tokens"], usage["prompt_tokens"]
+    return Answer(begin, times, end, "".join(texts).strip(), *counts)
+
+
+async def parts_of(
     client: httpx2.AsyncClient, body: bytes
 ) -> AsyncGenerator[tuple[float, bytes], None]:
     """Send a request; the parts of the response, each with the time at which it was read.
@@ -216,11 +204,11 @@ def piece(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
 
 
-async def received(client: httpx2.AsyncClient, body: bytes) -> Received:
+async def received(client: httpx2.AsyncClient, body: bytes) -> tuple[float, float, Parts]:
     """Send a request and read the response, which is parsed later: clients share the cores."""
     begin = time.perf_counter()
-    found = [part async for part in parts(client, body)]
-    return Received(begin, time.perf_counter(), found)
+    found = [part async for part in parts_of(client, body)]
+    return begin, time.perf_counter(), found
 
 
 def client_of(url: str) -> httpx2.AsyncClient:
@@ -256,9 +244,9 @@ class Load:
 def load(url: str, bodies: Many[bytes], clients: int) -> Load:
     """Send requests; each client sends its next one as soon as it has its answer."""
 
-    async def run() -> tuple[float, list[Received]]:
+    async def run() -> tuple[float, list[tuple[float, float, Parts]]]:
         waiting = iter(enumerate(bodies))
-        found: dict[int, Received] = {}
+        found: dict[int, tuple[float, float, Parts]] = {}
 
         async def one(client: httpx2.AsyncClient) -> None:
             for place, body in waiting:
@@ -271,7 +259,7 @@ def load(url: str, bodies: Many[bytes], clients: int) -> Load:
         return seconds, [found[place] for place in sorted(found)]
 
     seconds, responses = asyncio.run(run())
-    return Load(seconds, [response.answer() for response in responses])
+    return Load(seconds, [answer_of(*response) for response in responses])
 
 
 Loads = dict[tuple[str, int], list[Load]]  # by server and clients, one for each round
@@ -313,8 +301,8 @@ def stalled(url: str, stream: bytes, other: bytes) -> float:
     """`gap_ratio` of a stream, during which another request is sent."""
 
     async def run() -> float:
-        async with client_of(url) as client, aclosing(parts(client, stream)) as response:
-            begin, found = time.perf_counter(), []
+        async with client_of(url) as client, aclosing(parts_of(client, stream)) as response:
+            found: Parts = []
             sent, left = None, AFTER
             async for part in response:
                 found.append(part)
@@ -325,9 +313,8 @@ def stalled(url: str, stream: bytes, other: bytes) -> float:
                     break
             if sent is None or not sent.done():
                 raise ServerFailed(f"a stream of {len(found)} parts ended before the other answer")
-            inserted = sent.result().answer()
-        events = Received(begin, found[-1][0], found).events()
-        times = [at for at, event in events if piece(event)]
+            inserted = answer_of(*sent.result())
+        times = [at for at, event in events(found) if piece(event)]
         return gap_ratio(times, inserted.begin, inserted.times[0])
 
     return asyncio.run(run())
