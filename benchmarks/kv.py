@@ -112,13 +112,13 @@ def noise(vlm: VLM, tokens: int) -> Prompt:
 
 
 def prefilled(
-    vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256, **more: Any
+    vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256
 ) -> tuple[Sequence, Tensor]:
     """A request after the prefill of a prompt, and its logits (1, V)."""
     sequence = reading(vlm.adapter, Inputs(text_ids(vlm)), recipe, clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room, **more)
+        logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room)
     return sequence, logits
 
 
@@ -135,12 +135,11 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
 
-def cloned(group: RowGroup, tokens: int = 0) -> RowGroup:
-    """A copy of a group of one row, in whose buffers more tokens fit."""
+def cloned(group: RowGroup) -> RowGroup:
+    """A copy of a group of one row."""
     row = copy.copy(group.rows[0])
     row.notes, row.prompt_slots = copy.deepcopy(row.notes), row.prompt_slots.clone()
-    cache = group.cache.clone(tokens=tokens)
-    return RowGroup(group.adapter, cache, group.position.clone(), [row])
+    return RowGroup(group.adapter, group.cache.clone(), group.position.clone(), [row])
 
 
 def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:

@@ -31,19 +31,18 @@ processor forces both along the plain answer.
 ================  =================================================================================
 
 Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs. Hugging Face's
-rows are its ``generate`` with its own drafters, also compared with the plain answers of vlmfast.
+rows are its ``generate``, also compared with the plain answers of vlmfast.
 
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
 
 ``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self`, on captions
-by `tiny` in batches, and measures no time; ``speculation.py views`` runs `draft_views.py`.
+by `tiny` in batches, and measures no time.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import random
 import sys
@@ -54,12 +53,10 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
-import draft_views
 import end_to_end
 import harness
 import torch
-from draft_views import ACCEPTED, LONG
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmfast import VLM, Request
 from vlmfast.core.drafting import Budget, Read, Round, Target
@@ -70,7 +67,6 @@ from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_auto import DraftAuto
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
-from vlmfast.drafters.draft_layerskip import kept
 from vlmfast.engine.stats import Stats, clock
 from vlmfast.eval.bench import NEAR, Referee, load_average, numerics, rotated
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
@@ -100,7 +96,8 @@ VIEWS = (
 )
 KEEPS = (0.1, 0.2, 0.5)
 CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
-HF, HALF = "hf", "hf half the layers"
+ACCEPTED = harness.RESULTS / "speculation-accepted-tiny.json"
+HF = "hf"
 LAYER, AUTO = " + layer", "draft-auto over "
 DEPTH = 4  # of simulated drafts
 # Number of pairs, and maximum length of an answer.
@@ -326,10 +323,9 @@ def recorded(
     return answered
 
 
-def huggingface(job: Job, name: str) -> Answer:
-    """Hugging Face's ``generate``, plain or with one of its own drafters."""
+def huggingface(job: Job) -> Answer:
+    """Hugging Face's ``generate``."""
     vlm, calls = job.vlm(), 0
-    more = {"assistant_model": halved(job.model)} if name == HALF else {}
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -342,28 +338,13 @@ def huggingface(job: Job, name: str) -> Answer:
         begin = clock(vlm.adapter.device)
         try:
             inputs = vlm.inputs(dialogue.questions[0], images=dialogue.image)
-            ids = job.model.generate(**inputs, **dialogue.generation, **more)
+            ids = job.model.generate(**inputs, **dialogue.generation)
         finally:
             hook.remove()
         seconds = clock(vlm.adapter.device) - begin
         return Said([ids[0, inputs["input_ids"].shape[1] :].tolist()], seconds, calls)
 
     return answer
-
-
-def halved(model: Any) -> Any:
-    """A copy of a model with the layers that `draft-layerskip` uses for drafting."""
-    small = copy.deepcopy(model)
-    decoder = small.get_decoder()
-    chosen = kept(len(decoder.layers), 0.45)
-    decoder.layers = nn.ModuleList(decoder.layers[index] for index in chosen)
-    for index, layer in enumerate(decoder.layers):
-        layer.self_attn.layer_idx = index
-    for config in (small.config.get_text_config(), decoder.config):
-        config.num_hidden_layers = len(chosen)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: len(chosen)]
-    return small
 
 
 # --- a part --------------------------------------------------------------------------------------
@@ -406,8 +387,8 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
             free, other = drafted, job.vlm()
             plain = lambda dialogue, number: dialogue(other, plan, **steer())  # noqa: E731
             drafted = lambda dialogue, number: free(dialogue, number, **steer())  # noqa: E731
-    elif name.startswith(HF):
-        drafted = huggingface(job, name)
+    elif name == HF:
+        drafted = huggingface(job)
     else:
         full = plan + Recipe.parse(name)
         drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
@@ -484,7 +465,7 @@ def accepted(args: argparse.Namespace, argv: list[str]) -> int:
     """Count the accepted tokens of all drafters on captions by `tiny`, in batches; no times."""
     vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
     views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
-    every = [*TRAINED, *views, CHAIN.format(view="topk", keep=1), LONG, "draft-layerskip"]
+    every = [*TRAINED, *views, CHAIN.format(view="topk", keep=1), "draft-layerskip"]
     if args.eagle3 is None:
         every = [name for name in every if "eagle3" not in name]
     images = [image_example(EVAL_SEED_START + n).image for n in range(args.pairs)]
@@ -534,23 +515,18 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """All parts: workload, recipe, drafter."""
     if args.shape == TINY:
         found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
-        reference = [HF, HALF]
     else:
         plays = [f"recorded {rate:g}" for rate in args.rates]
         every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
         found = [("question", r, d) for r in args.recipes for d in args.drafters or every]
-        reference = [HF]
     # Hugging Face has neither sessions nor pruning.
     alone = {("captions", "none"), ("question", "none")} & {(w, r) for w, r, _ in found}
     if not args.no_hf:
-        found += [(*of, name) for of in alone for name in reference]
+        found += [(*of, HF) for of in alone]
     return found
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options of this script, or those of ``views``."""
-    if argv[:1] == ["views"]:
-        return draft_views.parse(argv[1:])
     parser = harness.parser(
         __doc__, recipe=None, pairs=None, new_tokens=None, layers=0, decoding="auto", dtype=None,
         device=harness.DEVICE, minutes=9.0, again=False, fresh=False, out=None,
@@ -577,8 +553,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["views"]:
-        return draft_views.main(argv[1:])
     args, start = parse(argv), time.perf_counter()
     if args.accepted:
         return accepted(args, argv)

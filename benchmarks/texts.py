@@ -395,20 +395,18 @@ def joined(
     SystemExit
         When a side lacks a text, or the sides differ in what must be equal.
     """
-    sides = {"vlmfast": ours, "kvpress": others}
+    settings = {"vlmfast": ours[0], "kvpress": others[0]}
     for name in ("weights", "dtype", "follow", "machine"):
         if ours[0][name] != others[0][name]:
             raise SystemExit(f"{name} differs: {ours[0][name]} and {others[0][name]}")
     wanted = {(text.part, text.digest) for text in every}
     found: dict[str, dict[tuple, dict[str, Any]]] = {}
-    for side, (_, rows) in sides.items():
-        found[side] = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
-        methods = {key[2:] for key in found[side]}
-        for part, prompt in sorted(wanted):
-            for key in sorted(methods):
-                if (part, prompt, *key) not in found[side]:
-                    what = " ".join(map(str, key))
-                    raise SystemExit(f"{side} has not measured {what} on {part} {prompt}")
+    for side, rows in (("vlmfast", ours[1]), ("kvpress", others[1])):
+        own = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
+        for text, method in product(sorted(wanted), sorted({key[2:] for key in own})):
+            if (*text, *method) not in own:
+                raise SystemExit(f"{side} has not measured {method} on {text}")
+        found[side] = own
     noise = max(
         abs(found["vlmfast"][key]["nll"] - row["nll"])
         for key, row in found["kvpress"].items()
@@ -417,20 +415,19 @@ def joined(
     if noise > NOISE:
         raise SystemExit(f"the full models differ by {noise:.2g} nats, more than {NOISE:g}")
     for (part, prompt, method, keep), row in found["vlmfast"].items():
-        for own, other, equal in PAIRS:
-            if own == method and equal:
-                slots = found["kvpress"][part, prompt, other, keep]["slots"]
-                if sum(slots) != sum(row["slots"]):
-                    raise SystemExit(f"{own} keeps {row['slots']} slots, {other} {slots}")
+        for other in (of for own, of, equal in PAIRS if equal and own == method):
+            slots = found["kvpress"][part, prompt, other, keep]["slots"]
+            if sum(slots) != sum(row["slots"]):
+                raise SystemExit(f"{method} keeps {row['slots']} slots, {other} {slots}")
     return {
-        "settings": {side: about for side, (about, _) in sides.items()},
+        "settings": settings,
         "prompts": [
             {"part": text.part, "prefix": text.prefix, "prompt": text.digest} for text in every
         ],
         "noise": noise,
         "lines": [line for side, rows in found.items() for line in _lines(side, rows)],
         "pairs": [pair for own, other, _ in PAIRS for pair in _differences(found, own, other)],
-        "cost": [line for side, (_, rows) in sides.items() for line in _costs(side, rows)],
+        "cost": [*_costs("vlmfast", ours[1]), *_costs("kvpress", others[1])],
         "drafts": _drafts(_part(ours[1], "drafts")),
     }
 

@@ -25,7 +25,7 @@ from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
 from vlmfast.eval import bench
 
-draft_views, speculation = script("draft_views"), script("speculation")
+speculation = script("speculation")
 AUDITED = {"count": 4, "new_tokens": 32}
 
 
@@ -227,31 +227,6 @@ def test_steered_answers_are_judged_first(monkeypatch: pytest.MonkeyPatch) -> No
     )
     row = speculation.part(job, "question", "none", "recorded 0.5 + layer", args)
     assert len(compared) == 2 and row["bugs"] == 0 and row["identical"] == 1
-
-
-# --- views ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_rehearsed_drafts_meet_their_rate() -> None:
-    argv = ["--rates", "1,0", "--new-tokens", "12", "--pairs", "1", "--device", "cpu"]
-    vlm = VLM(*build_llava(dtype=torch.float32), prefix_cache_bytes=0)
-    rows = draft_views.case(vlm, 3, 150, draft_views.parse(argv))["rows"]
-    right, wrong = rows["1"], rows["0"]
-    assert right["identical"] == wrong["identical"] == 1
-    assert right["emitted_per_round"] == 11 / 3  # rounds of 5, 5 and 1
-    assert right["drafted_per_round"] == 8 / 3
-    assert wrong["emitted_per_round"] == 1 and wrong["drafted_per_round"] > 2
-
-
-def test_recorded_acceptance_comes_from_the_result(tmp_path, monkeypatch) -> None:
-    file = tmp_path / "accepted.json"
-    monkeypatch.setattr(draft_views, "ACCEPTED", file)
-    row = {"drafted_at_depth": [10, 8, 0], "accepted_at_depth": [8, 2, 0]}
-    file.write_text(json.dumps({"parts": {f"captions | none | {draft_views.LONG}": row}}))
-    assert draft_views.recorded() == [0.8, 0.25]
-    monkeypatch.undo()
-    assert all(0 < rate < 1 for rate in draft_views.recorded())
 
 
 # --- reports -------------------------------------------------------------------------------------
