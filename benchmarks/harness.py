@@ -343,12 +343,21 @@ class Parts:
         failed = [k for k in wanted if self.rows.get(k, {}).get("failed", FULL) != FULL]
         return [key for key in wanted if key not in self.rows] + failed
 
-    def measure(self, keys: Sequence[str], run: Callable[[str], dict[str, Any]], end: float) -> int:
-        """Measure parts, none that may exceed the time ``end``; returns how many are left."""
+    def measure(
+        self,
+        keys: Sequence[str],
+        run: Callable[[str], dict[str, Any]],
+        end: float,
+        margin: float = 1.5,
+    ) -> int:
+        """Measure parts until the time ``end``; returns how many are left.
+
+        None is started that would exceed it if it took ``margin`` times as long as the longest.
+        """
         longest = 0.0
         for number, key in enumerate(keys):
             start = time.perf_counter()
-            if start + 1.5 * longest > end:
+            if start + margin * longest > end:
                 return len(keys) - number
             try:
                 row = run(key)

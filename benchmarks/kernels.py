@@ -342,11 +342,6 @@ def spawned(
             process.close()
 
 
-def micro(seconds: float) -> str:
-    us = 1e6 * seconds
-    return f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
-
-
 def verdict(row: dict[str, Any]) -> str:
     """Status of a row: the error, or the times; a ratio above 1 means that the kernel is faster."""
     if "error" in row:
@@ -356,8 +351,8 @@ def verdict(row: dict[str, Any]) -> str:
     now = row["time"]
     others = [f"{name} {of['time'] / now:.2f}x" for name, of in row["others"].items()]
     reference = f"reference {row['reference']['time'] / now:.2f}x"
-    floor = f"{row['floor'] / now:.0%} of the floor"
-    return f"ok      {', '.join([micro(now), floor, reference, *others])}"
+    shown = f"{1e6 * now:,.1f} us, {row['floor'] / now:.0%} of the floor"
+    return f"ok      {', '.join([shown, reference, *others])}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -408,11 +403,8 @@ def main(argv: list[str]) -> int:
             break
     rows.close()
     late = len(todo) - len(fresh)
-    for rates in [row["machine"] for row in fresh.values() if "machine" in row][:1]:
-        print(
-            f"\n{about['device']}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
-            f"{rates['matrix'] / 1e12:.0f} TFLOP/s, an empty graph {micro(rates['least'])}"
-        )
+    rates = next((row["machine"] for row in fresh.values() if "machine" in row), None)
+    print(f"\n{about['device']}: {rates}")
     bad = [key for key, row in fresh.items() if "error" in row or not row["check"]["passed"]]
     print(f"{len(fresh) - len(bad)} of {len(fresh)} agree", *bad, sep="\n  ")
     if late:

@@ -68,13 +68,13 @@ def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
     words = ("benchmarks/gpu_first.py", "--dry", "--only", "first token", "--only", "guard bands")
     python(*words, "--out", out)
     first = json.loads(out.read_text(encoding="utf-8"))
-    assert [step["code"] for step in first["steps"].values()] == [0, 0]
-    first["steps"]["guard bands"]["code"] = 124
+    assert all("last" in step for step in first["parts"].values()) and len(first["parts"]) == 2
+    first["parts"]["guard bands"] = {"failed": "exit code 124"}
     out.write_text(json.dumps(first), encoding="utf-8")
     python(*words, "--out", out)
-    second = json.loads(out.read_text(encoding="utf-8"))["steps"]
-    assert second["first token"] == first["steps"]["first token"]
-    assert second["guard bands"]["code"] == 0
+    second = json.loads(out.read_text(encoding="utf-8"))["parts"]
+    assert second["first token"] == first["parts"]["first token"]
+    assert "last" in second["guard bands"]
     found = json.loads((tmp_path / "gpu_first" / "ttft.json").read_text(encoding="utf-8"))
     parts = found["parts"]
     assert set(parts) == set(script("ttft").WORK) and not any("failed" in p for p in parts.values())
@@ -89,10 +89,10 @@ def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
 def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
     first = script("gpu_first")
     assert sum(step.seconds for step in first.STEPS) <= 12 * 60 + 80
-    ended = first.run(first.Step("a", 1, "", "-c while(True):pass"), 1, True, tmp_path)
-    assert ended["code"] == 124 and ended["command"] == "python -c while(True):pass"
-    wrong = first.run(first.Step("b", 60, "", "-c raise(SystemExit(5))"), 60, True, tmp_path)
-    assert wrong["code"] == 5
+    for words, seconds, code in (("-c while(True):pass", 1, 124), ("-c raise(SystemExit(5))", 60, 5)):
+        with pytest.raises(RuntimeError, match=f"exit code {code}"):
+            first.run(first.Step("a", seconds, "", words), seconds, True, tmp_path)
+    assert first.run(first.Step("b", 60, "", "-c print(7)"), 60, True, tmp_path)["last"] == ["7"]
     for words in (words for step in first.STEPS for words in (step.words, step.dry) if words):
         file, *arguments = words.format(folder=tmp_path).split()
         if file != "-m":
