@@ -4,7 +4,7 @@ Runs `STEPS` in their order, each in a process of its own with a time limit, and
 ``--minutes`` are over. Each script writes its own result file row by row, so a step that is ended
 keeps what it has measured. ``benchmarks/results/gpu_first-DEVICE.json`` lists what ran, after every
 step; the same command goes on with the others and then with those that did not end well. The exit
-code is 3 if steps are left, and 1 if a step failed.
+code is 3 if steps are left, and 1 if a step failed or did not finish all of its parts.
 
 Triton's compiler would take most of the first minutes. ``python -m vlmfast.kernels.compile`` fills
 ``TRITON_CACHE_DIR`` on any machine with the GPU machine's versions of Python and Triton; set the

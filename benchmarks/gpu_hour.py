@@ -36,7 +36,7 @@ import kv
 import shapes
 import torch
 from gpu_answers import asked, bfloat16, smoke
-from gpu_rows import QUESTION, Bench, Report
+from gpu_rows import Bench, Report
 from ttft import anatomy
 
 from vlmfast import VLM

@@ -111,9 +111,7 @@ def noise(vlm: VLM, tokens: int) -> Prompt:
     return prompt(vlm, embeds, BEFORE, tokens - AFTER)
 
 
-def prefilled(
-    vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256
-) -> tuple[Sequence, Tensor]:
+def prefilled(vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256) -> tuple[Sequence, Tensor]:
     """A request after the prefill of a prompt, and its logits (1, V)."""
     sequence = reading(vlm.adapter, Inputs(text_ids(vlm)), recipe, clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)

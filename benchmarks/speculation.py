@@ -139,6 +139,7 @@ class Dialogue:
             answers.append(session.ask(last, **more))
             return _turn(answers, clock(vlm.adapter.device) - begin)
 
+
 def _turn(answers: list[Any], seconds: float) -> Said:
     stats = answers[-1].stats
     calls = stats.rounds if stats.speculation else stats.generated_tokens - 1

@@ -49,8 +49,9 @@ def test_ratio_is_of_sums() -> None:
 
 
 def test_rows_as_a_table() -> None:
+    spread = {"median": 0.25, "q1": 0.125, "q3": 1.0}
     rows = {
-        "a | b": {"time": dict(median=0.25, q1=0.125, q3=1.0), "part": {"bytes": 7, "rate": 1.5}},
+        "a | b": {"time": spread, "part": {"bytes": 7, "rate": 1.5}},
         "c": {"failed": "ValueError: x | y", "time": None},
         "d": {"time": None, "part": None},
     }

@@ -89,7 +89,10 @@ def test_dry_run_of_the_first_minutes(tmp_path: Path) -> None:
 def test_steps_of_the_first_minutes(tmp_path: Path) -> None:
     first = script("gpu_first")
     assert sum(step.seconds for step in first.STEPS) <= 12 * 60 + 80
-    for words, seconds, code in (("-c while(True):pass", 1, 124), ("-c raise(SystemExit(5))", 60, 5)):
+    for words, seconds, code in (
+        ("-c while(True):pass", 1, 124),
+        ("-c raise(SystemExit(5))", 60, 5),
+    ):
         with pytest.raises(RuntimeError, match=f"exit code {code}"):
             first.run(first.Step("a", seconds, "", words), seconds, True, tmp_path)
     assert first.run(first.Step("b", 60, "", "-c print(7)"), 60, True, tmp_path)["last"] == ["7"]
