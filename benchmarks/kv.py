@@ -140,8 +140,8 @@ def cloned(group: RowGroup) -> RowGroup:
     return RowGroup(group.adapter, group.cache.clone(), group.position.clone(), [row])
 
 
-def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
-    """Hugging Face's caches after one prefill; for those that fail, the reason."""
+def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant]:
+    """Hugging Face's caches after one prefill, those that run here."""
     from transformers import DynamicCache, QuantizedCache
 
     begin, read = clock(vlm.adapter.device), DynamicCache()
@@ -150,17 +150,14 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     first = vlm.adapter.logits(hidden.last_hidden_state[:, -1]).argmax(-1)[:, None]
     prefill = clock(vlm.adapter.device) - begin
     config = vlm.model.config.text_config
-    makers = {
-        name: partial(QuantizedCache, config=config, **options)
-        for name, options in QUANTIZED.items()
-    }
-    found: dict[str, Variant | str] = {}
-    for name, make in {HF: DynamicCache, **makers}.items():
+    quantized = {n: partial(QuantizedCache, config=config, **of) for n, of in QUANTIZED.items()}
+    found: dict[str, Variant] = {}
+    for name, make in {HF: DynamicCache, **quantized}.items():
         variant = Variant(first, partial(_refill, vlm, read, make), prefill, own=False)
         try:
             variant.start(1)[0](first)
         except Exception as error:  # a library is missing, or does not support this device
-            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            print(f"not run: {name}: {harness.line(error)}", file=sys.stderr)
         else:
             found[name] = variant
     return found
@@ -219,22 +216,20 @@ def turn(vlm: VLM, variant: Variant, requests: int, count: int) -> dict[str, Any
 @torch.no_grad()
 def bench(
     vlm: VLM, tokens: int, batches: list[int], args: argparse.Namespace
-) -> tuple[dict[int, dict[str, dict[str, Any]]], dict[str, str]]:
-    """Rows of all variants for one prompt length, by batch size; and the variants that fail."""
+) -> dict[int, dict[str, dict[str, Any]]]:
+    """Rows of all variants for one prompt length, by batch size."""
     variants = huggingface(vlm, tokens)
     for recipe in args.recipes:
         variants[recipe] = vlmfast(vlm, recipe, tokens)
         print(f"{tokens} tokens: {recipe} prefilled", file=sys.stderr)
-    missing = {name: reason for name, reason in variants.items() if isinstance(reason, str)}
-    running = {name: v for name, v in variants.items() if isinstance(v, Variant)}
     found = {}
     for requests in batches:
-        turns = {n: partial(turn, vlm, v, requests, args.new_tokens) for n, v in running.items()}
+        turns = {n: partial(turn, vlm, v, requests, args.new_tokens) for n, v in variants.items()}
         samples = harness.interleaved(turns, args.repeats)
         full = requests * tokens * vlm.adapter.bytes_per_token()
-        found[requests] = numbers(samples, {n: v.prefill for n, v in running.items()}, full)
+        found[requests] = numbers(samples, {n: v.prefill for n, v in variants.items()}, full)
         print(f"{tokens} tokens: batch of {requests} done", file=sys.stderr)
-    return found, missing
+    return found
 
 
 def numbers(
@@ -283,15 +278,14 @@ def main(argv: list[str]) -> int:
     long = LONG, [1], min(args.layers, LONG_LAYERS)
     for tokens, batches, layers in ((TOKENS, BATCHES, args.layers), long):
         vlm = load(args, layers)
-        found, missing = bench(vlm, tokens, batches, args)
+        found = bench(vlm, tokens, batches, args)
         for requests, rows in found.items():
             about = {"tokens": tokens, "requests": requests, "layers": layers}
             about["full"] = requests * tokens * vlm.adapter.bytes_per_token()
-            report["cases"].append({**about, "rows": rows, "missing": missing})
+            report["cases"].append({**about, "rows": rows})
             title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
             print(f"\n{title}\n")
             print(harness.shown(rows, "held", "share", "step", "ratio", "same", "prefill"))
-            print(*(f"not run: {name}: {why}" for name, why in missing.items()), sep="\n")
         del vlm, found
         gc.collect()
     harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)

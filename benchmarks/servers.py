@@ -395,20 +395,16 @@ class Server:
 
     def _address(self) -> str:
         end = time.monotonic() + START_S
-        while not (found := ADDRESS.search(self.log)):
+        while time.monotonic() < end:
+            # Some servers name their address before they listen.
+            if found := ADDRESS.search(self.log):
+                host, _, port = found[1].removeprefix("http://").rpartition(":")
+                with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                    return found[1]
             if (code := self._process.poll()) is not None:
                 raise ServerFailed(f"{self.spec.shown} ended with code {code}: {self.last_line}")
-            if time.monotonic() > end:
-                raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
             time.sleep(0.05)
-        # Some servers name their address before they listen.
-        host, _, port = found[1].removeprefix("http://").rpartition(":")
-        while True:
-            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-                return found[1]
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise ServerFailed(f"{self.spec.shown} does not listen: {self.last_line}")
-            time.sleep(0.05)
+        raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
 
     @property
     def log(self) -> str:
