@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import harness
 import numpy as np
@@ -36,7 +36,6 @@ from vlmfast.scenes.examples import (
     image_example,
     video_example,
 )
-from vlmfast.tune.data import Question
 from vlmfast.tune.outcomes import ModelSource, Outcome, Store
 from vlmfast.tune.race import Settings, race
 
@@ -123,9 +122,9 @@ class Scenes:
 def record(vlm: Any, path: Path, scenes: int, recipes: Sequence[str] = RECIPES) -> None:
     """Record outcomes; the answers so far are in a journal beside the file."""
     make_folder(path.parent)
-    names, questions = [FULL, *recipes], cast("list[Question]", Scenes())
+    names = [FULL, *recipes]
     with Store(path.with_suffix(".jsonl"), {"recipes": names}) as store:
-        source = ModelSource(vlm, questions, store, batch_size=len(names), max_new_tokens=16)
+        source = ModelSource(vlm, Scenes(), store, batch_size=len(names), max_new_tokens=16)
         rows: dict[str, list[Outcome]] = {name: [] for name in names}
         for start in range(0, scenes, BLOCK):
             # The prefix cache has the features of a scene for all recipes that do not change them.
