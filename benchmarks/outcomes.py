@@ -105,8 +105,9 @@ def scene(number: int) -> Drawn:
         example = draw(seed)
         for qa in example.qa:
             if qa.type == type_:
-                media = {"images": example.image}
-                if modality == "video":
+                if modality == "image":
+                    media = {"images": example.image}
+                else:
                     media = {"video": example.frames, "num_frames": 4}
                 return Drawn(number, (modality, type_), qa.question, (qa.answer,), media, seed)
     raise ValueError(f"no scene from {start} to {start + TRIES} has a question of type {type_}")

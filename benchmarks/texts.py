@@ -403,9 +403,9 @@ def joined(
     found: dict[str, dict[tuple, dict[str, Any]]] = {}
     for side, rows in (("vlmfast", ours[1]), ("kvpress", others[1])):
         own = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
-        for text, method in product(sorted(wanted), sorted({key[2:] for key in own})):
-            if (*text, *method) not in own:
-                raise SystemExit(f"{side} has not measured {method} on {text}")
+        for text, (method, keep) in product(sorted(wanted), sorted({key[2:] for key in own})):
+            if (*text, method, keep) not in own:
+                raise SystemExit(f"{side} has not measured {method} {keep} on {' '.join(text)}")
         found[side] = own
     noise = max(
         abs(found["vlmfast"][key]["nll"] - row["nll"])

@@ -157,7 +157,7 @@ def test_a_run_with_vlmfast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     one, two = (of["rounds"][0]["tokens"] for of in report["loads"])
     assert abs(one - two) <= 0.2 * one  # the same scenes
     assert row_of(report, "2 clients over 1")["median"] > 0
-    assert "| none | 2 | " in capsys.readouterr().out
+    assert "| none, 2 clients | " in capsys.readouterr().out
 
 
 def test_memory_that_grows_is_reported(
