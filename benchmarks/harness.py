@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -196,6 +197,9 @@ class Child:
         raise ChildFailed(f"no answer after {seconds:.0f} s")
 
     def close(self) -> None:
+        with suppress(OSError):  # it has ended
+            self._pipe.send(None)
+        self._process.join(5)
         self._process.kill()
         self._process.join()
 
