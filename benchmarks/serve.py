@@ -33,7 +33,7 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
 * For ``memory`` the prefix cache has 32 MiB, so that it is full after the first
   200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
 
-Without ``transformers serve``, add ``--no-transformers``.
+Where ``transformers serve`` cannot run, add ``--no-transformers``.
 """
 
 from __future__ import annotations
