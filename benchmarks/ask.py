@@ -28,11 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
@@ -70,16 +66,16 @@ def clip_of(image: Any, frames: int, moving: bool) -> list[Any]:
     return found
 
 
-def load(args: argparse.Namespace) -> tuple[VLM, Image.Image]:
-    """The model `args.model`, and an image."""
+def load(model: str, args: argparse.Namespace) -> tuple[VLM, Image.Image]:
+    """A model and an image."""
     dtype, off = getattr(torch, args.dtype), {"prefix_cache_bytes": 0}
-    if args.model == SHAPED:
+    if model == SHAPED:
         made = after_tower(args.tower, args.layers, torch.device(args.device), dtype)
         from tiny_models import make_image
 
         side = 2 * TOWERS[args.tower].side
         return VLM(*made, **off), make_image(*(getattr(args, "size", None) or (side, side)))
-    vlm = VLM.from_pretrained(args.model, device=args.device, dtype=dtype, **off)
+    vlm = VLM.from_pretrained(model, device=args.device, dtype=dtype, **off)
     # Every variant decodes the same number of tokens.
     vlm.model.generation_config.eos_token_id = None
     return vlm, Image.open(harness.ROOT / "examples" / "picture.png").convert("RGB")
@@ -168,19 +164,17 @@ def run_vlmfast(
     }
 
 
-def worker(args: argparse.Namespace) -> None:
-    """Run the variant that each line on stdin names; each result is one line of JSON."""
+def worker(pipe: Any, model: str, args: argparse.Namespace) -> None:
+    """Run the variants whose names come."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the libraries must not mix with the replies
-    vlm, image = load(args)
+    vlm, image = load(model, args)
     device, media = vlm.adapter.device, {"images": image}
     if args.frames:
         video = clip_of(image, args.frames, args.clip == "moving")
         media = {"video": video, "num_frames": args.frames}
-    print(json.dumps({"ready": True}), file=replies, flush=True)
-    for name in map(str.strip, sys.stdin):
+    pipe.send("ready")
+    for name in iter(pipe.recv, None):
         forget_peak(device)
         before = peak(device) or peak_memory(device)  # now the current size
         run = run_huggingface if name == HF else partial(run_vlmfast, recipe=name)
@@ -188,47 +182,21 @@ def worker(args: argparse.Namespace) -> None:
         after = peak(device) or peak_memory(device)
         result["memory"] = 0 if args.one_process else after
         result["working"] = 0 if args.one_process else after - before
-        print(json.dumps(result), file=replies, flush=True)
-
-
-class Worker:
-    """A process with a model."""
-
-    def __init__(self, model: str, arguments: list[str]) -> None:
-        command = [sys.executable, __file__, *arguments, "--worker", "--models", model]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._reply("the model")
-
-    def _reply(self, name: str) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{name}: the worker exited with {self.process.wait()}")
-        return json.loads(line)
-
-    def run(self, name: str) -> dict[str, Any]:
-        self.process.stdin.write(f"{name}\n")
-        self.process.stdin.flush()
-        return self._reply(name)
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+        pipe.send(result)
 
 
 # --- the benchmark -------------------------------------------------------------------------------
 
 
-def bench_model(model: str, args: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+def bench_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one model, interleaved."""
     names, workers = (HF, *args.recipes), []
     with contextlib.ExitStack() as stack:
         # Sequentially, because building a model uses all cores.
         for _ in (HF,) if args.one_process else names:
-            workers.append(Worker(model, arguments))
+            workers.append(harness.Child(worker, model, args))
             stack.callback(workers[-1].close)
-        runs = {n: partial(of.run, n) for n, of in zip(names, cycle(workers), strict=False)}
+        runs = {n: partial(of.ask, n) for n, of in zip(names, cycle(workers), strict=False)}
         samples = harness.interleaved(runs, args.repeats, warmup=args.warmup, name=model)
     reference = samples[HF][0]["tokens"]
     rows: dict[str, Any] = {}
@@ -288,7 +256,7 @@ def parts_table(model: str, rows: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, recipe=None, repeats=7, warmup=2, new_tokens=16, dtype="float32",
-        device=harness.DEVICE, threads=0, layers=24, quick=False, out=None,
+        device=harness.DEVICE, threads=0, layers=24, out=None,
     )  # fmt: skip
     add = parser.add_argument
     add("--models", default=f"tiny,{SHAPED}", help="comma-separated; also folders and hub ids")
@@ -297,11 +265,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--frames", type=int, default=0, help="ask about a video of N frames")
     add("--clip", default="moving", choices=("moving", "static"))
     add("--one-process", action="store_true", help="of all variants; no memory")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.quick:
-        args.repeats, args.warmup, args.new_tokens = 2, 1, 4
-        args.tower, args.layers = "small", 2
     args.models = args.models.split(",")
     args.recipes = args.recipes or ["none", "balanced", "fast"]
     return args
@@ -319,10 +283,6 @@ def heading(script: str, argv: list[str], args: argparse.Namespace) -> dict[str,
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    if args.worker:
-        args.model = args.models[0]
-        worker(args)
-        return 0
     report = heading("ask.py", argv, args) | {"new_tokens": args.new_tokens, "models": {}}
     if args.size:
         report["size"] = list(args.size)
@@ -330,18 +290,15 @@ def main(argv: list[str]) -> int:
         report |= {"frames": args.frames, "clip": args.clip}
     failed = False
     for model in args.models:
-        start = time.perf_counter()
-        rows = report["models"][model] = bench_model(model, args, argv)
+        rows = report["models"][model] = bench_model(model, args)
         title = model
         if model == SHAPED:
             title = f"{model}, {TOWERS[args.tower].name}, {args.layers} layers"
         print(f"\n{markdown(title, rows)}\n\n{parts_table(title, rows)}")
-        print(f"\n{time.perf_counter() - start:.0f} s in total")
         if "none" in rows and rows["none"]["agreement"] < 1:
             print(f"{model}: the tokens of none differ from Hugging Face's", file=sys.stderr)
             failed = True
-    if args.out or not args.quick:
-        harness.written(harness.path_of(args, "ask", args.device, args.dtype), report)
+    harness.written(harness.path_of(args, "ask", args.device, args.dtype), report)
     return int(failed)
 
 

@@ -26,9 +26,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +47,10 @@ from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.compress import Compression
-from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import open_sequence
-from vlmfast.engine.prefill import Inputs, rows_of
+from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
-from vlmfast.engine.stats import Stats
 from vlmfast.models.base import Adapter
 
 ALL = ", all layers"
@@ -118,62 +112,6 @@ def recipe_of(method: str, keep: float, adapter: Adapter) -> Recipe:
     return Recipe(tuple(wide_only(stage, adapter) for stage in recipe))
 
 
-# --- one text ------------------------------------------------------------------------------------
-
-
-class Prefilled:
-    """A prefix that was prefilled once, and what cache stages read of each layer."""
-
-    def __init__(self, vlm: VLM, text: Text) -> None:
-        self.vlm, self.adapter, self.text = vlm, vlm.adapter, text
-        with recorded() as self.layers:
-            self.full, self.before = self.prefill(Recipe.parse("snapkv:1"))
-
-    def prefill(self, recipe: Recipe) -> tuple[Sequence, Tensor]:
-        """The sequence after its own prefill, and the logits (1, V) after the prefix."""
-        return prefill(self.vlm, recipe, self.text.ids[: self.text.prefix], texts.ROOM)
-
-    def compressed(self, recipe: Recipe) -> RowGroup:
-        """The prefix as if it had been prefilled with a recipe, which must not change prefill."""
-        adapter, prefix = self.adapter, self.text.prefix
-        first = self.layers[0][0]
-        windows = [layer.window for layer in first.cache.layers]
-        cache = KVCache(adapter.depth, adapter.pool, windows)
-        context = replace(first, cache=cache, notes={})
-        compression = Compression.of(adapter, recipe, context, cache, Stats())
-        assert compression is not None
-        for layer, (_, query, key, value, scaling) in enumerate(self.layers):
-            cache.update(key, value, layer)
-            compression.after(layer, query, key, value, scaling)
-        compression.finish()
-        cache.freeze(texts.ROOM, prefix, base=0)
-        return RowGroup(adapter, cache, rows_of(torch.tensor([[prefix]])), [self.full])
-
-    def logits(self, group: RowGroup) -> list[Tensor]:
-        """Logits before each token that is scored, by question; the cache stays as it is."""
-        found = []
-        for ids, count in self.text.chains():
-            found.append(group.verify([Tree.chain(ids)]).logits[0, -count:])
-        return found if self.text.questions else [torch.cat([self.before, found[0]])]
-
-
-@contextmanager
-def recorded() -> Iterator[list[tuple[Any, ...]]]:
-    """Inside the block, collects the context, queries, keys and values of each layer."""
-    plain, layers = Compression.after, []
-
-    def after(self: Compression, layer: int, *given: Any) -> None:
-        *tensors, scaling = given
-        layers.append((self.context, *(x.clone() for x in tensors), scaling))
-        plain(self, layer, *given)
-
-    Compression.after = after  # type: ignore[method-assign]
-    try:
-        yield layers
-    finally:
-        Compression.after = plain  # type: ignore[method-assign]
-
-
 # --- measuring -----------------------------------------------------------------------------------
 
 
@@ -183,40 +121,23 @@ class Run(texts.Run):
     def __init__(self, vlm: VLM, log: Log) -> None:
         super().__init__(log)
         self.vlm, self.methods = vlm, METHODS
-        self.prefilled: Prefilled | None = None
-
-    def opened(self, text: Text) -> Prefilled:
-        """The prefix of a text, prefilled once."""
-        if self.prefilled is None or self.prefilled.text != text:
-            if self.prefilled is not None:
-                self.prefilled.full.group.release()
-            self.prefilled = Prefilled(self.vlm, text)
-        return self.prefilled
 
     @torch.no_grad()
-    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
-        with switched(self.vlm.model):
-            prefilled = self.opened(text)
-            group = prefilled.full.group
-            if method != "none":
-                group = prefilled.compressed(recipe_of(method, keep, self.vlm.adapter))
-            assert group is not None
-            found = group.cache.lengths(), prefilled.logits(group)
-        if method != "none":
-            group.release()
-        return found
-
-    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
+    def prefill(self, text: Text, method: str, keep: float) -> tuple[Sequence, Tensor]:
         recipe = Recipe() if method == "none" else recipe_of(method, keep, self.vlm.adapter)
+        return prefill(self.vlm, recipe, text.ids[: text.prefix], texts.ROOM)
 
-        @torch.no_grad()
-        def run() -> tuple[list[int], int]:
-            sequence, _ = prefill(self.vlm, recipe, text.ids[: text.prefix], texts.ROOM)
-            found = sequence.group.cache.lengths(), sequence.group.cache.held_bytes()
-            sequence.group.release()
-            return found
+    def size(self, cache: tuple[Sequence, Tensor]) -> tuple[list[int], int]:
+        held = cache[0].group.cache
+        return held.lengths(), held.held_bytes()
 
-        return run
+    @torch.no_grad()
+    def logits(self, text: Text, cache: tuple[Sequence, Tensor]) -> list[Tensor]:
+        (sequence, before), found = cache, []
+        with switched(self.vlm.model):
+            for ids, count in text.chains():
+                found.append(sequence.group.verify([Tree.chain(ids)]).logits[0, -count:])
+        return found if text.questions else [torch.cat([before, found[0]])]
 
     def drafts(self, text: Text, new_tokens: int) -> None:
         """Log accepted tokens and decode time of greedy answers, without and with drafters."""
@@ -263,19 +184,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="of drafters' answers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     settings = texts.settings(args, transformers.__version__)
     log = Log(args.logs / texts.VLMFAST, settings)
     vlm, tokens = opened(args.folder)
     run = Run(vlm, log)
     run.over(tokens, args)
-    read = texts.read_texts(tokens, args.documents, args.follow)
+    read = texts.read_texts(tokens, args.documents)
     for text in [text for text in read if text.prefix == min(args.documents)][: args.drafts]:
         run.drafts(text, args.new_tokens)
     if not args.out:
         return 0
     # Its options are those that it shares.
-    shared = ("documents", "passkeys", "follow", "threads", "logs")
+    shared = ("documents", "passkeys", "logs")
     options = [f"--{name}={_text(getattr(args, name))}" for name in shared]
     options += ["--cost", *map(str, args.cost)]
     script = Path(__file__).with_name("presses.py")

@@ -12,9 +12,6 @@ are text. The text that follows is then read in one forward pass over the compre
 ``nll``    negative log-likelihood of the text's own next token, mean
 ``bytes``  keys and values that are held, as a fraction of the full cache
 =========  =====================================================================================
-
-For `zipvl` it also prints the important tokens of each layer, and what the last rows of the prompt
-attend to on the first token, mean over heads.
 """
 
 from __future__ import annotations
@@ -23,13 +20,14 @@ import argparse
 import hashlib
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import harness
 import kv
 import torch
 import transformers
-from texts import Reference, manual
+from texts import compared, manual
 from torch import Tensor
 
 from vlmfast import VLM
@@ -49,7 +47,6 @@ RECIPES = (
     "zipvl:kv=none,tau=0.9999",
 )
 AFTER = 24  # tokens of a prompt that are text
-ROWS = 64  # last rows whose attention to the first token is measured
 
 
 def opened(folder: Path) -> tuple[VLM, Any]:
@@ -103,52 +100,32 @@ def prefill(vlm: VLM, recipe: Recipe, ids: list[int], room: int) -> tuple[Sequen
 
 
 @torch.inference_mode()
-def read(vlm: VLM, recipe: str, ids: list[int], prefix: int) -> tuple[Tensor, int, list[int]]:
-    """Logits (T, V) after the prefix and after each later token but the last.
-
-    Also the bytes of the cache, and the slots of each layer's first quantized segment.
-    """
+def read(vlm: VLM, recipe: str, ids: list[int], prefix: int) -> tuple[Tensor, int]:
+    """Logits (T, V) after the prefix and each later token but the last, and bytes of the cache."""
     sequence, first = prefill(vlm, Recipe.parse(recipe), ids[:prefix], len(ids) - prefix)
     group = sequence.group
     held = group.cache.held_bytes()
-    high = [int(layer.segments[0].lengths[0]) for layer in group.cache.layers if layer.segments]
     with switched(vlm.model):
         rest = group.verify([Tree.chain(ids[prefix:-1])]).logits[0]
     group.release()
-    return torch.cat([first, rest]).float(), held, high
-
-
-@torch.inference_mode()
-def on_first(vlm: VLM, ids: list[int]) -> list[float]:
-    """By layer, what the last rows attend to on the first token."""
-    decoder = vlm.adapter.decoder
-    before = decoder.config._attn_implementation
-    decoder.set_attn_implementation("eager")
-    try:
-        maps = decoder(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
-    finally:
-        decoder.set_attn_implementation(before)
-    return [round(float(layer[0, :, -ROWS:, 0].mean()), 3) for layer in maps]
+    return torch.cat([first, rest]).float(), held
 
 
 def measured(vlm: VLM, recipe: str, texts: list[list[int]], prefix: int, full: list) -> dict:
     """One line of the table. ``full`` is filled under ``none`` and read by all others."""
     rows: list[dict[str, float]] = []
-    high: list[int] = []
     for number, ids in enumerate(texts):
-        logits, held, high = read(vlm, recipe, ids, prefix)
+        logits, held = read(vlm, recipe, ids, prefix)
         if recipe == "none":
-            full.append((Reference(logits), held))
-        reference, whole = full[number]
-        rows.append(reference.compared(logits, ids[prefix:]) | {"bytes": held / whole})
-    line = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    return {"recipe": recipe, **line, "important": high if recipe.startswith("zipvl") else []}
+            full.append((logits, held))
+        wanted, whole = full[number]
+        rows.append(compared(wanted, logits, ids[prefix:]) | {"bytes": held / whole})
+    return {key: fmean(row[key] for row in rows) for key in rows[0]}
 
 
 def main(argv: list[str]) -> int:
     parser = harness.parser(__doc__, out=None)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--documents", type=int, default=40)
     parser.add_argument("--prefix", type=int, default=1000)
     parser.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
@@ -156,21 +133,15 @@ def main(argv: list[str]) -> int:
     vlm, tokens = opened(args.folder)
     texts = documents(tokens, args.documents, args.prefix + args.follow)
     full: list = []
-    lines = []
-    for recipe in ("none", *(recipe for recipe in args.recipes if recipe != "none")):
-        lines.append(measured(vlm, recipe, texts, args.prefix, full))
-        line = "  ".join(f"{key} {lines[-1][key]:.3f}" for key in ("kl", "top1", "nll", "bytes"))
-        print(f"{recipe:<32} {line} {lines[-1]['important'] or ''}", flush=True)
-    sink = on_first(vlm, texts[0][: args.prefix])
-    print("attention to the first token, by layer:", sink)
+    found = {recipe: measured(vlm, recipe, texts, args.prefix, full) for recipe in RECIPES}
+    print(harness.shown(found, "kl", "top1", "nll", "bytes"))
     if args.out:
         report = harness.begin("decoder.py", argv, args) | {
             "threads": torch.get_num_threads(),
             "model": vlm.model.config.get_text_config().model_type,
             "weights": vlm.adapter.depth,
             "prompts": [hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in texts],
-            "first token": sink,
-            "lines": lines,
+            "lines": [{"recipe": recipe, **line} for recipe, line in found.items()],
         }
         harness.written(args.out, report)
     return 0

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gpu_limits as limits
+import harness
 import torch
 from gpu_rows import IMAGE, QUESTION, Bench, Report
-from harness import ROOT
 
 import vlmfast
 from vlmfast import VLM, Answer, RecipeError, Request
-from vlmfast.engine.stats import clock
 
-POCKET = ROOT / "runs" / "pocket" / "model"  # of `make pocket`
+POCKET = harness.ROOT / "runs" / "pocket" / "model"  # of `make pocket`
 # In addition to each method at its defaults.
 STACKS = (
     "none",
@@ -31,6 +29,7 @@ STACKS = (
     "kivi+draft-auto",
     "hired:0.5+pyramiddrop+zipvl",
 )
+SECOND_REQUEST = 0.5  # seconds, at most
 NEAR_TIE = 0.01  # difference of two logits that other orders of float32 sums explain
 DRY_RECIPES = ("none", "hired:0.2", "zipvl")
 
@@ -41,15 +40,14 @@ def smoke(bench: Bench) -> None:
     torch.backends.cudnn.allow_tf32 = False
     cpu, auto, eager = tiny(bench)
     for what, right in answers(bench, (cpu, auto, eager)).items():
-        report.exact(what, f"{sum(right)} of {len(right)}", "all", all(right))
+        report.row(what, f"{sum(right)} of {len(right)}", "all", all(right), bad="FAIL")
     second = {}
     for recipe in DRY_RECIPES if bench.dry else STACKS:
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        begin = clock(bench.device)
-        auto.ask(QUESTION, IMAGE, recipe=recipe, **fixed(8))
-        second[recipe] = clock(bench.device) - begin
+        ask = partial(auto.ask, QUESTION, IMAGE, recipe=recipe, **fixed(8))
+        ask()
+        second[recipe] = harness.seconds(bench.device, ask)
     for recipe in sorted(second, key=second.get, reverse=True)[:5]:
-        bench.most(f"a later request, {recipe}, s", second[recipe], limits.SECOND_REQUEST)
+        bench.within(f"a later request, {recipe}, s", second[recipe], most=SECOND_REQUEST)
     with report.guarded("requests that join and leave"):
         joined(report, auto, cpu)
     with report.guarded("session"), auto.session(images=IMAGE, recipe="lookm:0.5") as session:
@@ -158,7 +156,8 @@ def joined(report: Report, vlm: VLM, cpu: VLM) -> None:
     got = [handle.result(timeout=300).token_ids for handle in handles]
     wanted = [cpu.ask(r.question, r.images, recipe=r.recipe, **r.generation) for r in requests]
     same = sum(a == b.token_ids for a, b in zip(got, wanted, strict=True))
-    report.exact("requests that join and leave: answers that are the CPU's", same, "6", same == 6)
+    what = "requests that join and leave: answers that are the CPU's"
+    report.row(what, same, "6", same == 6, bad="FAIL")
 
 
 def asked(image: Any, recipe: str, length: int) -> Request:
@@ -185,4 +184,4 @@ def beside_a_thread(bench: Bench) -> None:
     finally:
         stop.set()
         other.join()
-    bench.report.exact("captures beside a thread that allocates", "no error", "no error", True)
+    bench.report.row("captures beside a thread that allocates", "no error", "no error", True)

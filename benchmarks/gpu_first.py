@@ -3,8 +3,8 @@
 Runs `STEPS` in their order, each in a process of its own with a time limit, and ends before
 ``--minutes`` are over. Each script writes its own result file row by row, so a step that is ended
 keeps what it has measured. ``benchmarks/results/gpu_first-DEVICE.json`` lists what ran, after every
-step; the same command goes on with steps that did not end well. The exit code is 1 if a step failed
-and 3 if steps are left.
+step; the same command goes on with the others and then with those that did not end well. The exit
+code is 3 if steps are left, and 1 if a step failed or did not finish all of its parts.
 
 Triton's compiler would take most of the first minutes. ``python -m vlmfast.kernels.compile`` fills
 ``TRITON_CACHE_DIR`` on any machine with the GPU machine's versions of Python and Triton; set the
@@ -14,7 +14,6 @@ variable to a copy of that folder. ``--dry`` runs the steps at small sizes on a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -26,9 +25,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import ROOT, UNFINISHED
-
-from vlmfast.eval.results import write_json
+from harness import ROOT
 
 SPARE = 5.0  # seconds less than which no step is started
 
@@ -51,16 +48,17 @@ class Step:
     dry: str = ""
 
 
-_SMALL = "--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
+_SMALL = ("--model tiny-shape --device cpu --no-hf --no-static --recipe none --new-tokens 3"
+          " --repeats 1 --fresh")  # fmt: skip
 STEPS = (
     Step("first token", 220, "benchmarks/ttft.py --minutes 3.4 --repeats 5",
          "benchmarks/ttft.py --dry --repeats 1 --fresh --out {folder}/ttft.json"),
     Step("batches", 110, "benchmarks/end_to_end.py --model llava-next-7b --batches 16,32 --no-hf"
          " --no-static --recipe none --recipe hired:0.2 --repeats 2 --minutes 1.7",
-         f"benchmarks/end_to_end.py {_SMALL} --fresh --out {{folder}}/batches.json"),
+         f"benchmarks/end_to_end.py {_SMALL} --batches 1,2 --out {{folder}}/batches.json"),
     Step("static cache", 80, "benchmarks/end_to_end.py --model llava-next-7b --batches 1"
          " --recipe none --repeats 2 --minutes 1.2",
-         f"benchmarks/end_to_end.py {_SMALL} --batches 1 --fresh --out {{folder}}/static.json"),
+         f"benchmarks/end_to_end.py {_SMALL} --batches 1 --out {{folder}}/static.json"),
     Step("speculation", 95, "benchmarks/speculation.py --shape llava-1.5-7b --rates 0.6,0.8"
          " --pairs 2 --no-hf --minutes 1.5",
          "benchmarks/speculation.py --shape tiny-shape --rates 0.6 --pairs 1 --no-hf --fresh"
@@ -78,11 +76,17 @@ STEPS = (
 
 
 def run(step: Step, seconds: float, dry: bool, folder: Path) -> dict[str, Any]:
-    """What a step printed last, and its exit code: 124 if it was ended."""
+    """What a step printed last.
+
+    Raises
+    ------
+    RuntimeError
+        For another exit code than 0. It is 124 if the step was ended.
+    """
     words = step.dry.format(folder=folder) if dry else step.words
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
     own = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    log, begin = folder / f"{step.name.replace(' ', '-')}.log", time.perf_counter()
+    log = folder / f"{step.name.replace(' ', '-')}.log"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             [sys.executable, *words.split()],
@@ -95,21 +99,18 @@ def run(step: Step, seconds: float, dry: bool, folder: Path) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)  # its own processes too
             process.wait()
             code = 124
-    took = time.perf_counter() - begin
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
-    print(f"{step.name}: exit code {code} after {took:.0f} s", flush=True)
-    if code not in (0, UNFINISHED):
+    if code:
         print("\n".join(f"    {line}" for line in last), flush=True)
-    command = f"python {words}"
-    return {"command": command, "code": code, "seconds": took, "last": last}
+        raise RuntimeError(f"python {words}: exit code {code}, see {log.name}")
+    return {"command": f"python {words}", "last": last}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = harness.parser(__doc__, out=None)
+    parser = harness.parser(__doc__, fresh=False, out=None)
     add, names = parser.add_argument, [step.name for step in STEPS]
     add("--minutes", type=float, default=12.0, help="time limit of all steps (%(default)s)")
     add("--only", action="append", choices=names, help="run this step; may be repeated")
-    add("--again", action="store_true", help="also run steps that ended well before")
     add("--dry", action="store_true", help="use small sizes on a CPU to check the steps")
     args = parser.parse_args(argv)
     args.device = "cpu" if args.dry else "cuda"
@@ -123,29 +124,19 @@ def main(argv: list[str]) -> int:
         return 2
     about = harness.begin("gpu_first.py", argv, args)
     out = harness.path_of(args, "gpu_first", about["device"])
-    before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    same = before.get("device") == about["device"] and before.get("dry") == args.dry
-    done = before["steps"] if same else {}
-    wanted = [step for step in STEPS if step.name in (args.only or [s.name for s in STEPS])]
-    wanted = [step for step in wanted if step.dry or not args.dry]
-    steps = [s for s in wanted if args.again or done.get(s.name, {}).get("code") != 0]
+    parts = harness.Parts(out, about, {"dry": args.dry}, args.fresh)
     folder = (args.out.parent if args.out else ROOT / "runs") / "gpu_first"
     folder.mkdir(parents=True, exist_ok=True)
-    left = []
-    for step in steps:
-        rest = 60 * args.minutes - (time.perf_counter() - start)
-        if rest < SPARE:
-            left.append(step.name)
-            continue
-        done[step.name] = run(step, min(step.seconds, rest), args.dry, folder)
-        done[step.name]["date"] = about["date"]
-        write_json(out, {**about, "dry": args.dry, "steps": done})
-    failed = [s.name for s in wanted if done.get(s.name, {}).get("code") not in (0, UNFINISHED)]
-    failed = [name for name in failed if name not in left]
-    left += [s.name for s in wanted if done.get(s.name, {}).get("code") == UNFINISHED]
-    print(f"failed: {', '.join(failed) or 'none'}; left: {', '.join(left) or 'none'}")
-    print(f"written: {out}", file=sys.stderr)
-    return 1 if failed else UNFINISHED if left else 0
+    steps = {step.name: step for step in STEPS if step.dry or not args.dry}
+    end = start + 60 * args.minutes
+
+    def measure(name: str) -> dict[str, Any]:
+        step = steps[name]
+        return run(step, min(step.seconds, end - time.perf_counter()), args.dry, folder)
+
+    wanted = [name for name in steps if name in (args.only or steps)]
+    left = parts.measure(parts.missing(wanted), measure, end - SPARE, margin=0)
+    return parts.ended(left, sum("failed" in row for row in parts.rows.values()))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import statistics
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,9 +14,7 @@ import harness
 import torch
 
 from vlmfast import VLM
-from vlmfast.check.kernels import measure_copy
 from vlmfast.engine.graphs import Graphs, State, cuda_graph
-from vlmfast.engine.stats import clock
 from vlmfast.eval.results import write_json
 
 QUESTION = "What is in the bottom left?"
@@ -40,13 +37,24 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     part: str = ""
 
-    def row(self, what: str, value: Any, aim: str = "", ok: bool | None = None) -> None:
-        """Add a row; ``ok`` is whether the threshold was met, ``None`` without a threshold."""
-        self.add(what, value, aim, "" if ok is None else "PASS" if ok else "MISS")
+    def row(
+        self, what: str, value: Any, aim: str = "", ok: bool | None = None, bad: str = "MISS"
+    ) -> None:
+        """Add a row, print it and write the file.
 
-    def exact(self, what: str, value: Any, aim: str, ok: bool) -> None:
-        """The same for results that must be correct: ``FAIL`` instead of ``MISS``."""
-        self.add(what, value, aim, "PASS" if ok else "FAIL")
+        Parameters
+        ----------
+        ok : bool, optional
+            Whether the threshold ``aim`` was met, where there is one.
+        bad : {"MISS", "FAIL"}
+            The verdict if not: too slow, or wrong.
+        """
+        verdict = "" if ok is None else "PASS" if ok else bad
+        row = {"part": self.part, "what": what, "value": value, "aim": aim, "verdict": verdict}
+        self.rows.append(row)
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        print(f"{verdict:5} {what:64} {shown:>24}  {aim}", flush=True)
+        write_json(self.path, {**self.about, "rows": self.rows})
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -56,17 +64,9 @@ class Report:
         except Exception as error:
             text = harness.line(error)
             traceback.print_exc(limit=4)
-            self.add(what, text, "", "FAIL")
+            self.row(what, text, ok=False, bad="FAIL")
             if "CUDA error" in text or "illegal memory access" in text:
                 raise SystemExit(1) from error
-
-    def add(self, what: str, value: Any, aim: str, verdict: str) -> None:
-        """Add a row, print it and write the file."""
-        row = {"part": self.part, "what": what, "value": value, "aim": aim, "verdict": verdict}
-        self.rows.append(row)
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        print(f"{verdict:5} {what:64} {shown:>24}  {aim}", flush=True)
-        write_json(self.path, {**self.about, "rows": self.rows})
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,16 @@ class Bench:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.dry else torch.bfloat16
 
-    def most(self, what: str, value: float, limit: float | None = None) -> None:
-        """A measurement of at most ``limit``."""
-        self._judged(what, value, "<=", limit, limit is not None and value <= limit)
-
-    def least(self, what: str, value: float, limit: float | None = None) -> None:
-        """A measurement of at least ``limit``."""
-        self._judged(what, value, ">=", limit, limit is not None and value >= limit)
-
-    def _judged(self, what: str, value: float, sign: str, limit: float | None, ok: bool) -> None:
-        if self.dry or limit is None:
+    def within(
+        self, what: str, value: float, *, most: float | None = None, least: float | None = None
+    ) -> None:
+        """A row with one of two thresholds, which a dry run does not judge."""
+        if self.dry or most is least is None:
             self.report.row(what, value)
+        elif most is not None:
+            self.report.row(what, value, f"<= {most:g}", value <= most)
         else:
-            self.report.row(what, value, f"{sign} {limit:g}", ok)
+            self.report.row(what, value, f">= {least:g}", value >= least)
 
     def vlm(self, model: Any, processor: Any, **given: Any) -> VLM:
         """A model without prefix cache; in a dry run its steps are captured by `repeated`."""
@@ -113,20 +110,6 @@ class Bench:
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
-
-    def bandwidth(self) -> float:
-        """Bytes per second of a large copy, reads plus writes; made up in a dry run."""
-        return 1e10 if self.dry else measure_copy(self.device)
-
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Median time of a call including the device's work."""
-
-        def once() -> float:
-            begin = clock(self.device)
-            call()
-            return clock(self.device) - begin
-
-        return statistics.median(harness.interleaved({"": once}, count, warmup=3)[""])
 
 
 def repeated(step: Callable[[], None], state: Callable[[], State]) -> Callable[[], None]:

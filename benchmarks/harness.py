@@ -16,8 +16,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ import torch
 from vlmfast.core.display import markdown_table
 from vlmfast.core.help import count
 from vlmfast.core.progress import Progress
+from vlmfast.engine.stats import clock
 from vlmfast.eval.bench import provenance, spread, turns
 from vlmfast.eval.results import write_json
 
@@ -56,7 +58,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minutes": {"type": float, "help": "start no part that may exceed this limit (%(default)s)"},
     "again": {"action": "store_true", "help": "measure these parts again, keep the others"},
     "fresh": {"action": "store_true", "help": "discard the contents of the result file"},
-    "quick": {"action": "store_true", "help": "checks the script, measures nothing"},
     "out": {"type": Path, "help": "result file (benchmarks/results/...json)"},
 }
 
@@ -98,6 +99,13 @@ def interleaved(
     return found
 
 
+def seconds(device: torch.device, call: Callable[[], Any]) -> float:
+    """Wall time of a call, with the work that it leaves to the device."""
+    begin = clock(device)
+    call()
+    return clock(device) - begin
+
+
 def ratio(pairs: Sequence[Sequence[float]], draws: int = 4000) -> dict[str, float] | None:
     """Sum of the first values over the sum of the second values, with its 95 % interval.
 
@@ -111,26 +119,6 @@ def ratio(pairs: Sequence[Sequence[float]], draws: int = 4000) -> dict[str, floa
     low, high = np.quantile(first / second, [0.025, 0.975])
     value = times[:, 0].sum() / times[:, 1].sum()
     return {"value": float(value), "low": float(low), "high": float(high)}
-
-
-def gap_ratio(
-    times: Sequence[float], begin: float, end: float, opened: float | None = None
-) -> float:
-    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
-
-    Parameters
-    ----------
-    times : sequence of float
-        Of the tokens of a stream.
-    begin, end : float
-        When another request was sent, and when its first token came.
-    opened : float, optional
-        When it was opened: gaps from then to ``begin`` do not count.
-    """
-    opened = begin if opened is None else opened
-    within = [b - a for a, b in pairwise(times) if b > begin and a < end]
-    others = [b - a for a, b in pairwise(times) if b <= opened or a >= end]
-    return max(within) / statistics.median(others)
 
 
 # --- Hugging Face ---------------------------------------------------------------------------------
@@ -156,12 +144,67 @@ def padded(vlm: Any, question: str, images: Sequence[Any]) -> dict[str, torch.Te
     }
 
 
+# --- processes ------------------------------------------------------------------------------------
+
+
+class ChildFailed(Exception):
+    """A process did not answer."""
+
+
+class Child:
+    """Another process with a fresh Python.
+
+    Parameters
+    ----------
+    target : callable
+        ``target(pipe, *args)`` sends anything when it is ready, and then an answer to each message,
+        until one is ``None``.
+    seconds : float, optional
+        In which it must be ready.
+
+    Raises
+    ------
+    ChildFailed
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *args: Any, seconds: float | None = None
+    ) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *args))
+        self._process.start()
+        theirs.close()
+        try:
+            self._answer(seconds)
+        except ChildFailed:
+            self.close()
+            raise
+
+    def ask(self, message: Any, seconds: float | None = None) -> Any:
+        """The answer to a message, which must come in time."""
+        self._pipe.send(message)
+        return self._answer(seconds)
+
+    def _answer(self, seconds: float | None) -> Any:
+        try:
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise ChildFailed(f"its process exited with {code}") from None
+        raise ChildFailed(f"no answer after {seconds:.0f} s")
+
+    def close(self) -> None:
+        with suppress(OSError):  # it has ended
+            self._pipe.send(None)
+        self._process.join(5)
+        self._process.kill()
+        self._process.join()
+
+
 # --- text ----------------------------------------------------------------------------------------
-
-
-def interval(found: dict[str, float] | None) -> str:
-    """A `ratio`, as text."""
-    return "-" if found is None else "{value:.2f}x [{low:.2f}, {high:.2f}]".format(**found)
 
 
 def quartiles(of: dict[str, float]) -> str:
@@ -176,13 +219,25 @@ def line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
-def conditions(report: dict[str, Any]) -> str:
-    """Device, threads, versions and date of a result."""
-    versions = report["environment"]["packages"]
-    return (
-        f"{report['device']}, threads: {report['threads']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, {report['date']}"
-    )
+def shown(rows: Mapping[str, dict[str, Any]], *columns: str) -> str:
+    """A table of some values of each row; ``a.b`` is the value ``b`` of the value ``a``.
+
+    Times are in seconds and sizes in bytes. A row that failed has the reason instead.
+    """
+    lines = []
+    for name, row in rows.items():
+        cells = [row["failed"].replace("|", "/")] if "failed" in row else []
+        cells = cells or [_cell(row, column) for column in columns]
+        lines.append([name.replace(" | ", ", "), *cells])
+    return markdown_table(["", *columns], lines)
+
+
+def _cell(value: Any, column: str) -> str:
+    for key in column.split("."):
+        value = value.get(key) if value else None
+    if isinstance(value, dict):  # a `spread` or a `ratio`
+        return "{:.4g} [{:.4g}, {:.4g}]".format(*value.values())
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 # --- rows with bounds ----------------------------------------------------------------------------
@@ -230,14 +285,8 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = []
-    for row in rows:
-        measured = ""
-        if not row.wrong:
-            measured = "{median:.3f} [{q1:.3f}, {q3:.3f}]".format(**spread(row.ratios))
-        bound = "" if row.bound is None else f"{'≥' if row.least else '≤'} {row.bound:g}"
-        lines.append([f"`{row.name}`", row.what, measured, bound, row.verdict])
-    return markdown_table(["", "what", "measured", "bound", ""], lines)
+    reports = {f"{row.name}: {row.what}": row.report() for row in rows}
+    return shown(reports, "median", "q1", "q3", "bound", "verdict")
 
 
 # --- result files --------------------------------------------------------------------------------
@@ -284,9 +333,10 @@ class Parts:
         self.report: dict[str, Any] = {"settings": settings, "parts": {}}
         if path.is_file() and not fresh:
             self.report = json.loads(path.read_text(encoding="utf-8"))
-            if self.report["settings"] != settings:
+            before = self.report.get("settings")
+            if before != settings:
                 raise SystemExit(
-                    f"{path} was measured with {self.report['settings']}, not with {settings}; "
+                    f"{path} was measured with {before}, not with {settings}; "
                     "use --fresh or another --out"
                 )
         self.rows: dict[str, dict[str, Any]] = self.report["parts"]
@@ -297,12 +347,21 @@ class Parts:
         failed = [k for k in wanted if self.rows.get(k, {}).get("failed", FULL) != FULL]
         return [key for key in wanted if key not in self.rows] + failed
 
-    def measure(self, keys: Sequence[str], run: Callable[[str], dict[str, Any]], end: float) -> int:
-        """Measure parts, none that may exceed the time ``end``; returns how many are left."""
+    def measure(
+        self,
+        keys: Sequence[str],
+        run: Callable[[str], dict[str, Any]],
+        end: float,
+        margin: float = 1.5,
+    ) -> int:
+        """Measure parts until the time ``end``; returns how many are left.
+
+        None is started that would exceed it if it took ``margin`` times as long as the longest.
+        """
         longest = 0.0
         for number, key in enumerate(keys):
             start = time.perf_counter()
-            if start + 1.5 * longest > end:
+            if start + margin * longest > end:
                 return len(keys) - number
             try:
                 row = run(key)

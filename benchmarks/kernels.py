@@ -31,12 +31,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
-from multiprocessing import get_context
 from typing import Any
 
-import gpu_limits
 import harness
 import torch
 from torch import Tensor
@@ -53,28 +52,23 @@ START_S = 120.0  # seconds in which a process must start
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 CASES = [case for case in catalogue.CASES if case.timed]
+STORED = "works on other storage, not compared"
 ATTENTION = ("decode_mixed", "decode_slots", "tree_verify")  # only their first result is compared
 
 
 # --- what PyTorch has for the same work ----------------------------------------------------------
 
 
-@dataclass
-class Other:
-    """A PyTorch function that does the same work.
-
-    ``same``: compare its result with the reference; otherwise it uses another storage format of
-    the same values.
-    """
-
-    run: Callable[[], Any]
-    same: bool = True
+def other_of(call: Call) -> tuple[str, Callable[[], Any] | None]:
+    """A PyTorch function that does the work of a call: its name, and what runs it."""
+    name, make = OTHERS.get(call.function.__name__, ("", None))
+    return name, None if make is None else make(*call.args)
 
 
-def others(call: Call) -> dict[str, Other]:
-    """By name, what does the work of a call."""
-    make = OTHERS.get(call.function.__name__)
-    return {} if make is None else make(*call.args)
+def is_coded(call: Call) -> bool:
+    """Whether the kernel reads codes, in whose place the other function reads their values."""
+    lists = [given for given in call.args if isinstance(given, list | tuple)]
+    return any(isinstance(part, Segment) for given in lists for part in given)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, **how: Any) -> Tensor:
@@ -96,14 +90,13 @@ def _whole(segments: Sequence[Segment], *parts: tuple[Tensor, Tensor]) -> list[T
 
 def _decode(
     query: Tensor, segments: Sequence[Segment], keys: Tensor, values: Tensor, *_: Any
-) -> dict[str, Other]:
-    whole = _whole(segments, (keys, values))
-    return {"SDPA in bf16": Other(lambda: fused_attention(query, *whole), same=not segments)}
+) -> Callable[[], Any]:
+    return partial(fused_attention, query, *_whole(segments, (keys, values)))
 
 
 def _tree(
     query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *more: Any
-) -> dict[str, Other]:
+) -> Callable[[], Any]:
     own_keys, own_values, ancestors, _, segments, _ = more
     keys, values = _whole(segments, (keys, values), (own_keys, own_values))
     nodes, groups = query.shape[2], query.shape[1] // keys.shape[1]
@@ -111,89 +104,59 @@ def _tree(
     # The query heads of a KV head as rows, so that no key is repeated.
     rows = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
     mask = torch.cat([seen.new_ones(nodes, keys.shape[2] - nodes), seen], 1).repeat(groups, 1)
-    sdpa = Other(
-        lambda: fused_attention(rows, keys, values, mask).view(query.shape), same=not segments
-    )
-    return {"SDPA with a mask in bf16": sdpa}
+    return lambda: fused_attention(rows, keys, values, mask).view(query.shape)
 
 
 def _slots(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, counts: Tensor, *more: Any
-) -> dict[str, Other]:
+) -> Callable[[], Any]:
     start, _, newest = more[:3]
     new = start[..., None] + torch.arange(newest, device=query.device)
     index = torch.cat([slots, new], 2)[..., None].expand(-1, -1, -1, keys.shape[3])
-
-    def gathered() -> Tensor:
-        return fused_attention(query, keys.gather(2, index), values.gather(2, index))
-
-    return {"gather, SDPA in bf16": Other(gathered)}
+    return lambda: fused_attention(query, keys.gather(2, index), values.gather(2, index))
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> dict[str, Other]:
-    if bias is None:
-        return {"SDPA": Other(lambda: fused_attention(query, key, value, is_causal=True))}
-    n = key.shape[2]
-    later = torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1)
-    added = bias.to(query.dtype).expand(n, n).masked_fill(later, -torch.inf)[None, None]
-    # In half precision the mask rounds the bias, so the result is not comparable.
-    found = {
-        "SDPA with a map": Other(lambda: fused_attention(query, key, value, added), same=False)
-    }
-    if query.is_cuda and n >= 2048:
-        found["FlexAttention"] = Other(_flex(query, key, value, bias))
-    return found
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Callable[[], Any] | None:
+    if bias is not None:  # PyTorch would store a map, whose dtype rounds the bias
+        return None
+    return partial(fused_attention, query, key, value, is_causal=True)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Callable[[], Any]:
-    """FlexAttention; compiled at the first call."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    n, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    compiled = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, n, n, device=query.device)
-
-    def scored(score: Tensor, b: Any, h: Any, q: Any, k: Any) -> Tensor:
-        return score + bias[k]
-
-    return lambda: compiled(
-        query, key, value, score_mod=scored, block_mask=mask, enable_gqa=grouped
-    )
+def _top_k(scores: Tensor, k: int, first: None) -> Callable[[], Any]:
+    return lambda: scores.topk(k).indices.sort(-1).values
 
 
-def _top_k(scores: Tensor, k: int, first: None) -> dict[str, Other]:
-    return {"topk, sort": Other(lambda: scores.topk(k).indices.sort(-1).values)}
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> dict[str, Other]:
+def _norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Callable[[], Any]:
     def unfused() -> tuple[Tensor, Tensor]:
         total = x + residual
         return functional.rms_norm(total, weight.shape, weight, eps), total
 
-    return {"add, rms_norm": Other(unfused)}
+    return unfused
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Any) -> dict[str, Other]:
-    return {"modules": Other(lambda: [functional.linear(x, weight) for weight in weights])}
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Any) -> Callable[[], Any]:
+    return lambda: [functional.linear(x, weight) for weight in weights]
 
 
-def _gated(x: Tensor, weights: Sequence[Tensor], biases: Any) -> dict[str, Other]:
+def _gated(x: Tensor, weights: Sequence[Tensor], biases: Any) -> Callable[[], Any]:
     def gated() -> Tensor:
         gate, up = (functional.linear(x, weight) for weight in weights)
         return functional.silu(gate) * up
 
-    return {"modules": Other(gated)}
+    return gated
 
 
-OTHERS: dict[str, Callable[..., dict[str, Other]]] = {
-    "biased_attention": _attention,
-    "decode_mixed": _decode,
-    "decode_slots": _slots,
-    "gated_linear": _gated,
-    "linears": _products,
-    "residual_norm": _norm,
-    "top_k": _top_k,
-    "tree_verify": _tree,
+OTHERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "biased_attention": ("SDPA", _attention),
+    "decode_mixed": ("SDPA in bf16", _decode),
+    "decode_slots": ("gather, SDPA in bf16", _slots),
+    "gated_linear": ("modules", _gated),
+    "linears": ("modules", _products),
+    "residual_norm": ("add, rms_norm", _norm),
+    "top_k": ("topk, sort", _top_k),
+    "tree_verify": ("SDPA with a mask in bf16", _tree),
 }
 
 
@@ -237,17 +200,17 @@ def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
     return (off.norm() / size.norm().clamp(min=1e-300)).item(), far
 
 
-def checked(call: Call, beside: dict[str, Other]) -> dict[str, Any]:
-    """Compare the kernel, and the other functions with ``same``, with the reference."""
+def checked(call: Call) -> dict[str, Any]:
+    """Compare the kernel with the reference, and so PyTorch's function for values of its format."""
     wanted = compared_part(call, call.reference())
     found = compared(compared_part(call, call.result()), wanted, call.allow)
+    name, other = other_of(call)
     found["others"] = {}
-    for name, other in beside.items():
-        if not other.same:
-            found["others"][name] = "works on other storage, not compared"
-            continue
+    if other is not None and is_coded(call):
+        found["others"][name] = STORED
+    elif other is not None:
         try:
-            match = compared(other.run(), wanted, call.allow)
+            match = compared(other(), wanted, call.allow)
         except Exception as error:  # not supported by this device or version
             found["others"][name] = harness.line(error, 160)
         else:
@@ -310,8 +273,8 @@ def machine(n: int = 8192) -> dict[str, float]:
 def measured(case: Case, shape: str, rates: dict[str, float]) -> dict[str, Any]:
     """One row: the comparison, and times if it passed."""
     call = case.call(replace(SHAPES[shape], device=torch.device(harness.DEVICE)))
-    beside, moved = others(call), call.moved()
-    row = {"file": case.kernel, "bytes": moved, "flop": call.flop, "check": checked(call, beside)}
+    moved = call.moved()
+    row = {"file": case.kernel, "bytes": moved, "flop": call.flop, "check": checked(call)}
     if not row["check"]["passed"]:
         return row
     row |= timed(call.run)
@@ -319,11 +282,10 @@ def measured(case: Case, shape: str, rates: dict[str, float]) -> dict[str, Any]:
     row["rate"] = call.flop / row["time"]
     row["floor"] = max(moved / rates["copy"], call.flop / rates["matrix"])
     row["machine"] = rates
-    row["others"] = {}
-    for name, other in beside.items():
-        # Do not time functions with a different result.
-        if row["check"]["others"][name] in ("same", "works on other storage, not compared"):
-            row["others"][name] = timed(other.run)
+    name, other = other_of(call)
+    # Functions with a different result are not timed.
+    fair = row["check"]["others"].get(name) in ("same", STORED)
+    row["others"] = {name: timed(other)} if other is not None and fair else {}
     with references():
         row["reference"] = timed(call.run)
     return row
@@ -346,11 +308,12 @@ def row_of(pair: Pair, rates: dict[str, float]) -> dict[str, Any]:
     return row | {"took": time.perf_counter() - begin}
 
 
-def child(pairs: Any) -> None:
+def child(pipe: Any) -> None:
     """Answer each pair that comes with its row."""
     rates = machine()
-    for pair in iter(pairs.recv, None):
-        pairs.send(row_of(pair, rates))
+    pipe.send("ready")
+    for pair in iter(pipe.recv, None):
+        pipe.send(row_of(pair, rates))
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -362,36 +325,21 @@ def spawned(
 
     ``seconds``: time limit of a row.
     """
-    context, process = get_context("spawn"), None
+    process = None
     try:
         for pair in pairs:
-            begins = 0.0
-            if process is None:
-                begins = START_S
-                own, theirs = context.Pipe()
-                process = context.Process(target=target, args=(theirs,))
-                process.start()
-                theirs.close()
-            own.send(pair)
             try:
-                row = {"error": f"no row after {seconds:.0f} s"}
-                if own.poll(seconds + begins):
-                    row = own.recv()
-            except EOFError:
-                process.join()
-                row = {"error": f"its process exited with {process.exitcode}"}
-            if "error" in row:
-                process.kill()
+                process = process or harness.Child(target, seconds=START_S)
+                row = process.ask(pair, seconds)
+            except harness.ChildFailed as error:
+                row = {"error": str(error)}
+            if "error" in row and process is not None:
+                process.close()
                 process = None
             yield pair, row
     finally:
         if process is not None:
-            process.kill()
-
-
-def micro(seconds: float) -> str:
-    us = 1e6 * seconds
-    return f"{us:,.1f} us" if us < 1000 else f"{us / 1000:,.2f} ms"
+            process.close()
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -403,8 +351,8 @@ def verdict(row: dict[str, Any]) -> str:
     now = row["time"]
     others = [f"{name} {of['time'] / now:.2f}x" for name, of in row["others"].items()]
     reference = f"reference {row['reference']['time'] / now:.2f}x"
-    floor = f"{row['floor'] / now:.0%} of the floor"
-    return f"ok      {', '.join([micro(now), floor, reference, *others])}"
+    shown = f"{1e6 * now:,.1f} us, {row['floor'] / now:.0%} of the floor"
+    return f"ok      {', '.join([shown, reference, *others])}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -455,14 +403,8 @@ def main(argv: list[str]) -> int:
             break
     rows.close()
     late = len(todo) - len(fresh)
-    for limit in gpu_limits.LIMITS:
-        if limit.row in fresh:
-            print(limit.row, *gpu_limits.verdict(limit, report["rows"]))
-    for rates in [row["machine"] for row in fresh.values() if "machine" in row][:1]:
-        print(
-            f"\n{about['device']}: copy {rates['copy'] / 1e12:.2f} TB/s, bf16 product "
-            f"{rates['matrix'] / 1e12:.0f} TFLOP/s, an empty graph {micro(rates['least'])}"
-        )
+    rates = next((row["machine"] for row in fresh.values() if "machine" in row), None)
+    print(f"\n{about['device']}: {rates}")
     bad = [key for key, row in fresh.items() if "error" in row or not row["check"]["passed"]]
     print(f"{len(fresh) - len(bad)} of {len(fresh)} agree", *bad, sep="\n  ")
     if late:

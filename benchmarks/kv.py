@@ -13,8 +13,6 @@ treats almost all tokens as important, and its cache is near its maximum size.
 ============  ==================================================================================
 ``held``      bytes of keys and values when decoding starts, with the parameters of quantized
               slots, without free slots
-``taken``     bytes of all tensors of the cache: buffers with their free slots, and the state of
-              methods that act during decoding
 ``step``      time of one decode step of the batch; variants are interleaved, so that thermal
               throttling or other load affects all of them
 ``same``      fraction of tokens that equal those of Hugging Face's `DynamicCache`
@@ -40,7 +38,6 @@ from shapes import after_tower
 from torch import Tensor
 
 from vlmfast import VLM
-from vlmfast.core.display import markdown_table
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
@@ -60,6 +57,8 @@ QUANTIZED = {
     "hf QuantizedCache fp8": {"backend": "fp8"},
 }
 BEFORE, AFTER = 20, 40  # text tokens before and after the image
+TOKENS, BATCHES = 2900, [1, 8, 16, 32]  # of a prompt, and requests
+LONG, LONG_LAYERS = 32_768, 2  # tokens of one prompt, and layers of its model
 WARM = 2  # warm-up steps of each turn
 
 
@@ -77,7 +76,7 @@ class Variant:
     first : Tensor, (1, 1)
         The token after the prompt.
     start : callable
-        ``requests -> (step, held, taken)``, the latter two in bytes.
+        ``requests -> (step, held)``, the latter in bytes.
     prefill : float
         Seconds.
     own : bool
@@ -85,7 +84,7 @@ class Variant:
     """
 
     first: Tensor
-    start: Callable[[int], tuple[Step, int, int]]
+    start: Callable[[int], tuple[Step, int]]
     prefill: float
     own: bool = True
 
@@ -112,14 +111,12 @@ def noise(vlm: VLM, tokens: int) -> Prompt:
     return prompt(vlm, embeds, BEFORE, tokens - AFTER)
 
 
-def prefilled(
-    vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256, **more: Any
-) -> tuple[Sequence, Tensor]:
+def prefilled(vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256) -> tuple[Sequence, Tensor]:
     """A request after the prefill of a prompt, and its logits (1, V)."""
     sequence = reading(vlm.adapter, Inputs(text_ids(vlm)), recipe, clock(vlm.adapter.device))
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
-        logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room, **more)
+        logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room)
     return sequence, logits
 
 
@@ -127,30 +124,24 @@ def vlmfast(vlm: VLM, recipe: str, tokens: int) -> Variant:
     """One prefill under a recipe."""
     sequence, logits = prefilled(vlm, Recipe.parse(recipe), noise(vlm, tokens))
 
-    def start(requests: int) -> tuple[Step, int, int]:
+    def start(requests: int) -> tuple[Step, int]:
         batch = Batch(requests)
         for _ in range(requests):
-            batch.join(_clone(sequence.group))
-        caches = [group.cache for group in batch.groups]
-        layers = [layer for cache in caches for layer in cache.layers]
-        names = ("keys", "values", "order", "rank", "attention_mass", "bias")
-        taken = [getattr(layer, name) for layer in layers for name in names]
-        taken += [vars(segment) for layer in layers for segment in layer.segments]
-        return batch.next, sum(cache.held_bytes() for cache in caches), _size(taken)
+            batch.join(cloned(sequence.group))
+        return batch.next, sum(group.cache.held_bytes() for group in batch.groups)
 
     return Variant(logits.argmax(-1)[:, None], start, sequence.stats.time_prefill_s)
 
 
-def _clone(decoder: RowGroup) -> RowGroup:
-    (row,) = decoder.rows
-    row = copy.copy(row)
+def cloned(group: RowGroup) -> RowGroup:
+    """A copy of a group of one row."""
+    row = copy.copy(group.rows[0])
     row.notes, row.prompt_slots = copy.deepcopy(row.notes), row.prompt_slots.clone()
-    position = decoder.position.clone()
-    return RowGroup(decoder.adapter, decoder.cache.clone(), position, [row])
+    return RowGroup(group.adapter, group.cache.clone(), group.position.clone(), [row])
 
 
-def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
-    """Hugging Face's caches after one prefill; for those that fail, the reason."""
+def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant]:
+    """Hugging Face's caches after one prefill, those that run here."""
     from transformers import DynamicCache, QuantizedCache
 
     begin, read = clock(vlm.adapter.device), DynamicCache()
@@ -159,23 +150,20 @@ def huggingface(vlm: VLM, tokens: int) -> dict[str, Variant | str]:
     first = vlm.adapter.logits(hidden.last_hidden_state[:, -1]).argmax(-1)[:, None]
     prefill = clock(vlm.adapter.device) - begin
     config = vlm.model.config.text_config
-    makers = {
-        name: partial(QuantizedCache, config=config, **options)
-        for name, options in QUANTIZED.items()
-    }
-    found: dict[str, Variant | str] = {}
-    for name, make in {HF: DynamicCache, **makers}.items():
+    quantized = {n: partial(QuantizedCache, config=config, **of) for n, of in QUANTIZED.items()}
+    found: dict[str, Variant] = {}
+    for name, make in {HF: DynamicCache, **quantized}.items():
         variant = Variant(first, partial(_refill, vlm, read, make), prefill, own=False)
         try:
             variant.start(1)[0](first)
         except Exception as error:  # a library is missing, or does not support this device
-            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            print(f"not run: {name}: {harness.line(error)}", file=sys.stderr)
         else:
             found[name] = variant
     return found
 
 
-def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int, int]:
+def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tuple[Step, int]:
     cache, seen = make(), read.get_seq_length()
     for index, layer in enumerate(read.layers):
         keys, values = (part.repeat(requests, 1, 1, 1) for part in (layer.keys, layer.values))
@@ -194,7 +182,7 @@ def _refill(vlm: VLM, read: Any, make: Callable[[], Any], requests: int) -> tupl
         ).last_hidden_state
         return vlm.adapter.logits(hidden[:, -1])
 
-    return step, size, size
+    return step, size
 
 
 def _size(value: Any) -> int:
@@ -215,35 +203,33 @@ def turn(vlm: VLM, variant: Variant, requests: int, count: int) -> dict[str, Any
     """Decode ``count`` tokens for every request from fresh copies of the cache."""
     device = vlm.adapter.device
     with switched(vlm.model) if variant.own else contextlib.nullcontext():
-        step, held, taken = variant.start(requests)
+        step, held = variant.start(requests)
         ids, steps, tokens = variant.first.repeat(requests, 1), [], []
         for _ in range(WARM + count):
             begin = clock(device)
             ids = step(ids).argmax(-1)[:, None]
             steps.append(clock(device) - begin)
             tokens += ids[:, 0].tolist()
-    return {"held": held, "taken": taken, "steps": steps[WARM:], "tokens": tokens}
+    return {"held": held, "steps": steps[WARM:], "tokens": tokens}
 
 
 @torch.no_grad()
 def bench(
     vlm: VLM, tokens: int, batches: list[int], args: argparse.Namespace
-) -> tuple[dict[int, dict[str, dict[str, Any]]], dict[str, str]]:
-    """Rows of all variants for one prompt length, by batch size; and the variants that fail."""
+) -> dict[int, dict[str, dict[str, Any]]]:
+    """Rows of all variants for one prompt length, by batch size."""
     variants = huggingface(vlm, tokens)
     for recipe in args.recipes:
         variants[recipe] = vlmfast(vlm, recipe, tokens)
         print(f"{tokens} tokens: {recipe} prefilled", file=sys.stderr)
-    missing = {name: reason for name, reason in variants.items() if isinstance(reason, str)}
-    running = {name: v for name, v in variants.items() if isinstance(v, Variant)}
     found = {}
     for requests in batches:
-        turns = {n: partial(turn, vlm, v, requests, args.new_tokens) for n, v in running.items()}
+        turns = {n: partial(turn, vlm, v, requests, args.new_tokens) for n, v in variants.items()}
         samples = harness.interleaved(turns, args.repeats)
         full = requests * tokens * vlm.adapter.bytes_per_token()
-        found[requests] = numbers(samples, {n: v.prefill for n, v in running.items()}, full)
+        found[requests] = numbers(samples, {n: v.prefill for n, v in variants.items()}, full)
         print(f"{tokens} tokens: batch of {requests} done", file=sys.stderr)
-    return found, missing
+    return found
 
 
 def numbers(
@@ -259,26 +245,12 @@ def numbers(
         found[name] = {
             "held": last["held"],
             "share": last["held"] / full,
-            "taken": last["taken"],
             "prefill": prefill[name],
             "step": step,
             "same": same / len(reference),
         }
         found[name]["ratio"] = found[HF]["step"]["median"] / step["median"]
     return found
-
-
-def markdown(title: str, rows: dict[str, dict[str, Any]]) -> str:
-    """One table per batch: medians with quartiles, and the ratio to Hugging Face's own cache."""
-    lines = []
-    for name, row in rows.items():
-        cells = [name if name.startswith("hf") else f"`{name}`"]
-        cells += [f"{1e-6 * row['held']:,.1f} MB", f"{row['share']:.1%}"]
-        cells += [f"{1e-6 * row['taken']:,.1f} MB", harness.quartiles(row["step"])]
-        cells[-1] += "" if name == HF else f" ({row['ratio']:.2f}x)"
-        lines.append([*cells, f"{row['same']:.0%}", f"{row['prefill']:,.2f} s"])
-    head = [title, "held", "of the full cache", "taken", "step", "same", "prefill of one"]
-    return markdown_table(head, lines)
 
 
 def load(args: argparse.Namespace, layers: int) -> VLM:
@@ -289,18 +261,9 @@ def load(args: argparse.Namespace, layers: int) -> VLM:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, recipe=None, layers=24, new_tokens=8, repeats=3, dtype="bfloat16",
-        device=harness.DEVICE, threads=0, quick=False, out=None,
+        device=harness.DEVICE, threads=0, out=None,
     )  # fmt: skip
-    add = parser.add_argument
-    add("--tokens", type=int, default=2900, help="prompt length (default: %(default)s)")
-    add("--requests", default="1,8,16,32", help="batch sizes (default: %(default)s)")
-    add("--long", type=int, default=32_768, help="tokens of the long prompt; 0 for none")
-    add("--long-layers", type=int, default=2, help="layers for the long prompt (%(default)s)")
     args = parser.parse_args(argv, argparse.Namespace(tower="small"))
-    if args.quick:
-        args.tokens, args.requests, args.long, args.repeats = 320, "1,2", 640, 1
-        args.layers, args.long_layers, args.new_tokens = 2, 2, 3
-    args.requests = [int(number) for number in args.requests.split(",")]
     args.recipes = args.recipes or list(RECIPES)
     return args
 
@@ -312,25 +275,20 @@ def main(argv: list[str]) -> int:
         "new_tokens": args.new_tokens,
         "cases": [],
     }
-    for tokens, batches, layers in (
-        (args.tokens, args.requests, args.layers),
-        (args.long, [1], args.long_layers),
-    ):
-        if not tokens:
-            continue
+    long = LONG, [1], min(args.layers, LONG_LAYERS)
+    for tokens, batches, layers in ((TOKENS, BATCHES, args.layers), long):
         vlm = load(args, layers)
-        found, missing = bench(vlm, tokens, batches, args)
+        found = bench(vlm, tokens, batches, args)
         for requests, rows in found.items():
             about = {"tokens": tokens, "requests": requests, "layers": layers}
             about["full"] = requests * tokens * vlm.adapter.bytes_per_token()
-            report["cases"].append({**about, "rows": rows, "missing": missing})
+            report["cases"].append({**about, "rows": rows})
             title = f"{requests} x {tokens:,} tokens, {layers} layers, {args.dtype}"
-            print(f"\n{markdown(title, rows)}\n")
-            print(*(f"not run: {name}: {why}" for name, why in missing.items()), sep="\n")
+            print(f"\n{title}\n")
+            print(harness.shown(rows, "held", "share", "step", "ratio", "same", "prefill"))
         del vlm, found
         gc.collect()
-    if args.out or not args.quick:
-        harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)
+    harness.written(harness.path_of(args, "kv", args.device, args.dtype), report)
     return 0
 
 

@@ -71,15 +71,12 @@ def llava(folder: Path) -> None:
     processor.save_pretrained(folder)
 
 
-def parts(only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parts() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and counts of every part: a model at one size."""
     with tempfile.TemporaryDirectory() as folder:
-        names = only or recipes()
         made = Path(folder) / "llava-next"
         llava(made)
-        yield "llava-next", _counted(str(made), names, LLAVA.image)
-        if only:
-            return
+        yield "llava-next", _counted(str(made), recipes(), LLAVA.image)
         yield "tiny", _counted("tiny", SHIPPED, LLAVA.image)
         made = Path(folder) / "qwen2.5-vl"
         qwen(made)
@@ -92,11 +89,11 @@ def _counted(model: str, names: Any, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    parser = harness.parser(__doc__, recipe=None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--label", required=True, help="name of these counts in the result file")
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     found = {}
-    for name, part in parts(args.recipes or []):
+    for name, part in parts():
         found[name] = part
         for request in part["requests"]:
             first, step = request["first_token"], request["step"]
@@ -106,8 +103,6 @@ def main(argv: list[str]) -> None:
                 f"{step['launches']}, {sum(step['reads'].values())}",
                 flush=True,
             )
-    if args.recipes:  # saves nothing
-        return
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     counts = {**harness.begin("launches.py", argv, args), "parts": found}
     labels = known.get("labels", {}) | {args.label: counts}

@@ -88,11 +88,10 @@ def count(scenes: int, limit: int, seed: int) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     parser = harness.parser(__doc__, out=harness.RESULTS / "near-duplicates.json")
     add = parser.add_argument
-    add("--scenes", type=int, default=SCENES, metavar="N", help="of the training")
     add("--limit", type=int, default=LIMIT, metavar="N", help="questions of a type")
     add("--seed", type=int, default=SEED, help="of the evaluation")
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
-    found = count(args.scenes, args.limit, args.seed)
+    found = count(SCENES, args.limit, args.seed)
     harness.written(args.out, harness.begin("near_duplicates.py", argv, args) | found)
     print(found)
 

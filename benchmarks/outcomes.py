@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,16 @@ import numpy as np
 import torch
 
 import vlmfast
-from vlmfast import Request
 from vlmfast.core.env import environment
 from vlmfast.core.files import make_folder, replacing
-from vlmfast.eval.scores import normalise
 from vlmfast.scenes.examples import (
     EVAL_SEED_STOP,
     IMAGE_TYPES,
-    QA,
     VIDEO_TYPES,
     image_example,
     video_example,
 )
-from vlmfast.tune.outcomes import Outcome
+from vlmfast.tune.outcomes import ModelSource, Outcome, Store
 from vlmfast.tune.race import Settings, race
 
 OUTCOME_SEED_START = EVAL_SEED_STOP
@@ -77,16 +75,29 @@ RECIPES = (
     "lookm:0.2",
     "zipcache",
 )
-CORRECT, AGREES = 1, 2  # bits of an outcome
+CORRECT = 1  # the bit of a correct outcome
 # Draws of the proof. Others were used while the race was written: 1000 and above.
 DRAWS, DRAWN, MAX_LOSS, OBJECTIVES = range(20), 400, 0.02, ("ttft", "memory")
 
 
-def scene(number: int) -> tuple[str, QA, dict[str, Any], int]:
-    """Question ``number``: its modality, text and answer, its media, and the seed of its scene.
+@dataclass(frozen=True)
+class Drawn:
+    """A question about a generated scene, as `vlmfast.tune.outcomes.ModelSource` asks it."""
 
-    The types of questions take turns. A function of the number alone.
-    """
+    line: int
+    type: tuple[str, str]
+    question: str
+    answers: tuple[str, ...]
+    media: dict[str, Any]
+    seed: int
+
+    def arguments(self) -> dict[str, Any]:
+        return self.media
+
+
+@lru_cache(maxsize=BLOCK)
+def scene(number: int) -> Drawn:
+    """Question ``number``; the types of questions take turns. A function of the number alone."""
     modality, type_ = TYPES[number % len(TYPES)]
     draw = image_example if modality == "image" else video_example
     start = OUTCOME_SEED_START + number * TRIES
@@ -94,77 +105,52 @@ def scene(number: int) -> tuple[str, QA, dict[str, Any], int]:
         example = draw(seed)
         for qa in example.qa:
             if qa.type == type_:
-                single = modality == "image"
-                media = {"images": example.image} if single else {"video": example.frames}
-                return modality, qa, media if single else {**media, "num_frames": 4}, seed
+                if modality == "image":
+                    media = {"images": example.image}
+                else:
+                    media = {"video": example.frames, "num_frames": 4}
+                return Drawn(number, (modality, type_), qa.question, (qa.answer,), media, seed)
     raise ValueError(f"no scene from {start} to {start + TRIES} has a question of type {type_}")
 
 
-def record_block(vlm: Any, numbers: range, recipes: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Outcomes and costs of some questions.
+class Scenes:
+    """Drawn when they are needed."""
 
-    Returns
-    -------
-    dict
-        ``outcome`` uint8, ``equivalent_tokens`` float32 and ``kv_bytes`` int32, all of shape
-        (recipes + 1, questions) with the full model first, and ``seed`` int64, (questions,).
-    """
-    shape = (len(recipes) + 1, len(numbers))
-    found = {
-        "outcome": np.zeros(shape, np.uint8),
-        "equivalent_tokens": np.zeros(shape, np.float32),
-        "kv_bytes": np.zeros(shape, np.int32),
-        "seed": np.zeros(shape[1], np.int64),
-    }
-    asked: list[QA] = []
-
-    def requests() -> Iterator[Request]:
-        for column, number in enumerate(numbers):
-            _, qa, media, found["seed"][column] = scene(number)
-            asked.append(qa)
-            for recipe in (FULL, *recipes):
-                torch.manual_seed(number)
-                generation = {"do_sample": False, "max_new_tokens": 16}
-                yield Request(qa.question, **media, recipe=recipe, generation=generation)
-
-    # The vision tower encodes a scene once for all recipes that do not act inside it.
-    answers = vlm.ask_many(requests(), batch_size=shape[0])
-    vlm.prefix_cache.clear()
-    for at, answer in enumerate(answers):
-        column, row = divmod(at, shape[0])
-        text, full = normalise(answer.text), normalise(answers[column * shape[0]].text)
-        correct = text == normalise(asked[column].answer)
-        found["outcome"][row, column] = CORRECT * correct + AGREES * (text == full)
-        found["equivalent_tokens"][row, column] = answer.stats.equivalent_tokens
-        found["kv_bytes"][row, column] = answer.stats.kv_bytes
-    return found
+    def __getitem__(self, number: int) -> Drawn:
+        return scene(number)
 
 
-def record(path: Path, scenes: int) -> None:
-    """Record the scenes that a matrix does not have yet, and write it after every block."""
-    torch.set_num_threads(1)
+def record(vlm: Any, path: Path, scenes: int, recipes: Sequence[str] = RECIPES) -> None:
+    """Record outcomes; the answers so far are in a journal beside the file."""
     make_folder(path.parent)
+    names = [FULL, *recipes]
+    with Store(path.with_suffix(".jsonl"), {"recipes": names}) as store:
+        source = ModelSource(vlm, Scenes(), store, batch_size=len(names), max_new_tokens=16)
+        rows: dict[str, list[Outcome]] = {name: [] for name in names}
+        for start in range(0, scenes, BLOCK):
+            # The prefix cache has the features of a scene for all recipes that do not change them.
+            block = range(start, min(start + BLOCK, scenes))
+            for name, own in rows.items():
+                own += source.outcomes(name, block)
+            print(f"{block.stop} of {scenes} scenes", flush=True)
     about = {
         "model": "tiny",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/outcomes.py record",
-        "recipes": [FULL, *RECIPES],
+        "recipes": names,
         "types": [f"{modality}-{name}" for modality, name in TYPES],
         "environment": environment(),
     }
-    found: dict[str, np.ndarray] = {}
-    if path.exists():
-        with np.load(path) as file:
-            found = {key: file[key] for key in file.files if key != "about"}
-            if json.loads(str(file["about"]))["recipes"] != about["recipes"]:
-                raise SystemExit(f"{path} was recorded with other recipes")
-    vlm = vlmfast.VLM.from_pretrained("tiny", device="cpu")
-    for start in range(len(found["seed"]) if found else 0, scenes, BLOCK):
-        block = record_block(vlm, range(start, min(start + BLOCK, scenes)), RECIPES)
-        found = {k: np.concatenate([found[k], block[k]], -1) if found else block[k] for k in block}
-        with replacing(path) as file:
-            np.savez_compressed(file, about=np.array(json.dumps(about)), **found)
-        print(f"{len(found['seed'])} of {scenes} scenes", flush=True)
+    arrays = {
+        "outcome": np.array(
+            [[CORRECT * of.score for of in own] for own in rows.values()], np.uint8
+        ),
+        "equivalent_tokens": np.array([[of.tokens for of in own] for own in rows.values()], "f4"),
+        "kv_bytes": np.array([[of.bytes for of in own] for own in rows.values()], np.int32),
+        "seed": np.array([scene(number).seed for number in range(scenes)]),
+    }
+    with replacing(path) as file:
+        np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
 
 
 @dataclass(frozen=True)
@@ -244,16 +230,15 @@ def main(argv: list[str]) -> None:
     parser = harness.parser(__doc__)
     add = parser.add_argument
     add("what", choices=("record", "prove"))
-    add("--scenes", type=int, default=SCENES, metavar="N")
-    add("--matrix", type=Path, metavar="FILE", help=f"{RECORDED}, of prove {MATRIX.name}")
     add("--json", type=Path, metavar="FILE", help="where prove writes its result")
     add("--first-seed", type=int, default=DRAWS.start, metavar="N", help="of prove's 20 draws")
     args = parser.parse_args(argv)
     if args.what == "record":
-        record(args.matrix or RECORDED, args.scenes)
+        torch.set_num_threads(1)
+        record(vlmfast.VLM.from_pretrained("tiny", device="cpu"), RECORDED, SCENES)
     else:
         seeds = range(args.first_seed, args.first_seed + len(DRAWS))
-        found = prove(Matrix.load(args.matrix or MATRIX), seeds)
+        found = prove(Matrix.load(MATRIX), seeds)
         print(json.dumps(found, indent=1))
         if args.json is not None:
             harness.written(args.json, found)

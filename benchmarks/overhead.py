@@ -3,9 +3,7 @@
 Both answer the same questions in one process, with a model each, in turn, and the tokens must be
 equal. With ``--by-token`` they take turns after each token, so that both have the same share of
 what else the machine does: for models whose steps take so long that no cache of the processor lasts
-from one step to the next. Every pair has an image of its own, so that nothing is found in the
-prefix cache. With ``--prefix-cache`` images and prompts are hashed and stored as by default,
-otherwise it is off.
+from one step to the next. Every pair has an image of its own, and the prefix cache is off.
 
 ============  ======================================================================================
 ``first``     from RGB image in host memory to the first token
@@ -29,11 +27,9 @@ from typing import Any
 
 import ask
 import harness
-import numpy as np
 from shapes import SHAPED, TOWERS
 
 from vlmfast.check.commands import size
-from vlmfast.core.display import markdown_table
 from vlmfast.core.progress import Progress
 
 NONE, PARTS = "none", ("first", "per token")
@@ -137,16 +133,6 @@ def measured(vlms: dict[str, Any], original: Any, args: argparse.Namespace) -> d
     return row
 
 
-def markdown(row: dict[str, Any]) -> str:
-    lines = []
-    for part in PARTS:
-        found = row[part]["ratio"]
-        cells = [f"{np.mean(of) * 1e3:.2f} ms" for of in row[part]["seconds"].values()]
-        cells.append(f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]")
-        lines.append([part, *cells])
-    return markdown_table(["CPU time", "Hugging Face", "`none`", "ratio"], lines)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, pairs=20, warmup=2, new_tokens=33, dtype="float32", layers=24, out=None
@@ -156,7 +142,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS))
     add("--size", type=size, help="WIDTHxHEIGHT of the image, by default as ask.py")
     add("--by-token", action="store_true", help="take turns after each token, not each answer")
-    add("--prefix-cache", action="store_true", help="hash and store images and prompts")
     # The time of all threads counts.
     args = parser.parse_args(argv, argparse.Namespace(device="cpu", threads=1))
     if args.pairs < 2 or args.new_tokens < 2:
@@ -168,11 +153,10 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     report, vlms = harness.begin("overhead.py", argv, args), dict[str, Any]()
     for name in (ask.HF, NONE):  # a model each: vlmfast switches the attention of its own
-        vlms[name], image = ask.load(args)
-    if args.prefix_cache:
-        vlms[NONE].prefix_cache.limit = 2**30
+        vlms[name], image = ask.load(args.model, args)
     row = measured(vlms, image, args)
-    print(f"{args.model}, {args.dtype}, {args.pairs} pairs\n\n{markdown(row)}")
+    print(f"{args.model}, {args.dtype}, {args.pairs} pairs")
+    print(harness.shown({part: row[part] for part in PARTS}, "ratio"))
     if args.out is not None:
         harness.written(args.out, report | {"model": args.model, "row": row})
     if not row["same_tokens"]:

@@ -1,8 +1,6 @@
 """Measure the prefix cache: ``python benchmarks/prefix.py``.
 
 ============  ==================================================================================
-``sessions``  prompts whose images were prefilled again, over all turns of conversations on small
-              models of every family, under every cache method that does not read the question
 ``second``    time to the first token of a second question about an image over that of the first
 ``batch``     wall time of `VLM.ask_many` for several questions about each image, with the cache
               over without it
@@ -31,68 +29,19 @@ import shapes
 import torch
 from harness import Row
 
-from vlmfast import VLM, RecipeError, Request
-from vlmfast.core.help import count
-from vlmfast.core.protocols import CacheStage, DecodeStage
-from vlmfast.core.recipe import Recipe
-from vlmfast.core.registry import stage_names
+from vlmfast import VLM, Request
 from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
-NAMES = ("sessions", "second", "batch", "memory")
+NAMES = ("second", "batch", "memory")
+MODELS = ("tiny", shapes.SHAPED)  # of `second`
+IMAGES = 32
+PLACES = (
+    *("top left", "top right", "bottom left", "bottom right"),
+    *(f"{of} of the image" for of in ("middle", "left", "right", "top", "bottom", "corner")),
+)
 QUESTIONS = ("What is in the bottom left?", "What is in the top right?", "How many circles?")
-WORDS = ("what is here ?", "what colour is it ?", "is there more of it ?")  # of small tokenizers
-# Defaults of these methods do nothing on short prompts.
-SHORT = {
-    "kivi": "kivi:group=8,residual=16",
-    "zipcache": "zipcache:page=4",
-    "h2o": "h2o:0.5",
-    "streamingllm": "streamingllm:0.4",
-    "lookm": "lookm:0.8",
-}
-
-
-# --- sessions ------------------------------------------------------------------------------------
-
-
-def methods() -> Iterator[str]:
-    """Recipes of all cache methods that do not read the question."""
-    for name in sorted(stage_names()):
-        recipe = SHORT.get(name, name)
-        stages = [p for s in Recipe.parse(recipe) for p in (s, *s.expand())]
-        kinds = any(isinstance(stage, CacheStage | DecodeStage) for stage in stages)
-        if kinds and not any(stage.query_dependent for stage in stages):
-            yield recipe
-
-
-def sessions(args: argparse.Namespace) -> Iterator[Row]:
-    shapes.with_tests()
-    import tiny_families
-    from tiny_models import make_image
-
-    for recipe in methods():
-        families = again = total = 0
-        for family, build in sorted(tiny_families.builders().items()):
-            if family == "smolvlm":
-                continue  # its processor needs a further package; the architecture is idefics3's
-            vlm = VLM(*build())
-            try:
-                with vlm.session(images=make_image(120, 90), recipe=recipe):
-                    families += 1
-            except RecipeError:
-                continue
-            for number in range(args.sessions):
-                image = make_image(120, 90, seed=number)
-                with vlm.session(images=image, recipe=recipe) as session:
-                    if session.reuses != "kv":
-                        raise SystemExit(f"{recipe} on {family} shares no keys and values")
-                    opened = session.stats.prompt_reused + session.stats.prompt_fed
-                    for turn in range(args.turns):
-                        answer = session.ask(WORDS[turn % 3], max_new_tokens=6)
-                        total += 1
-                        again += answer.stats.prompt_reused < opened
-        what = f"{recipe}: prompts read again, of {total} on {families} families"
-        yield Row("sessions", what, [again])
+WORDS = ("what is here ?", "what colour is it ?", "is there more of it ?")  # of its tokenizer
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -105,9 +54,9 @@ def first_token(vlm: VLM, question: str, image: Any) -> tuple[float, int]:
 
 
 def second(args: argparse.Namespace) -> Iterator[Row]:
-    for model in args.models:
-        about = {"model": model, "tower": "clip-vit-l-14-336", "layers": 24}
-        vlm, image = ask.load(argparse.Namespace(**vars(args) | about))
+    for model in MODELS:
+        about = {"tower": "clip-vit-l-14-336", "layers": 24}
+        vlm, image = ask.load(model, argparse.Namespace(**vars(args) | about))
         questions = QUESTIONS if model != shapes.SHAPED else WORDS
         ratios = []
         vlm.ask(questions[2], image, max_new_tokens=1)  # warm-up
@@ -122,23 +71,19 @@ def second(args: argparse.Namespace) -> Iterator[Row]:
         yield Row("second", f"{model}: second question over the first, {found} ids found", ratios)
 
 
-def requests(args: argparse.Namespace) -> list[Request]:
-    images = [image_example(EVAL_SEED_START + number).image for number in range(args.images)]
+def requests() -> list[Request]:
+    """Ten questions about each image."""
+    images = [image_example(EVAL_SEED_START + number).image for number in range(IMAGES)]
     generation = {"max_new_tokens": 8, "do_sample": False}
     return [
         Request(f"What is in the {place}?", image, generation=generation)
         for image in images
-        for place in PLACES[: args.questions]
+        for place in PLACES
     ]
 
 
-PLACES = tuple(f"{y} {x}" for y in ("top", "bottom") for x in ("left", "right")) + tuple(
-    f"{place} of the image" for place in ("middle", "left", "right", "top", "bottom", "corner")
-)
-
-
 def batch(args: argparse.Namespace) -> Iterator[Row]:
-    asked = requests(args)
+    asked = requests()
     vlm = VLM.from_pretrained("tiny", device=args.device, dtype=torch.float32)
     found: list[list[list[int]]] = []
 
@@ -154,15 +99,15 @@ def batch(args: argparse.Namespace) -> Iterator[Row]:
     times = harness.interleaved({n: partial(run, n) for n in (0, 1 << 32)}, args.repeat, warmup=1)
     wrong = any(tokens != found[0] for tokens in found)
     ratios = [with_cache / without for without, with_cache in zip(*times.values(), strict=True)]
-    what = f"{args.questions} questions on each of {args.images} images: with over without"
+    what = f"{len(PLACES)} questions on each of {IMAGES} images: with over without"
     yield Row("batch", what, [] if wrong else ratios, wrong=wrong)
 
 
 def memory(args: argparse.Namespace) -> Iterator[Row]:
-    asked = requests(args)
+    asked = requests()
     vlm = VLM.from_pretrained("tiny", device=args.device, dtype=torch.float32)
     vlm.prefix_cache.limit = 1 << 32
-    first = len(asked) // args.images
+    first = len(PLACES)
     vlm.ask_many(asked[:first])
     vlm.prefix_cache.limit = bound = 3 * vlm.prefix_cache.stats().bytes
     largest = 0
@@ -174,7 +119,7 @@ def memory(args: argparse.Namespace) -> Iterator[Row]:
     yield Row("memory", what, [largest / bound])
 
 
-MEASURED = {"sessions": sessions, "second": second, "batch": batch, "memory": memory}
+MEASURED = {"second": second, "batch": batch, "memory": memory}
 
 
 def main(argv: list[str]) -> int:
@@ -183,11 +128,6 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    add("--models", nargs="+", default=["tiny", shapes.SHAPED], help="of `second` (%(default)s)")
-    add("--sessions", type=count, default=40, help="on each family (%(default)s)")
-    add("--turns", type=count, default=5, help="of a conversation (%(default)s)")
-    add("--images", type=count, default=32)
-    add("--questions", type=int, default=10, choices=range(1, 11), help="about each image")
     args = parser.parse_args(argv)
     report = harness.begin("prefix.py", argv, args) | {"threads": torch.get_num_threads()}
     out, table = harness.path_of(args, "prefix", args.device), []
@@ -197,7 +137,7 @@ def main(argv: list[str]) -> int:
             print(f"{row.name}: {row.what}: {row.ratios}", file=sys.stderr)
             report["rows"] = [row.report() for row in table]
             write_json(out, report)
-    print(f"\n{harness.conditions(report)}\n\n{harness.table(table)}")
+    print(f"\n{report['device']}\n\n{harness.table(table)}")
     print(f"\nwritten: {out}", file=sys.stderr)
     return int(any(row.wrong for row in table))
 

@@ -3,10 +3,8 @@
 Runs in an environment of its own (``make kvpress``), because kvpress needs an older
 transformers than vlmfast. `compare_presses.py` runs it and joins its rows with those of vlmfast.
 
-A text is prefilled once. Each press then compresses copies of its keys and values, in the layers
-without a sliding window: kvpress compresses no others of Gemma 3. The slots that are kept are
-given, since kvpress rounds a compression ratio differently. Part ``cost`` prefills once for each
-press instead, as kvpress does, and measures time and memory.
+Each press compresses the layers without a sliding window: kvpress compresses no others of Gemma 3.
+The slots that are kept are given, since kvpress rounds a compression ratio differently.
 """
 
 from __future__ import annotations
@@ -97,29 +95,17 @@ class Decoder:
         for attention in self.wide:
             attention.rotary_emb = Rotary(self.core.rotary_emb)
 
-    def prefill(self, ids: list[int], press: Any = None, *, eager: bool = False) -> Prefilled:
-        """Prefill; with a press, its own hook compresses each layer."""
-        cache, seen = DynamicCache(config=self.model.config), {}
-
-        def record(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> None:
-            layer = cache.layers[module.layer_idx]
-            seen[module.layer_idx] = (
-                module,
-                kwargs["hidden_states"],
-                layer.keys,
-                layer.values,
-                output[1],
-                kwargs,
-            )
-
+    def prefill(self, ids: list[int], press: Any, *, eager: bool) -> tuple[DynamicCache, Tensor]:
+        """The cache after a prefill in which a press may compress, and the logits (1, V)."""
+        cache = DynamicCache(config=self.model.config)
         self.model.set_attn_implementation("eager" if eager else "sdpa")
         with ExitStack() as hooks:
-            for attention in self.wide:
-                hook = record if press is None else press.forward_hook
-                hooks.callback(attention.register_forward_hook(hook, with_kwargs=True).remove)
+            for attention in self.wide if press is not None else ():
+                handle = attention.register_forward_hook(press.forward_hook, with_kwargs=True)
+                hooks.callback(handle.remove)
             out = self.core(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
         self.model.set_attn_implementation("sdpa")
-        return Prefilled(cache, self.model.lm_head(out.last_hidden_state[:, -1])[0], seen, len(ids))
+        return cache, self.model.lm_head(out.last_hidden_state[:, -1])
 
     def read(self, cache: DynamicCache, ids: list[int], seen: int, *, rotated: bool) -> Tensor:
         """Final hidden states (T, D) of tokens after ``seen``; the cache stays as it is."""
@@ -159,25 +145,6 @@ class Decoder:
             yield
 
 
-@dataclass
-class Prefilled:
-    """The cache of a prefix, the logits (V,) after it, and what presses read of each layer."""
-
-    cache: DynamicCache
-    logits: Tensor
-    seen: dict[int, tuple[Any, ...]]
-    length: int
-
-    def compressed(self, press: Any) -> DynamicCache:
-        """A copy of the cache that a press has compressed."""
-        cache = copy.copy(self.cache)
-        cache.layers = [copy.copy(layer) for layer in cache.layers]
-        for index, given in self.seen.items() if press is not None else ():
-            layer = cache.layers[index]
-            layer.keys, layer.values = press.compress(*given)
-        return cache
-
-
 def ratio(kept: int, length: int) -> float:
     """The compression ratio for which kvpress keeps ``kept`` slots of ``length``."""
     found = 1 - (kept + 0.5) / length
@@ -189,10 +156,6 @@ def press_of(method: Method, keep: float, length: int, slots: Any) -> Any:
     """The press that keeps ``int(keep length)`` slots, or as many as ``slots`` gives by layer."""
     share = ratio(int(keep * length), length)
     return method.press(share, slots=tuple(slots)) if method.same else method.press(share)
-
-
-def slots_of(cache: DynamicCache) -> list[int]:
-    return [layer.keys.shape[2] for layer in cache.layers]
 
 
 class Run(texts.Run):
@@ -207,7 +170,6 @@ class Run(texts.Run):
     def __init__(self, decoder: Decoder, log: Log, slots: Callable[..., Any]) -> None:
         super().__init__(log)
         self.decoder, self.slots, self.methods = decoder, slots, tuple(METHODS)
-        self.known: dict[tuple[str, bool], Prefilled] = {}  # of one text
 
     def given(self, text: Text, method: str, keep: float) -> Any:
         same = METHODS[method].same
@@ -216,39 +178,26 @@ class Run(texts.Run):
     def ready(self, text: Text, method: str, keep: float) -> bool:
         return method == "none" or self.given(text, method, keep) is not None
 
-    def press(self, text: Text, method: str, keep: float) -> Any:
+    def prefill(self, text: Text, method: str, keep: float) -> tuple[DynamicCache, Tensor, bool]:
+        """The cache, the logits after it, and whether its slots are renumbered."""
+        ids = text.ids[: text.prefix]
         if method == "none":
-            return None
-        given = self.given(text, method, keep)
-        return press_of(METHODS[method], keep, text.prefix, given)
+            return *self.decoder.prefill(ids, None, eager=False), False
+        of, given = METHODS[method], self.given(text, method, keep)
+        press = press_of(of, keep, text.prefix, given)
+        return *self.decoder.prefill(ids, press, eager=of.eager), of.rotated
 
-    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
-        eager = method != "none" and METHODS[method].eager
-        if (text.digest, eager) not in self.known:
-            self.known = {key: of for key, of in self.known.items() if key[0] == text.digest}
-            found = self.decoder.prefill(text.ids[: text.prefix], eager=eager)
-            self.known[text.digest, eager] = found
-        source = self.known[text.digest, eager]
-        cache = source.compressed(self.press(text, method, keep))
-        rotated = method != "none" and METHODS[method].rotated
-        logits = []
+    def size(self, cache: tuple[DynamicCache, Tensor, bool]) -> tuple[list[int], int]:
+        layers = cache[0].layers
+        slots = [layer.keys.shape[2] for layer in layers]
+        return slots, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+    def logits(self, text: Text, cache: tuple[DynamicCache, Tensor, bool]) -> list[Tensor]:
+        (held, before, rotated), logits = cache, []
         for ids, count in text.chains():
-            hidden = self.decoder.read(cache, ids, text.prefix, rotated=rotated)[-count:]
+            hidden = self.decoder.read(held, ids, text.prefix, rotated=rotated)[-count:]
             logits.append(self.decoder.model.lm_head(hidden))
-        if not text.questions:
-            logits = [torch.cat([source.logits[None], logits[0]])]
-        return slots_of(cache), logits
-
-    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
-        press = self.press(text, method, keep)
-        eager = method != "none" and METHODS[method].eager
-
-        def run() -> tuple[list[int], int]:
-            cache = self.decoder.prefill(text.ids[: text.prefix], press, eager=eager).cache
-            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            return slots_of(cache), held
-
-        return run
+        return logits if text.questions else [torch.cat([before, logits[0]])]
 
 
 def given_slots(path: Path, *key: Any) -> list[int] | None:
@@ -261,7 +210,7 @@ def given_slots(path: Path, *key: Any) -> list[int] | None:
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     args = texts.parser(__doc__).parse_args(argv)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     settings = texts.settings(args, transformers.__version__, kvpress=version("kvpress"))
     log = Log(args.logs / texts.KVPRESS, settings)
     tokens = AutoTokenizer.from_pretrained(args.folder)

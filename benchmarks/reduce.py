@@ -20,7 +20,7 @@ from typing import Any
 
 import ask
 import harness
-from shapes import SHAPED, TOWERS
+from shapes import SHAPED
 
 from vlmfast import VLM
 from vlmfast.core.display import markdown_table
@@ -74,13 +74,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, repeats=3, dtype="bfloat16", device=harness.DEVICE, layers=24, out=None
     )
-    parser.add_argument("--tower", default="small", choices=tuple(TOWERS))
-    return parser.parse_args(argv, argparse.Namespace(model=SHAPED))
+    return parser.parse_args(argv, argparse.Namespace(tower="small"))
 
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    report, (vlm, image) = ask.heading("reduce.py", argv, args), ask.load(args)
+    report, (vlm, image) = ask.heading("reduce.py", argv, args), ask.load(SHAPED, args)
     plans = {name: partial(measure, vlm, image, plan) for name, plan in recipes(vlm).items()}
     samples = harness.interleaved(plans, args.repeats, warmup=1, name="reduce")
     rows = {

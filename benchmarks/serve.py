@@ -33,7 +33,7 @@ quartiles, over rounds for ratios and throughput and over the requests of all ro
 * For ``memory`` the prefix cache has 32 MiB, so that it is full after the first
   200 requests. For ``gap`` the end token is suppressed, so that the stream is long enough.
 
-If another project's server cannot run, the results contain the reason instead of its rows.
+Where ``transformers serve`` cannot run, add ``--no-transformers``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,6 @@ from servers import (
     summary,
 )
 
-from vlmfast.core.display import markdown_table
 from vlmfast.core.help import count
 from vlmfast.eval.bench import rotated
 from vlmfast.eval.results import write_json
@@ -83,7 +82,6 @@ NAMES = ("throughput", "memory", "gap")
 TRANSFORMERS = "transformers serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
-AIMS = {4: 2.5, 16: 3}
 GROWN = 1.05  # largest ratio of `memory`
 MEMORY_REQUESTS = 200, 2000  # of `memory`: requests before each look
 MEMORY_CLIENTS, CACHE_BYTES = 4, 32 << 20
@@ -149,8 +147,6 @@ class Job:
     scratch : Path
         Empty folder.
     scenes : list of PIL.Image.Image
-    unavailable : dict of str to str
-        Why a server is left out.
     details : dict
         What the results contain beside the rows.
     """
@@ -158,7 +154,6 @@ class Job:
     args: argparse.Namespace
     scratch: Path
     scenes: list[Image.Image]
-    unavailable: dict[str, str] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=lambda: {"servers": {}})
 
     @property
@@ -170,38 +165,25 @@ class Job:
         return Requests(self.scenes, model or self.folder)
 
     @contextmanager
-    def started(self, spec: Spec, requests: Requests, clients: int) -> Iterator[Server | None]:
-        """A server that has answered; ``None`` for another project's that cannot run here."""
-        if spec.name in self.unavailable:
-            yield None
-            return
-        about = self.details["servers"].setdefault(spec.name, {"command": spec.shown})
-        try:
-            server = self._start(spec, requests, clients)
-        except (ServerFailed, httpx2.HTTPError) as error:
-            if spec.is_own:
-                raise
-            reason = str(error).replace(self.folder, self.args.model)
-            about["unavailable"] = self.unavailable[spec.name] = reason
-            yield None
-            return
-        if not spec.is_own:
-            about["continuous_batching"] = FELL_BACK not in server.log
-        try:
-            yield server
-        finally:
-            server.close()
-
-    def _start(self, spec: Spec, requests: Requests, clients: int) -> Server:
+    def started(self, spec: Spec, requests: Requests, clients: int) -> Iterator[Server]:
         """A server that has answered two requests of each client."""
         log = self.scratch / f"{re.sub(r'[^a-z0-9]', '-', spec.name)}.log"
-        server = Server(spec, self.args.threads, log)
-        try:
+        with closing(Server(spec, self.args.threads, log)) as server:
             load(server.url, requests.bodies(2 * clients, self.args.max_tokens), clients)
-        except BaseException:
-            server.close()
-            raise
-        return server
+            about = self.details["servers"].setdefault(spec.name, {"command": spec.shown})
+            if spec.name == TRANSFORMERS:
+                about["continuous_batching"] = FELL_BACK not in server.log
+            yield server
+
+    @contextmanager
+    def paused(self, specs: list[Spec], requests: Requests, clients: int) -> Iterator[list[Server]]:
+        """Servers that have answered and wait for their turn."""
+        with ExitStack() as stack:
+            servers = []
+            for spec in specs:
+                servers.append(stack.enter_context(self.started(spec, requests, clients)))
+                servers[-1].pause()
+            yield servers
 
 
 # --- throughput ----------------------------------------------------------------------------------
@@ -210,31 +192,17 @@ class Job:
 def measured(job: Job) -> Loads:
     """All servers, interleaved."""
     args, requests = job.args, job.requests()
-    with ExitStack() as stack:
-        servers: list[Server] = []
-        off = () if args.caches else ("--prefix-cache-bytes", "0")
-        all_specs = specs(args, args.model, job.folder, *off)
-        if args.vllm is not None:
-            export(args.model, job.scratch / "vllm")
-            all_specs += vllm_specs(args, job.scratch / "vllm", job.folder)
-        for spec in all_specs:
-            started = job.started(spec, requests, max(args.clients))
-            if (server := stack.enter_context(started)) is not None:
-                server.pause()
-                servers.append(server)
-        found = in_rounds(
-            servers,
-            args.rounds,
-            args.clients,
-            lambda clients: requests.bodies(args.requests, args.max_tokens),
-        )
-    return dict(sorted(found.items(), key=lambda item: order(args, item[0])))
+    off = () if args.caches else ("--prefix-cache-bytes", "0")
+    every = specs(args, args.model, job.folder, *off)
+    if args.vllm is not None:
+        export(args.model, job.scratch / "vllm")
+        every += vllm_specs(args, job.scratch / "vllm", job.folder)
 
+    def bodies(clients: int) -> list[bytes]:
+        return requests.bodies(args.requests, args.max_tokens)
 
-def order(args: argparse.Namespace, key: tuple[str, int]) -> tuple[int, int]:
-    """Servers as in the command, each with its numbers of clients."""
-    others = [TRANSFORMERS, *map(vllm_name, args.recipes)]
-    return [*args.recipes, *others].index(key[0]), args.clients.index(key[1])
+    with job.paused(every, requests, max(args.clients)) as servers:
+        return in_rounds(servers, args.rounds, args.clients, bodies)
 
 
 def throughput(job: Job) -> list[Row]:
@@ -246,15 +214,12 @@ def throughput(job: Job) -> list[Row]:
 def scaling(found: Loads) -> list[Row]:
     """Throughput of several clients over that of one."""
     table = []
-    of_this_project = [name for name, _ in found if not is_other(name)]
     for (name, clients), loads in found.items():
-        if clients == 1:
-            continue
-        ratios = ratio(loads, found[name, 1])
-        bound = SCALING.get(clients) if name in of_this_project else None
-        what = f"answers per second, {clients} clients over 1, `{name}`"
-        what += "" if bound is None else f" (aim: {AIMS[clients]})"
-        table.append(Row("throughput", what, ratios, bound, least=True))
+        if clients > 1:
+            bound = None if is_other(name) else SCALING.get(clients)
+            what = f"answers per second, {clients} clients over 1, `{name}`"
+            ratios = ratio(loads, found[name, 1])
+            table.append(Row("throughput", what, ratios, bound, least=True))
     return table
 
 
@@ -309,8 +274,6 @@ def memory(job: Job) -> list[Row]:
     for spec in specs(args, args.model, job.folder, *cache):
         requests, after = job.requests(), []
         with job.started(spec, requests, MEMORY_CLIENTS) as server:
-            if server is None:
-                continue
             sent = 0
             for count in (few, many):
                 while sent < count:  # in parts, so that not all images are kept
@@ -331,17 +294,10 @@ def gap(job: Job) -> list[Row]:
     """Largest gap over median gap, in each round."""
     args = job.args
     folder = str(endless(Path(job.folder), job.scratch / "endless"))
-    requests, found = job.requests(folder), {}
-    with ExitStack() as stack:
-        servers: list[Server] = []
-        for spec in specs(args, folder, folder):
-            if not spec.is_own:
-                continue
-            server = stack.enter_context(job.started(spec, requests, 1))
-            assert server is not None
-            server.pause()
-            servers.append(server)
-            found[spec.name] = []
+    requests = job.requests(folder)
+    own = [spec for spec in specs(args, folder, folder) if spec.is_own]
+    found: dict[str, list[float]] = {spec.name: [] for spec in own}
+    with job.paused(own, requests, 1) as servers:
         for number in range(args.rounds):
             (stream,) = requests.bodies(1, STREAM)
             (other,) = requests.bodies(1, 1, IMAGES)
@@ -375,20 +331,6 @@ MEASURED: dict[str, Callable[[Job], list[Row]]] = {
     "memory": memory,
     "gap": gap,
 }
-
-
-def loads_markdown(loads: list[dict[str, Any]]) -> str:
-    """Throughput and times of every server, p50 / p95 / p99."""
-    lines = []
-    for of in loads:
-        times = [
-            "" if (t := of[key]) is None else f"{t['p50']:.1f} / {t['p95']:.1f} / {t['p99']:.1f}"
-            for key in ("ttft_ms", "gap_ms", "total_ms")
-        ]
-        rates = [f"{of[key]['median']:.2f}" for key in ("answers_per_s", "tokens_per_s")]
-        lines.append([of["server"], str(of["clients"]), *rates, *times])
-    head = ["server", "clients", "answers/s", "tokens/s", "TTFT, ms", "gap, ms", "whole, ms"]
-    return markdown_table(head, lines)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -457,12 +399,12 @@ def main(argv: list[str]) -> int:
             print(f"{name}: done", file=sys.stderr)
             report |= job.details | {"rows": [row.report() for row in table]}
             write_json(out, report)
-    print(f"\n{args.model}, {args.dtype}, {harness.conditions(report)}\n")
+    print(f"\n{args.model}, {args.dtype}, {report['device']}\n")
     if "loads" in job.details:
-        print(loads_markdown(job.details["loads"]) + "\n")
+        loads = {f"{of['server']}, {plural(of['clients'])}": of for of in job.details["loads"]}
+        columns = ("answers_per_s", "tokens_per_s", "ttft_ms.p50", "gap_ms.p50", "total_ms.p50")
+        print(harness.shown(loads, *columns) + "\n")
     print(harness.table(table))
-    for name, reason in job.unavailable.items():
-        print(f"\n{name} is left out: {reason}")
     print(f"\nwritten: {out}", file=sys.stderr)
     return 0
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from harness import ROOT, gap_ratio
+from harness import ROOT
 from PIL import Image, ImageChops
 
 from vlmfast.eval.bench import rotated, spread
@@ -134,63 +135,51 @@ class Answer:
         return self.end - self.begin
 
 
-@dataclass
-class Received:
-    """A response as it arrived; times by `time.perf_counter`.
+Parts = list[tuple[float, bytes]]  # of a response, each with the time at which it was read
 
-    Parameters
-    ----------
-    begin, end : float
-        When the request was sent, and when the response ended.
-    parts : list of (float, bytes)
-        With the time at which each was read.
+
+def events(parts: Parts) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The chunks of a streamed chat completion, each with the time at which it was complete.
+
+    Raises
+    ------
+    ServerFailed
+        For an error in the stream.
     """
-
-    begin: float
-    end: float
-    parts: list[tuple[float, bytes]]
-
-    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The chunks of a streamed chat completion, each with the time at which it was complete.
-
-        Raises
-        ------
-        ServerFailed
-            For an error in the stream.
-        """
-        rest = b""
-        for at, part in self.parts:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                data = line.removeprefix(b"data:").strip()
-                if line.startswith(b"data:") and data != b"[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        text = data.decode(errors="replace")
-                        raise ServerFailed(f"an error in a stream: {text[:300]}")
-                    yield at, event
-
-    def answer(self) -> Answer:
-        """The answer that it contains.
-
-        Raises
-        ------
-        ServerFailed
-            For an error in the stream, or an answer without text or usage.
-        """
-        times, texts, usage = [], [], None
-        for at, event in self.events():
-            if text := piece(event):
-                times.append(at)
-                texts.append(text)
-            usage = event.get("usage") or usage
-        if usage is None or not texts:
-            raise ServerFailed("an answer without text or usage")
-        text, counts = "".join(texts).strip(), (usage["completion_tokens"], usage["prompt_tokens"])
-        return Answer(self.begin, times, self.end, text, *counts)
+    rest = b""
+    for at, part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                event = json.loads(data)
+                if "error" in event:
+                    text = data.decode(errors="replace")
+                    raise ServerFailed(f"an error in a stream: {text[:300]}")
+                yield at, event
 
 
-async def parts(
+def answer_of(begin: float, end: float, parts: Parts) -> Answer:
+    """The answer in a response.
+
+    Raises
+    ------
+    ServerFailed
+        For an error in the stream, or an answer without text or usage.
+    """
+    times, texts, usage = [], [], None
+    for at, event in events(parts):
+        if text := piece(event):
+            times.append(at)
+            texts.append(text)
+        usage = event.get("usage") or usage
+    if usage is None or not texts:
+        raise ServerFailed("an answer without text or usage")
+    counts = usage["completion_tokens"], usage["prompt_tokens"]
+    return Answer(begin, times, end, "".join(texts).strip(), *counts)
+
+
+async def parts_of(
     client: httpx2.AsyncClient, body: bytes
 ) -> AsyncGenerator[tuple[float, bytes], None]:
     """Send a request; the parts of the response, each with the time at which it was read.
@@ -215,11 +204,11 @@ def piece(event: dict[str, Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
 
 
-async def received(client: httpx2.AsyncClient, body: bytes) -> Received:
+async def received(client: httpx2.AsyncClient, body: bytes) -> tuple[float, float, Parts]:
     """Send a request and read the response, which is parsed later: clients share the cores."""
     begin = time.perf_counter()
-    found = [part async for part in parts(client, body)]
-    return Received(begin, time.perf_counter(), found)
+    found = [part async for part in parts_of(client, body)]
+    return begin, time.perf_counter(), found
 
 
 def client_of(url: str) -> httpx2.AsyncClient:
@@ -255,9 +244,9 @@ class Load:
 def load(url: str, bodies: Many[bytes], clients: int) -> Load:
     """Send requests; each client sends its next one as soon as it has its answer."""
 
-    async def run() -> tuple[float, list[Received]]:
+    async def run() -> tuple[float, list[tuple[float, float, Parts]]]:
         waiting = iter(enumerate(bodies))
-        found: dict[int, Received] = {}
+        found: dict[int, tuple[float, float, Parts]] = {}
 
         async def one(client: httpx2.AsyncClient) -> None:
             for place, body in waiting:
@@ -270,7 +259,7 @@ def load(url: str, bodies: Many[bytes], clients: int) -> Load:
         return seconds, [found[place] for place in sorted(found)]
 
     seconds, responses = asyncio.run(run())
-    return Load(seconds, [response.answer() for response in responses])
+    return Load(seconds, [answer_of(*response) for response in responses])
 
 
 Loads = dict[tuple[str, int], list[Load]]  # by server and clients, one for each round
@@ -292,12 +281,28 @@ def in_rounds(
     return found
 
 
+def gap_ratio(times: Many[float], begin: float, end: float) -> float:
+    """Largest gap that overlaps the time from ``begin`` to ``end``, over the median of the others.
+
+    Parameters
+    ----------
+    times : sequence of float
+        Of the tokens of a stream.
+    begin, end : float
+        When another request was sent, and when its first token came.
+    """
+    gaps = list(pairwise(times))
+    within = [b - a for a, b in gaps if b > begin and a < end]
+    others = [b - a for a, b in gaps if b <= begin or a >= end]
+    return max(within) / statistics.median(others)
+
+
 def stalled(url: str, stream: bytes, other: bytes) -> float:
-    """`harness.gap_ratio` of a stream, during which another request is sent."""
+    """`gap_ratio` of a stream, during which another request is sent."""
 
     async def run() -> float:
-        async with client_of(url) as client, aclosing(parts(client, stream)) as response:
-            begin, found = time.perf_counter(), []
+        async with client_of(url) as client, aclosing(parts_of(client, stream)) as response:
+            found: Parts = []
             sent, left = None, AFTER
             async for part in response:
                 found.append(part)
@@ -308,9 +313,8 @@ def stalled(url: str, stream: bytes, other: bytes) -> float:
                     break
             if sent is None or not sent.done():
                 raise ServerFailed(f"a stream of {len(found)} parts ended before the other answer")
-            inserted = sent.result().answer()
-        events = Received(begin, found[-1][0], found).events()
-        times = [at for at, event in events if piece(event)]
+            inserted = answer_of(*sent.result())
+        times = [at for at, event in events(found) if piece(event)]
         return gap_ratio(times, inserted.begin, inserted.times[0])
 
     return asyncio.run(run())
@@ -391,20 +395,16 @@ class Server:
 
     def _address(self) -> str:
         end = time.monotonic() + START_S
-        while not (found := ADDRESS.search(self.log)):
+        while time.monotonic() < end:
+            # Some servers name their address before they listen.
+            if found := ADDRESS.search(self.log):
+                host, _, port = found[1].removeprefix("http://").rpartition(":")
+                with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                    return found[1]
             if (code := self._process.poll()) is not None:
                 raise ServerFailed(f"{self.spec.shown} ended with code {code}: {self.last_line}")
-            if time.monotonic() > end:
-                raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
             time.sleep(0.05)
-        # Some servers name their address before they listen.
-        host, _, port = found[1].removeprefix("http://").rpartition(":")
-        while True:
-            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-                return found[1]
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise ServerFailed(f"{self.spec.shown} does not listen: {self.last_line}")
-            time.sleep(0.05)
+        raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
 
     @property
     def log(self) -> str:
@@ -476,10 +476,10 @@ def ratio(loads: list[Load], others: list[Load]) -> list[float]:
 def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
     """JSON values of the rounds of a server at a number of clients; times in milliseconds."""
     answers = [answer for load in loads for answer in load.answers]
-    times: dict[str, Callable[[Answer], list[float]]] = {
-        "ttft_ms": lambda answer: [answer.ttft],
-        "gap_ms": lambda answer: answer.gaps,
-        "total_ms": lambda answer: [answer.total],
+    times = {
+        "ttft_ms": [answer.ttft for answer in answers],
+        "gap_ms": [gap for answer in answers for gap in answer.gaps],
+        "total_ms": [answer.total for answer in answers],
     }
     return {
         "server": name,
@@ -489,16 +489,13 @@ def summary(name: str, clients: int, loads: list[Load]) -> dict[str, Any]:
         ],
         "answers_per_s": spread([of.per_second for of in loads]),
         "tokens_per_s": spread([of.tokens / of.seconds for of in loads]),
-        **{
-            key: percentiles([1e3 * value for answer in answers for value in values(answer)])
-            for key, values in times.items()
-        },
+        **{key: percentiles(values) for key, values in times.items()},
     }
 
 
-def percentiles(values: list[float]) -> dict[str, float] | None:
-    """`PERCENTILES` of values; ``None`` without any."""
-    if not values:
+def percentiles(seconds: list[float]) -> dict[str, float] | None:
+    """`PERCENTILES` in milliseconds; ``None`` without any values."""
+    if not seconds:
         return None
-    found = np.percentile(values, PERCENTILES).tolist()
-    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+    found = 1e3 * np.percentile(seconds, PERCENTILES)
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found.tolist(), strict=True)}

@@ -3,8 +3,6 @@
 ====================  =============================================================================
 llava-1.5-7b          LLaVA-1.5 on Vicuna-7B's shape, 576 visual tokens
 llava-next-7b         LLaVA-NeXT on Vicuna-7B's shape, 2,928 visual tokens
-qwen2.5-vl-7b-shape   a language model of Qwen2.5-VL-7B's shape with 8,192 prompt tokens; vision
-                      tower and projector are LLaVA-NeXT's
 qwen2-0.5b            LLaVA-1.5 on Qwen2-0.5B's shape, 576 visual tokens
 tiny-shape            a small LLaVA-NeXT: checks a script on any machine
 qwen2.5-vl-7b,        the families' own modules, towers included; `QWEN`
@@ -35,8 +33,7 @@ class Shape:
     """Dimensions of a model.
 
     ``tower``: layers, width, heads, image size, patch size. ``canvases``: grid sizes (height,
-    width) of LLaVA-NeXT; LLaVA-1.5 has none. ``prompt``: minimum prompt length in tokens; the
-    question is padded to it. ``tied``: whether the output head is the embedding.
+    width) of LLaVA-NeXT; LLaVA-1.5 has none. ``tied``: whether the output head is the embedding.
     """
 
     language: str
@@ -49,7 +46,6 @@ class Shape:
     image: tuple[int, int]
     canvases: tuple[tuple[int, int], ...] = ()
     tower: tuple[int, int, int, int, int] = (24, 1024, 16, 336, 14)
-    prompt: int = 0
     tied: bool = False
 
 
@@ -62,15 +58,12 @@ def canvases(side: int) -> tuple[tuple[int, int], ...]:
 MODELS = {
     "llava-1.5-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (336, 336)),
     "llava-next-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32064, (672, 672), canvases(336)),
-    "qwen2.5-vl-7b-shape": Shape(
-        "qwen2", 28, 3584, 18944, 28, 4, 152064, (1344, 1008), ((1344, 1008),), prompt=8192
-    ),
     "qwen2-0.5b": Shape(
         "qwen2", 24, 896, 4864, 14, 2, 151936, (336, 336), tower=(6, 384, 6, 336, 14)
     ),
     "tiny-shape": Shape(
         "llama", 4, 64, 128, 4, 2, 512, (64, 64), ((32, 64), (64, 32), (64, 64)),
-        tower=(4, 64, 4, 32, 8), prompt=160,
+        tower=(4, 64, 4, 32, 8),
     ),
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 ==============  ===================================================================================
 tiny            the shipped model. ``captions`` of generated images; in a session, after a caption,
-                a short ``second question`` and the ``caption again``
+                a short ``second question``
 qwen2-0.5b      LLaVA-1.5 on Qwen2-0.5B's shape, 576 visual tokens, random weights
 llava-1.5-7b    LLaVA-1.5 on Vicuna-7B's shape, random weights created on the device; for a GPU
 tiny-shape      a small LLaVA-NeXT: checks the script on any machine
@@ -22,48 +22,43 @@ processor forces both along the plain answer.
 
 ================  =================================================================================
 ``accepted``      accepted drafted tokens per round; ``emitted`` also counts the model's own token
-``by depth``      for each number of accepted drafts, the fraction of rounds that accepted one more
-``calls``         forward passes of the model after the prompt, as a fraction of the plain answer's
-``draft`` ...     milliseconds per answer: drafters with their own prefill (``draft``), forward
-                  passes of the model (``verify``), and the rest of the decode time (``host``)
+``calls``         forward passes of the model after the prompt, with drafts and without (``plain``)
+``draft`` ...     seconds per answer: drafters with their own prefill (``draft``), forward passes of
+                  the model (``verify``), and the rest of the decode time (``host``)
 ``decode``        plain time over drafted time, from the first token on
 ``wall``          the same from RGB image to the last token, with processor, tower and prefill;
                   in a session only for the last question
 ================  =================================================================================
 
 Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs. Hugging Face's
-rows are its ``generate`` with its own drafters, also compared with the plain answers of vlmfast.
+rows are its ``generate``, also compared with the plain answers of vlmfast.
 
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
 
 ``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self`, on captions
-by `tiny` in batches, and measures no time; ``speculation.py views`` runs `draft_views.py`.
+by `tiny` in batches, and measures no time.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import json
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
-import draft_views
 import end_to_end
 import harness
 import torch
-from draft_views import ACCEPTED, RECORDED_VIEW
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmfast import VLM, Request
-from vlmfast.core.display import markdown_table
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
@@ -72,44 +67,39 @@ from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_auto import DraftAuto
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
-from vlmfast.drafters.draft_layerskip import kept
 from vlmfast.engine.stats import Stats, clock
-from vlmfast.errors import RecipeError
 from vlmfast.eval.bench import NEAR, Referee, load_average, numerics, rotated
-from vlmfast.eval.results import write_json
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 TINY = "tiny"
 SHAPES = ("qwen2-0.5b", "llava-1.5-7b", "tiny-shape")
 RECIPES = ("none", "hired:0.2", "pyramiddrop")
-WORKLOADS = ("captions", "second question", "caption again")
-BRANCHES = ("prune", "pool", "conv", "resample", "text", "weighted", "concat", "select")
+WORKLOADS = ("captions", "second question")
 DRAFTERS = (
-    "draft-ngram",
-    "draft-recycle",
     "draft-ngram+draft-recycle",
     "draft-layerskip",
     "draft-self",
-    "draft-self:view=hired,keep=0.2",
     "draft-eagle",
-    *(f"draft-eagle:{branch}" for branch in BRANCHES),
+    "draft-eagle:visual=select",
     "draft-vispec",
     "draft-auto",
 )
 # Of `--accepted`: the usual trees, and chains that can be compared with those of `draft-self`.
-TRAINED = {
-    "draft-eagle": "draft-eagle:depth=4,nodes=5,top_k=1",
-    "draft-eagle:kind=eagle3": "draft-eagle:kind=eagle3,depth=4,nodes=5,top_k=1",
-    "draft-vispec": "draft-vispec:depth=4,nodes=5,top_k=1",
-}
+TRAINED = (
+    *("draft-eagle", "draft-eagle:depth=4,nodes=5,top_k=1"),
+    *("draft-eagle:kind=eagle3", "draft-eagle:kind=eagle3,depth=4,nodes=5,top_k=1"),
+    *("draft-vispec", "draft-vispec:depth=4,nodes=5,top_k=1"),
+)
 VIEWS = (
     *("topk", "snapkv", "pyramidkv", "h2o", "vlcache", "cake"),
     *("hired", "divprune", "visionzip", "random", "fastv", "pyramiddrop"),
 )
 KEEPS = (0.1, 0.2, 0.5)
 CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
-HF, HALF = "hf", "hf half the layers"
+ACCEPTED = harness.RESULTS / "speculation-accepted-tiny.json"
+HF = "hf"
 LAYER, AUTO = " + layer", "draft-auto over "
+DEPTH = 4  # of simulated drafts
 # Number of pairs, and maximum length of an answer.
 USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2-0.5b": (5, 64)}
 
@@ -149,10 +139,6 @@ class Dialogue:
             answers.append(session.ask(last, **more))
             return _turn(answers, clock(vlm.adapter.device) - begin)
 
-    def until(self, number: int) -> Dialogue:
-        """The dialogue up to the question with this index."""
-        return Dialogue(self.image, self.questions[: number + 1], self.generation)
-
 
 def _turn(answers: list[Any], seconds: float) -> Said:
     stats = answers[-1].stats
@@ -169,7 +155,6 @@ def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialo
         questions = {
             "captions": (CAPTION_QUESTION,),
             "second question": (CAPTION_QUESTION, example.qa[number % len(example.qa)].question),
-            "caption again": (CAPTION_QUESTION, CAPTION_QUESTION),
         }[workload]
         found.append(Dialogue(example.image, questions, job.generation))
     return found
@@ -244,25 +229,22 @@ class Playing:
         return self.filled(root, nodes, depth)
 
     def filled(self, root: int, nodes: int, depth: int) -> Tree:
-        """One path of ``depth``, with wrong siblings so that the tree has ``nodes`` nodes."""
-        tokens, parents, parent = [root], [-1], 0
+        """A chain of ``depth``; wrong siblings of its first draft fill the tree to ``nodes``."""
         truths = self.stage.answer[self.at : self.at + depth]
-        siblings = nodes - 1 - len(truths)
-        for level, truth in enumerate(truths):
-            right = self.stage.right(self.at + level)
-            others = (siblings + level) // len(truths)  # the levels together have `siblings`
-            parents += [parent] * (1 + others)
-            parent = len(tokens)
-            tokens.append(truth if right else self.wrong(truth, 0))
-            tokens += [self.wrong(truth, 1 + rank) for rank in range(others)]
-        return Tree(tuple(tokens), tuple(parents))
+        drafts = [
+            truth if self.stage.right(self.at + level) else self.wrong(truth, 1)[0]
+            for level, truth in enumerate(truths)
+        ]
+        siblings = nodes - 1 - len(drafts) if drafts else 0
+        others = self.wrong(truths[0], 1 + siblings)[1:] if siblings else []
+        parents = [*range(-1, len(drafts)), *[0] * siblings]
+        return Tree((root, *drafts, *others), tuple(parents))
 
-    def wrong(self, truth: int, rank: int) -> int:
-        """A token other than ``truth``, different for each rank."""
-        size = self.target.vocabulary
-        others = (token for token in range(size) if token != truth)
-        fitting = (token for token in others if token not in self.target.banned)
-        return next(token for number, token in enumerate(fitting) if number == rank)
+    def wrong(self, truth: int, count: int) -> list[int]:
+        """Tokens other than ``truth``."""
+        never = {truth, *self.target.banned}
+        others = (token for token in range(self.target.vocabulary) if token not in never)
+        return list(islice(others, count))
 
 
 def layer_of(vlm: VLM) -> EagleModule:
@@ -336,16 +318,15 @@ def recorded(
     auto = (DraftAuto(),) if name.startswith(AUTO) else ()
 
     def answered(dialogue: Dialogue, number: int, **more: Any) -> Said:
-        stage = Recorded(tuple(answer), rate, args.depth, args.nodes, layer, seed=number)
+        stage = Recorded(tuple(answer), rate, DEPTH, args.nodes, layer, seed=number)
         return dialogue(vlm, plan + Recipe((*auto, stage)), **more)
 
     return answered
 
 
-def huggingface(job: Job, name: str) -> Answer:
-    """Hugging Face's ``generate``, plain or with one of its own drafters."""
+def huggingface(job: Job) -> Answer:
+    """Hugging Face's ``generate``."""
     vlm, calls = job.vlm(), 0
-    more = {"assistant_model": halved(job.model)} if name == HALF else {}
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -358,28 +339,13 @@ def huggingface(job: Job, name: str) -> Answer:
         begin = clock(vlm.adapter.device)
         try:
             inputs = vlm.inputs(dialogue.questions[0], images=dialogue.image)
-            ids = job.model.generate(**inputs, **dialogue.generation, **more)
+            ids = job.model.generate(**inputs, **dialogue.generation)
         finally:
             hook.remove()
         seconds = clock(vlm.adapter.device) - begin
         return Said([ids[0, inputs["input_ids"].shape[1] :].tolist()], seconds, calls)
 
     return answer
-
-
-def halved(model: Any) -> Any:
-    """A copy of a model with the layers that `draft-layerskip` uses for drafting."""
-    small = copy.deepcopy(model)
-    decoder = small.get_decoder()
-    chosen = kept(len(decoder.layers), 0.45)
-    decoder.layers = nn.ModuleList(decoder.layers[index] for index in chosen)
-    for index, layer in enumerate(decoder.layers):
-        layer.self_attn.layer_idx = index
-    for config in (small.config.get_text_config(), decoder.config):
-        config.num_hidden_layers = len(chosen)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: len(chosen)]
-    return small
 
 
 # --- a part --------------------------------------------------------------------------------------
@@ -396,8 +362,8 @@ class Pairs:
     def compare(self, referee: Referee, dialogue: Dialogue, plan: Recipe, number: int) -> None:
         """Judge the last pair, answer by answer up to the first difference."""
         answers = zip(self.plain[-1].tokens, self.drafted[-1].tokens, strict=True)
-        for at, (wanted, got) in enumerate(answers):
-            asked = lambda vlm, recipe, at=at, **more: dialogue.until(at)(vlm, recipe, **more)  # noqa: E731
+        for at, (wanted, got) in enumerate(answers, start=1):
+            asked = dataclasses.replace(dialogue, questions=dialogue.questions[:at])
             if divergence := referee.judge(asked, plan, wanted, got, number):
                 self.divergences.append(vars(divergence))
                 return
@@ -422,8 +388,8 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
             free, other = drafted, job.vlm()
             plain = lambda dialogue, number: dialogue(other, plan, **steer())  # noqa: E731
             drafted = lambda dialogue, number: free(dialogue, number, **steer())  # noqa: E731
-    elif name.startswith(HF):
-        drafted = huggingface(job, name)
+    elif name == HF:
+        drafted = huggingface(job)
     else:
         full = plan + Recipe.parse(name)
         drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
@@ -441,173 +407,106 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
 
 def numbers(pairs: Pairs) -> dict[str, Any]:
     """JSON values; no ratio if an answer was wrong."""
-    bugs = [divergence for divergence in pairs.divergences if divergence["bug"]]
+    bugs = sum(divergence["bug"] for divergence in pairs.divergences)
     stats = [said.stats for said in pairs.drafted if said.stats is not None]
-    plain = [said.stats for said in pairs.plain]
-    calls, plain_calls = (sum(s.calls for s in of) for of in (pairs.drafted, pairs.plain))
-    wall = [[a.seconds, b.seconds] for a, b in zip(pairs.plain, pairs.drafted, strict=True)]
+    both = list(zip(pairs.plain, pairs.drafted, strict=True))
+    wall = [[a.seconds, b.seconds] for a, b in both]
     row: dict[str, Any] = {
-        "pairs": len(wall),
-        "identical": sum(
-            a.tokens == b.tokens for a, b in zip(pairs.plain, pairs.drafted, strict=True)
-        ),
+        "pairs": len(both),
+        "identical": sum(a.tokens == b.tokens for a, b in both),
         "divergences": pairs.divergences,
-        "bugs": len(bugs),
+        "bugs": bugs,
         # An answer that repeats one token would hide errors of the cache.
         "distinct": max(len(set(said.tokens[-1])) for said in pairs.plain),
-        "tokens": sum(len(said.tokens[-1]) for said in pairs.plain),
-        "calls": calls,
-        "plain_calls": plain_calls,
+        "calls": sum(said.calls for said in pairs.drafted),
+        "plain_calls": sum(said.calls for said in pairs.plain),
         "samples": {"wall": wall},
         "wall": None if bugs else harness.ratio(wall),
         "decode": None,
     }
     if not stats:
         return row
-    decode = [[_decode(a), _decode(b)] for a, b in zip(plain, stats, strict=True)]
+    decode = [[_decode(a.stats), _decode(b)] for a, b in zip(pairs.plain, stats, strict=True)]
     row["samples"]["decode"] = decode
     row["decode"] = None if bugs else harness.ratio(decode)
-    rounds = sum(s.rounds for s in stats)
     draft, verify = sum(s.time_draft_s for s in stats), sum(s.time_verify_s for s in stats)
-    row |= {
-        "rounds": rounds,
-        "drafted": sum(s.drafted for s in stats),
-        "accepted": sum(s.accepted for s in stats),
-        "mean_accepted": sum(s.accepted for s in stats) / rounds if rounds else 0.0,
-        "mean_emitted": sum(s.generated_tokens - 1 for s in stats) / rounds if rounds else 0.0,
-        "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
-        "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
-        "draft_s": draft / len(stats),
-        "verify_s": verify / len(stats),
-        "host_s": (sum(b for _, b in decode) - draft - verify) / len(stats),
-        "plain_step_s": sum(a for a, _ in decode) / plain_calls if plain_calls else None,
-        "prefill_s": sum(s.time_prefill_s for s in stats) / len(stats),
-        "speculation": stats[-1].speculation,
-    }
-    return row
+    return (
+        row
+        | rounds_of(stats)
+        | {
+            "draft_s": draft / len(stats),
+            "verify_s": verify / len(stats),
+            "host_s": (sum(b for _, b in decode) - draft - verify) / len(stats),
+            "speculation": stats[-1].speculation,
+        }
+    )
+
+
+def rounds_of(stats: list[Any]) -> dict[str, Any]:
+    """Rounds of drafted answers, with drafted and accepted tokens, in all and by depth."""
+    rounds = sum(s.rounds for s in stats)
+    found: dict[str, Any] = {"rounds": rounds}
+    for name in ("drafted", "accepted"):
+        by_depth = [getattr(s, f"{name}_at_depth") for s in stats]
+        found[name] = sum(getattr(s, name) for s in stats)
+        found[f"{name}_at_depth"] = [sum(of) for of in zip_longest(*by_depth, fillvalue=0)]
+    found["mean_accepted"] = found["accepted"] / rounds if rounds else 0.0
+    emitted = sum(s.generated_tokens - 1 for s in stats)
+    return found | {"mean_emitted": emitted / rounds if rounds else 0.0}
 
 
 def _decode(stats: Stats) -> float:
     return stats.time_total_s - stats.ttft_s
 
 
-def _sums(lists: Any) -> list[int]:
-    lists = list(lists)
-    width = max(map(len, lists), default=0)
-    return [sum(of[at] for of in lists if at < len(of)) for at in range(width)]
-
-
 # --- accepted tokens -----------------------------------------------------------------------------
 
 
-def accepted(args: argparse.Namespace, arguments: list[str]) -> int:
+def accepted(args: argparse.Namespace, argv: list[str]) -> int:
     """Count the accepted tokens of all drafters on captions by `tiny`, in batches; no times."""
     vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
     views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
-    trained = [name for pair in TRAINED.items() for name in pair]
-    others = [CHAIN.format(view="topk", keep=1), RECORDED_VIEW.format(view="topk", keep=0.1)]
-    every = [*trained, *views, *others, "draft-layerskip"]
-    out = args.out or ACCEPTED
-    report: dict[str, Any] = {"parts": {}}
-    if out.is_file() and not args.fresh:
-        report |= json.loads(out.read_text(encoding="utf-8"))
-    asked = [image_example(EVAL_SEED_START + n).image for n in range(args.pairs)]
-    more = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    answers = lambda recipe: vlm.ask_many(  # noqa: E731
-        [Request(CAPTION_QUESTION, image, recipe=recipe) for image in asked], batch_size=16, **more
-    )
-    plain, wrong = None, 0
-    for name in args.drafters or every:
-        key = f"captions | none | {name}"
-        if key in report["parts"] and not args.again:
-            continue
-        (stage,) = Recipe.parse(name)
-        if args.eagle3 and "eagle3" in name:
+    every = [*TRAINED, *views, CHAIN.format(view="topk", keep=1), "draft-layerskip"]
+    if args.eagle3 is None:
+        every = [name for name in every if "eagle3" not in name]
+    images = [image_example(EVAL_SEED_START + n).image for n in range(args.pairs)]
+
+    def answers(recipe: Recipe) -> list[Any]:
+        asked = [Request(CAPTION_QUESTION, image, recipe=recipe) for image in images]
+        limits = {"max_new_tokens": args.new_tokens, "do_sample": False}
+        return vlm.ask_many(asked, batch_size=16, **limits)
+
+    plain = answers(Recipe())
+
+    def measure(key: str) -> dict[str, Any]:
+        (stage,) = Recipe.parse(key.rpartition(" | ")[2])
+        if "eagle3" in key and args.eagle3 is not None:
             stage = dataclasses.replace(stage, weights=str(args.eagle3))
-        plain = plain or answers("none")
-        try:
-            got = answers(Recipe((stage,)))
-        except RecipeError as error:  # without weights for tiny
-            print(f"left out: {error}", file=sys.stderr)
-            continue
-        stats = [answer.stats for answer in got]
-        rounds, took = sum(s.rounds for s in stats), sum(s.accepted for s in stats)
+        got = answers(Recipe((stage,)))
         pairs = zip(plain, got, strict=True)
-        report["parts"][key] = {
-            "prompts": len(got),
-            "identical": sum(a.token_ids == b.token_ids for a, b in pairs),
-            "rounds": rounds,
-            "drafted": sum(s.drafted for s in stats),
-            "accepted": took,
-            "mean_accepted": took / rounds,
-            "drafted_at_depth": _sums(s.drafted_at_depth for s in stats),
-            "accepted_at_depth": _sums(s.accepted_at_depth for s in stats),
-        }
-        report |= harness.begin("speculation.py", arguments, args)
-        write_json(out, report)
-        print(f"{name}: {took / rounds:.2f}", file=sys.stderr)
-    print(accepted_table(report["parts"]))
-    for key, row in report["parts"].items():
-        if row["identical"] != row["prompts"]:
+        same = sum(a.token_ids == b.token_ids for a, b in pairs)
+        counts = rounds_of([answer.stats for answer in got])
+        return {"prompts": len(got), "identical": same, "bugs": len(got) - same} | counts
+
+    about = harness.begin("speculation.py", argv, args)
+    settings = {key: getattr(args, key) for key in ("pairs", "new_tokens")}
+    parts = harness.Parts(args.out or ACCEPTED, about, settings, args.fresh)
+    wanted = [f"captions | none | {name}" for name in args.drafters or every]
+    left = parts.measure(parts.missing(wanted), measure, float("inf"))
+    print(harness.shown(parts.rows, "mean_accepted", "identical", "prompts"))
+    return parts.ended(left, wrong_of(parts))
+
+
+def wrong_of(parts: harness.Parts) -> int:
+    """The number of parts that failed or had a wrong answer; says which."""
+    wrong = 0
+    for key, row in parts.rows.items():
+        for divergence in row.get("divergences", ()):
+            print(f"{'WRONG' if divergence['bug'] else 'near tie'}: {key}: {divergence}")
+        if why := row.get("failed") or row.get("bugs"):
             wrong += 1
-            print(f"WRONG: {key}: {row['identical']} of {row['prompts']} answers are the same")
-    return int(bool(wrong))
-
-
-def accepted_table(parts: dict[str, dict[str, Any]]) -> str:
-    """Accepted tokens per round by drafter; of `draft-self` by view and keep."""
-
-    def cell(name: str) -> str:
-        row = parts.get(f"captions | none | {name}")
-        return "–" if row is None else f"{row['mean_accepted']:.2f}"
-
-    none = ["–"] * len(KEEPS)
-    lines = [[f"`{tree}`", cell(tree), cell(chain), *none] for tree, chain in TRAINED.items()]
-    lines.append(["`draft-layerskip`", "–", cell("draft-layerskip"), *none])
-    for view in VIEWS:
-        cells = [cell(CHAIN.format(view=view, keep=keep)) for keep in KEEPS]
-        lines.append([f"`draft-self:view={view}`", "–", "–", *cells])
-    head = ["drafter", "its tree", "chain of four", *(f"keep {k:g}" for k in KEEPS)]
-    return markdown_table(head, lines)
-
-
-# --- the report ----------------------------------------------------------------------------------
-
-
-def markdown(parts: dict[str, dict[str, Any]]) -> str:
-    """One table for each workload and recipe."""
-    head = ["accepted", "emitted", "by depth", "calls", "draft", "verify", "host", "decode", "wall"]
-    tables: dict[str, list[list[str]]] = {}
-    for key, row in parts.items():
-        workload, recipe, name = key.split(" | ")
-        shown = f"`{name}`" if name.startswith("draft-") and "over" not in name else name
-        if "failed" in row:
-            cells = [shown, row["failed"].replace("|", "/")[:120], *[""] * len(head)]
-        else:
-            cells = [shown, *_cells(row)]
-        tables.setdefault(f"{workload}, `{recipe}`", []).append(cells)
-    return "\n\n".join(
-        markdown_table([title, *head, "same answers"], lines) for title, lines in tables.items()
-    )
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    calls = f"{row['calls'] / row['plain_calls']:.0%}" if row["plain_calls"] else "-"
-    cells = [""] * 3 + [calls] + [""] * 3
-    if "rounds" in row:
-        depths = zip(row["accepted_at_depth"], row["drafted_at_depth"], strict=True)
-        shares = [f"{took / of:.2f}" for took, of in depths if of]
-        cells = [
-            f"{row['mean_accepted']:.2f}",
-            f"{row['mean_emitted']:.2f}",
-            " ".join(shares),
-            calls,
-        ]
-        cells += [f"{1e3 * row[name]:,.1f} ms" for name in ("draft_s", "verify_s", "host_s")]
-    for name in ("decode", "wall"):
-        found = row[name]
-        cells.append("WRONG" if row["bugs"] else harness.interval(found))
-    return [*cells, f"{row['identical']} of {row['pairs']}"]
+            print(f"WRONG: {key}: {why}")
+    return wrong
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -617,23 +516,18 @@ def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """All parts: workload, recipe, drafter."""
     if args.shape == TINY:
         found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
-        reference = [HF, HALF]
     else:
         plays = [f"recorded {rate:g}" for rate in args.rates]
         every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
         found = [("question", r, d) for r in args.recipes for d in args.drafters or every]
-        reference = [HF]
     # Hugging Face has neither sessions nor pruning.
     alone = {("captions", "none"), ("question", "none")} & {(w, r) for w, r, _ in found}
     if not args.no_hf:
-        found += [(*of, name) for of in alone for name in reference]
+        found += [(*of, HF) for of in alone]
     return found
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options of this script, or those of ``views``."""
-    if argv[:1] == ["views"]:
-        return draft_views.parse(argv[1:])
     parser = harness.parser(
         __doc__, recipe=None, pairs=None, new_tokens=None, layers=0, decoding="auto", dtype=None,
         device=harness.DEVICE, minutes=9.0, again=False, fresh=False, out=None,
@@ -643,7 +537,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--workload", action="append", dest="workloads", choices=WORKLOADS, help="for tiny (all)")
     add("--drafter", action="append", dest="drafters", help="default: all")
     add("--rates", default="0.6,0.8", help="simulated acceptance (%(default)s)")
-    add("--depth", type=int, default=4, help="depth of simulated drafts (%(default)s)")
     add("--nodes", type=int, default=26, help="nodes of trees with a layer (%(default)s)")
     add("--no-hf", action="store_true", help="leave Hugging Face out")
     add("--accepted", action="store_true", help="count accepted tokens of all drafters on tiny")
@@ -661,17 +554,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["views"]:
-        return draft_views.main(argv[1:])
     args, start = parse(argv), time.perf_counter()
     if args.accepted:
         return accepted(args, argv)
     about = harness.begin("speculation.py", argv, args)
-    keys = ("shape", "dtype", "pairs", "new_tokens", "depth", "nodes", "layers", "decoding")
+    keys = ("shape", "dtype", "pairs", "new_tokens", "nodes", "layers", "decoding")
     parts = harness.Parts(
         harness.path_of(args, "speculation", args.shape, about["device"]),
         about,
-        {key: getattr(args, key) for key in keys},
+        {key: getattr(args, key) for key in keys} | {"depth": DEPTH},
         args.fresh,
     )
     wanted = [" | ".join(of) for of in named(args)]
@@ -685,15 +576,11 @@ def main(argv: list[str]) -> int:
         return part(job, *key.split(" | "), args) | {"load_average": load_average()}
 
     left = parts.measure(missing, measure, start + 60 * args.minutes)
-    print(f"\n{args.shape}, {args.dtype}, {about['device']}\n\n{markdown(parts.rows)}\n")
-    wrong = 0
-    for key, row in parts.rows.items():
-        for divergence in row.get("divergences", ()):
-            print(f"{'WRONG' if divergence['bug'] else 'near tie'}: {key}: {divergence}")
-        wrong += bool(row.get("bugs")) or "failed" in row
-        if "failed" in row:
-            print(f"FAILED: {key}: {row['failed']}")
-    return parts.ended(left, wrong)
+    print(f"\n{args.shape}, {args.dtype}, {about['device']}\n")
+    columns = ("mean_accepted", "mean_emitted", "calls", "plain_calls", "draft_s", "verify_s")
+    more = ("host_s", "decode", "wall", "identical", "pairs")
+    print(harness.shown(parts.rows, *columns, *more))
+    return parts.ended(left, wrong_of(parts))
 
 
 if __name__ == "__main__":

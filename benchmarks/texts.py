@@ -14,7 +14,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("badger", "crane", "falcon", "gecko", "heron", "jackal", "lemur", "otter", "wolf", "yak")
+FOLLOW = 256  # tokens that are read after a prefix
 KEEPS = (0.5, 0.2, 0.1)
 COST = 0.2  # fraction of the slots that is kept where cost is measured
 ROUNDS = 3  # how often cost is measured, all methods in turn
@@ -112,7 +113,7 @@ def places(tokens: Any, counts: dict[int, int], follow: int) -> Iterator[tuple[i
                 yield prefix, [tokens.bos_token_id, *ids[end - length : end]]
 
 
-def read_texts(tokens: Any, counts: dict[int, int], follow: int) -> list[Text]:
+def read_texts(tokens: Any, counts: dict[int, int], follow: int = FOLLOW) -> list[Text]:
     """Texts of the manual, with ``follow`` tokens to read after the prefix."""
     return [Text(ids, prefix) for prefix, ids in places(tokens, counts, follow)]
 
@@ -145,56 +146,33 @@ def _with_passkeys(tokens: Any, ids: list[int], draw: random.Random) -> Text:
 # --- scores --------------------------------------------------------------------------------------
 
 
-class Reference:
-    """What the rows of other models are compared with.
+def compared(full: Tensor, logits: Tensor, ids: Sequence[int]) -> dict[str, float]:
+    """Means over the rows (T, V) of a model's logits; ``ids`` are the tokens that follow them.
 
-    Parameters
-    ----------
-    logits : Tensor, float32, (T, V)
-        Of the full model.
+    Returns
+    -------
+    dict
+        ``kl``, the KL divergence from the full model's distribution; ``top1``, whether both rank
+        the same token first; ``nll``, the negative log-likelihood of the text's token.
     """
-
-    def __init__(self, logits: Tensor) -> None:
-        self.first = logits.argmax(-1)
-        self.probabilities = logits.softmax(-1)
-        # The sum of p log p, which is p times logits less their logarithmic sum.
-        self.entropy = logits.logsumexp(-1) - _dot(self.probabilities, logits)
-
-    def compared(self, logits: Tensor, ids: Sequence[int]) -> dict[str, float]:
-        """Means over the rows of a model's logits; ``ids`` are the tokens that follow them.
-
-        Returns
-        -------
-        dict
-            ``kl``, the KL divergence from the full model's distribution; ``top1``, whether both
-            rank the same token first; ``nll``, the negative log-likelihood of the text's token.
-        """
-        normal = logits.logsumexp(-1)
-        own = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
-        values = {
-            "kl": normal - _dot(self.probabilities, logits) - self.entropy,
-            "top1": logits.argmax(-1) == self.first,
-            "nll": normal - own,
-        }
-        return {name: float(x.double().mean()) for name, x in values.items()}
+    rows = []
+    for wanted, found, token in zip(full, logits, ids, strict=True):
+        p, q = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+        kl = torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)
+        rows.append((float(kl), float(p.argmax() == q.argmax()), -float(q[token])))
+    return dict(zip(("kl", "top1", "nll"), map(fmean, zip(*rows, strict=True)), strict=True))
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products of each row, float64; float32 alone loses digits over a large vocabulary."""
-    parts = zip(a.split(1024, -1), b.split(1024, -1), strict=True)
-    return torch.stack([torch.linalg.vecdot(x, y) for x, y in parts]).double().sum(0)
-
-
-def scored(text: Text, full: Reference | None, found: list[Tensor]) -> dict[str, Any]:
+def scored(text: Text, full: list[Tensor], found: list[Tensor]) -> dict[str, Any]:
     """Scores of the logits before each scored token of `Text.chains`.
 
     Returns
     -------
     dict
-        As of `Reference.compared`; of passkeys ``found``, whether each greedy answer is right.
+        As of `compared`; of passkeys ``found``, whether each greedy answer is right.
     """
-    if full is not None:
-        return full.compared(found[0], text.ids[text.prefix :])
+    if not text.questions:
+        return compared(full[0], found[0], text.ids[text.prefix :])
     answers = [answer for _, answer in text.questions]
     pairs = zip(found, answers, strict=True)
     return {"found": [logits.argmax(-1).tolist() == answer for logits, answer in pairs]}
@@ -303,8 +281,6 @@ def parser(doc: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--cost", type=int, nargs="*", default=PREFIXES, help="prefixes whose first text is timed"
     )
-    made.add_argument("--follow", type=int, default=256, help="tokens read after the prefix")
-    made.add_argument("--threads", type=int, default=1)
     made.add_argument("--logs", type=Path, default=Path("runs/presses"), help="of rows so far")
     return made
 
@@ -314,8 +290,8 @@ def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[s
     return {
         "weights": weights(args.folder),
         "dtype": "float32",
-        "follow": args.follow,
-        "threads": args.threads,
+        "follow": FOLLOW,
+        "threads": 1,
         "machine": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers,
@@ -326,8 +302,8 @@ def settings(args: argparse.Namespace, transformers: str, **more: str) -> dict[s
 class Run:
     """Measures texts and logs what is missing.
 
-    Subclasses have the names of their ``methods`` and three functions, each of a text, a method
-    and a share of slots; ``none`` is the full model.
+    Subclasses have the names of their ``methods``; ``none`` is the full model. What `prefill`
+    returns is theirs.
     """
 
     methods: Sequence[str]
@@ -339,25 +315,30 @@ class Run:
         """Whether a method can be measured yet."""
         return True
 
-    def logits(self, text: Text, method: str, keep: float) -> tuple[list[int], list[Tensor]]:
-        """Slots by layer, and the logits before each scored token, by question."""
+    def prefill(self, text: Text, method: str, keep: float) -> Any:
+        """The compressed cache of the prefix, which keeps a share of the slots."""
         raise NotImplementedError
 
-    def prefill(self, text: Text, method: str, keep: float) -> Callable[[], tuple[list[int], int]]:
-        """What prefills, and returns the slots by layer and the bytes of the cache."""
+    def size(self, cache: Any) -> tuple[list[int], int]:
+        """Slots by layer, and bytes."""
+        raise NotImplementedError
+
+    def logits(self, text: Text, cache: Any) -> list[Tensor]:
+        """The logits before each scored token, by question."""
         raise NotImplementedError
 
     def scores(self, text: Text) -> None:
         """Log the scores of all methods on a text."""
-        key, full = {"part": text.part, "prompt": text.digest}, None
+        key = {"part": text.part, "prompt": text.digest}
         every = [("none", 1), *((method, keep) for keep in KEEPS for method in self.methods)]
         missing = [of for of in every if self.log.missing(**key, method=of[0], keep=of[1])]
         for method, keep in dict.fromkeys([*every[: bool(missing)], *missing]):
             if not self.ready(text, method, keep):
                 continue
-            slots, logits = self.logits(text, method, keep)
-            if method == "none" and not text.questions:
-                full = Reference(logits[0])
+            cache = self.prefill(text, method, keep)
+            (slots, _), logits = self.size(cache), self.logits(text, cache)
+            if method == "none":  # always first
+                full = logits
             if (method, keep) in missing:
                 about = {**key, "method": method, "keep": keep, "prefix": text.prefix}
                 self.log.add(**about, slots=slots, **scored(text, full, logits))
@@ -369,14 +350,14 @@ class Run:
             key = {"part": "cost", "prompt": text.digest, "method": method, "keep": keep}
             if not self.log.missing(**key, round=turn) or not self.ready(text, method, keep):
                 continue
-            prefill = self.prefill(text, method, keep)
             with measured() as took:
-                slots, held = prefill()
+                cache = self.prefill(text, method, keep)
+            slots, held = self.size(cache)
             self.log.add(**key, round=turn, prefix=text.prefix, slots=slots, bytes=held, **took)
 
     def over(self, tokens: Any, args: argparse.Namespace) -> None:
         """Measure the scores of all texts, and the cost of some."""
-        read = read_texts(tokens, args.documents, args.follow)
+        read = read_texts(tokens, args.documents)
         for text in [*read, *passkey_texts(tokens, args.passkeys)]:
             self.scores(text)
             print(f"{self.log.path}: {text.part} {text.prefix} {text.digest}", flush=True)
@@ -414,20 +395,18 @@ def joined(
     SystemExit
         When a side lacks a text, or the sides differ in what must be equal.
     """
-    sides = {"vlmfast": ours, "kvpress": others}
+    settings = {"vlmfast": ours[0], "kvpress": others[0]}
     for name in ("weights", "dtype", "follow", "machine"):
         if ours[0][name] != others[0][name]:
             raise SystemExit(f"{name} differs: {ours[0][name]} and {others[0][name]}")
     wanted = {(text.part, text.digest) for text in every}
     found: dict[str, dict[tuple, dict[str, Any]]] = {}
-    for side, (_, rows) in sides.items():
-        found[side] = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
-        methods = {key[2:] for key in found[side]}
-        for part, prompt in sorted(wanted):
-            for key in sorted(methods):
-                if (part, prompt, *key) not in found[side]:
-                    what = " ".join(map(str, key))
-                    raise SystemExit(f"{side} has not measured {what} on {part} {prompt}")
+    for side, rows in (("vlmfast", ours[1]), ("kvpress", others[1])):
+        own = {_key(row): row for row in rows if (row["part"], row["prompt"]) in wanted}
+        for text, (method, keep) in product(sorted(wanted), sorted({key[2:] for key in own})):
+            if (*text, method, keep) not in own:
+                raise SystemExit(f"{side} has not measured {method} {keep} on {' '.join(text)}")
+        found[side] = own
     noise = max(
         abs(found["vlmfast"][key]["nll"] - row["nll"])
         for key, row in found["kvpress"].items()
@@ -436,52 +415,46 @@ def joined(
     if noise > NOISE:
         raise SystemExit(f"the full models differ by {noise:.2g} nats, more than {NOISE:g}")
     for (part, prompt, method, keep), row in found["vlmfast"].items():
-        for own, other, equal in PAIRS:
-            if own == method and equal:
-                slots = found["kvpress"][part, prompt, other, keep]["slots"]
-                if sum(slots) != sum(row["slots"]):
-                    raise SystemExit(f"{own} keeps {row['slots']} slots, {other} {slots}")
+        for other in (of for own, of, equal in PAIRS if equal and own == method):
+            slots = found["kvpress"][part, prompt, other, keep]["slots"]
+            if sum(slots) != sum(row["slots"]):
+                raise SystemExit(f"{method} keeps {row['slots']} slots, {other} {slots}")
     return {
-        "settings": {side: about for side, (about, _) in sides.items()},
+        "settings": settings,
         "prompts": [
             {"part": text.part, "prefix": text.prefix, "prompt": text.digest} for text in every
         ],
         "noise": noise,
         "lines": [line for side, rows in found.items() for line in _lines(side, rows)],
         "pairs": [pair for own, other, _ in PAIRS for pair in _differences(found, own, other)],
-        "cost": [line for side, (_, rows) in sides.items() for line in _costs(side, rows)],
+        "cost": [*_costs("vlmfast", ours[1]), *_costs("kvpress", others[1])],
         "drafts": _drafts(_part(ours[1], "drafts")),
     }
 
 
 def _lines(side: str, rows: dict[tuple, dict[str, Any]]) -> Rows:
-    """Means by method and keep, over all prefixes and for each of them."""
+    """Means by method and keep, over all prefixes."""
     full = {key[:2]: row for key, row in rows.items() if key[2] == "none"}
     lines = []
     for method, keep in dict.fromkeys(key[2:] for key in rows):
         own = [row for key, row in rows.items() if key[2:] == (method, keep)]
-        for prefix in (None, *sorted({row["prefix"] for row in own})):
-            of = [row for row in own if prefix in (None, row["prefix"])]
-            line: dict[str, Any] = {"side": side, "method": method, "keep": keep, "prefix": prefix}
-            texts, keys = _part(of, "text"), _part(of, "passkeys")
-            line |= {"documents": len(texts), "passkey texts": len(keys)}
-            for name in ("kl", "top1", "nll"):
-                line[name] = fmean(row[name] for row in texts)
-            line["slots"] = fmean(_share(row, full[row["part"], row["prompt"]]) for row in of)
-            if keys:
-                line["passkeys"] = fmean(fmean(row["found"]) for row in keys)
-                line["by depth"] = [fmean(x) for x in zip(*(r["found"] for r in keys), strict=True)]
-            lines.append(line)
+        line: dict[str, Any] = {"side": side, "method": method, "keep": keep, "prefix": None}
+        texts, keys = _part(own, "text"), _part(own, "passkeys")
+        line |= {"documents": len(texts), "passkey texts": len(keys)}
+        for name in ("kl", "top1", "nll"):
+            line[name] = fmean(row[name] for row in texts)
+        line["slots"] = fmean(_share(row, full[row["part"], row["prompt"]]) for row in own)
+        if keys:
+            line["passkeys"] = fmean(fmean(row["found"]) for row in keys)
+        lines.append(line)
     return lines
 
 
 def _share(row: dict[str, Any], full: dict[str, Any]) -> float:
     """Slots of the longest layers, which are those without a window, as a fraction."""
-    pairs = list(zip(row["slots"], full["slots"], strict=True))
     longest = max(full["slots"])
-    return sum(kept for kept, of in pairs if of == longest) / sum(
-        of for _, of in pairs if of == longest
-    )
+    pairs = zip(row["slots"], full["slots"], strict=True)
+    return fmean(kept for kept, of in pairs if of == longest) / longest
 
 
 def _differences(found: dict[str, dict[tuple, dict[str, Any]]], own: str, other: str) -> Rows:

@@ -1,4 +1,4 @@
-"""Where the time to the first token goes: ``python benchmarks/ttft.py [PART ...]``.
+"""Where the time to the first token goes: ``python benchmarks/ttft.py``.
 
 ===========  ===================================================================================
 ``machine``  copy bandwidth, rate of a matrix product, time of a launch and of a host read
@@ -40,7 +40,6 @@ import torch
 from end_to_end import HF, QUESTION, Job
 
 import kernels
-from vlmfast.core.display import markdown_table
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, look
@@ -61,7 +60,14 @@ CPU_READS = ("aten::_local_scalar_dense", "aten::nonzero")
 
 
 def anatomy(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Profile a call: ``busy`` (``None`` on a CPU), ``launches``, ``reads``, longest kernels."""
+    """Profile a call.
+
+    Returns
+    -------
+    dict
+        ``busy`` (``None`` on a CPU), ``launches`` and ``reads`` as above, ``work``, what the device
+        ran, and its longest ``kernels`` with their seconds.
+    """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -75,7 +81,8 @@ def anatomy(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         own = [event.name for event in events if event.name.startswith("aten::")]
         outer = [e for e in events if e.name.startswith("aten::") and not _inside(e)]
         reads = sum(name in CPU_READS for name in own)
-        return {"busy": None, "launches": len(outer), "reads": reads}
+        found = {"busy": None, "launches": len(outer), "reads": reads}
+        return found | {"work": len(outer), "kernels": {}}
     host = [event.name for event in events if event.device_type == DeviceType.CPU]
     work = [event for event in events if event.device_type == DeviceType.CUDA]
     took: dict[str, float] = {}
@@ -86,6 +93,7 @@ def anatomy(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         "busy": union((e.time_range.start / 1e6, e.time_range.end / 1e6) for e in work),
         "launches": sum(any(word in name for word in LAUNCHES) for name in host),
         "reads": sum(name.endswith(READS) for name in host) - 1,
+        "work": len(work),
         "kernels": {name: took[name] for name in longest},
     }
 
@@ -228,36 +236,15 @@ WORK: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "answers: qwen2.5-vl-7b": partial(answers, name="qwen2.5-vl-7b"),
     "towers: qwen3-vl-8b": partial(towers, name="qwen3-vl-8b"),
 }
-PARTS = tuple(dict.fromkeys(name.partition(":")[0] for name in WORK))
 
 
 # --- the script ----------------------------------------------------------------------------------
 
 
-def markdown(rows: dict[str, Any]) -> str:
-    """The rows with times, as a table."""
-    lines = []
-    for part, found in rows.items():
-        for name, row in found.items() if part != "machine" else ():
-            if name in ("failed", "date", "took"):
-                continue
-            busy = "" if row["busy"] is None else f"{1e3 * row['busy']:,.1f} ms"
-            time_ = f"{1e3 * row['time']['median']:,.1f} ms"
-            ratio = f"{row['ratio']['median']:.2f}x"
-            lines.append([part, name, time_, ratio, busy, str(row["launches"]), str(row["reads"])])
-    head = ["part", "variant", "time", "ratio", "busy", "launches", "reads"]
-    return markdown_table(head, lines)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(__doc__, repeats=10, minutes=4.0, fresh=False, out=None)
-    add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
-    add("--dry", action="store_true", help="use small models on a CPU to check the script")
+    parser.add_argument("--dry", action="store_true", help="small models on a CPU, as a check")
     args = parser.parse_args(argv)
-    if unknown := [part for part in args.parts if part not in PARTS]:
-        parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    args.parts = args.parts or list(PARTS)
     args.device = "cpu" if args.dry else "cuda"
     return args
 
@@ -274,10 +261,16 @@ def main(argv: list[str]) -> int:
     )
     dtype = torch.float32 if args.dry else torch.bfloat16
     bench = Bench(torch.device(args.device), dtype, args.dry, args.repeats)
-    wanted = [name for name in WORK if name.partition(":")[0] in args.parts]
     end = start + 60 * args.minutes
-    left = parts.measure(parts.missing(wanted), lambda name: WORK[name](bench), end)
-    print(f"\n{about['device']}\n\n{markdown(parts.rows)}")
+    left = parts.measure(parts.missing(list(WORK)), lambda name: WORK[name](bench), end)
+    timed = {
+        f"{part}, {name}": row
+        for part, found in parts.rows.items()
+        for name, row in found.items()
+        if isinstance(row, dict)
+    }
+    print(f"\n{about['device']}\n")
+    print(harness.shown(timed, "time", "ratio", "busy", "launches", "reads"))
     failed = {name: row["failed"] for name, row in parts.rows.items() if "failed" in row}
     for name, why in failed.items():
         print(f"FAIL  {name}: {why}")

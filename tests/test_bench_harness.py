@@ -46,19 +46,20 @@ def test_ratio_is_of_sums() -> None:
     assert found["value"] == 7 / 5
     assert found["low"] < 7 / 5 < found["high"]
     assert harness.ratio([[0.0, 0.0]]) is None
-    assert harness.interval(found).startswith("1.40x [") and harness.interval(None) == "-"
 
 
-def test_gap_ratio() -> None:
-    times = [float(at) for at in range(10)] + [14.0, 15.0, 16.0]
-    assert harness.gap_ratio(times, 8.5, 13.0) == 5.0
-    # The controls: a gap outside the time counts for the median only, one that overlaps it does.
-    assert harness.gap_ratio(times, 2.5, 4.0) == 1.0
-    assert harness.gap_ratio(times, 13.9, 13.95) == 5.0
-    assert harness.gap_ratio(times, 14.0, 15.0) == 1.0
-    # The gap of 10 s between opening and sending counts for nothing.
-    times = [0.0, 1.0, 2.0, 12.0, 17.0, 19.0, 20.0, 21.0]
-    assert harness.gap_ratio(times, 13.0, 18.0, opened=2.5) == 5.0
+def test_rows_as_a_table() -> None:
+    spread = {"median": 0.25, "q1": 0.125, "q3": 1.0}
+    rows = {
+        "a | b": {"time": spread, "part": {"bytes": 7, "rate": 1.5}},
+        "c": {"failed": "ValueError: x | y", "time": None},
+        "d": {"time": None, "part": None},
+    }
+    assert harness.shown(rows, "time", "part.bytes", "part.rate").splitlines()[2:] == [
+        "| a, b | 0.25 [0.125, 1] | 7 | 1.5 |",
+        "| c | ValueError: x / y |",
+        "| d |  |  |  |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,13 @@ def test_gap_ratio() -> None:
 def test_verdicts(ratio: float, bound: float | None, least: bool, verdict: str) -> None:
     row = harness.Row("gap", "what", [ratio, ratio], bound, least)
     assert row.verdict == verdict and row.report()["median"] == ratio
-    assert f"| {ratio:.3f} [{ratio:.3f}, {ratio:.3f}] | " in harness.table([row])
+    assert f"| gap: what | {ratio:.4g} | {ratio:.4g} | {ratio:.4g} | " in harness.table([row])
 
 
 def test_wrong_results_have_no_ratio() -> None:
     row = harness.Row("gap", "what", [2.0], 2.0, wrong=True)
     assert row.report() | {"median": None, "verdict": "WRONG"} == row.report()
-    assert "2.000" not in harness.table([row]) and "WRONG" in harness.table([row])
+    assert "| gap: what |  |  |  | 2 | WRONG |" in harness.table([row])
 
 
 # --- result files --------------------------------------------------------------------------------
@@ -131,3 +132,29 @@ def test_run_ends_at_its_time_limit(tmp_path: Path) -> None:
     found = parts(tmp_path / "out.json", {})
     assert found.measure(["a", "b"], lambda key: {}, time.perf_counter() - 1) == 2
     assert found.rows == {}
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+CHILD = """
+import time
+def child(pipe, start):
+    if start == "late":
+        time.sleep(60)
+    pipe.send("ready")
+    for message in iter(pipe.recv, None):
+        pipe.send([message, start])
+"""
+
+
+@pytest.mark.slow
+def test_child_answers_or_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "child_of_harness.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    from child_of_harness import child
+
+    made = harness.Child(child, "now")
+    assert made.ask("a") == ["a", "now"] and made.ask("b", 60) == ["b", "now"]
+    made.close()
+    with pytest.raises(harness.ChildFailed, match="no answer after 2 s"):
+        harness.Child(child, "late", seconds=2)

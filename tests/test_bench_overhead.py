@@ -17,7 +17,7 @@ def overhead() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--by-token"], ["--prefix-cache"]])
+@pytest.mark.parametrize("more", [[], ["--by-token"]])
 def test_pairs_are_the_same_answers(overhead: Any, tmp_path: Path, more: list[str]) -> None:
     out = tmp_path / "found.json"
     given = ["--pairs", "2", "--warmup", "0", "--new-tokens", "3", "--out", str(out), *more]

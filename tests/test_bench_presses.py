@@ -105,14 +105,14 @@ def test_scores_equal_their_definitions() -> None:
     full, own = torch.randn(2, 7, 3000, dtype=torch.float64).mul(3).unbind()
     ids = list(range(7))
     expected, log = full.log_softmax(-1), own.log_softmax(-1)
-    found = texts.Reference(full.float()).compared(own.float(), ids)
+    found = texts.compared(full.float(), own.float(), ids)
     kl = (expected.exp() * (expected - log)).sum(-1).mean()
     nll = -log[range(7), ids].mean()
     largest = float(log.abs().max())
     close(torch.tensor(found["kl"]), kl, dtype=torch.float32, terms=3000, scale=largest)
     close(torch.tensor(found["nll"]), nll, dtype=torch.float32, terms=3000, scale=largest)
     assert found["top1"] == float((full.argmax(-1) == own.argmax(-1)).double().mean())
-    assert texts.Reference(full.float()).compared(full.float(), ids)["top1"] == 1
+    assert texts.compared(full.float(), full.float(), ids)["top1"] == 1
 
 
 # --- logs -----------------------------------------------------------------------------------------
@@ -146,7 +146,6 @@ def test_both_sides_are_joined(sides: Any, every: list[Any]) -> None:
     assert line["kl"] == pytest.approx(0.15)
     assert line["slots"] == 0.5  # of the long layers
     assert (line["documents"], line["passkey texts"], line["passkeys"]) == (2, 1, 0.5)
-    assert line["by depth"] == [0, 1]
     assert [pair["keep"] for pair in report["pairs"]] == list(texts.KEEPS)
     for pair in report["pairs"]:
         assert (pair["kl"], pair["documents"]) == (pytest.approx(-0.15), 2)
@@ -175,45 +174,44 @@ def vlm() -> VLM:
 
 
 @pytest.fixture(scope="module")
-def prefilled(vlm: VLM) -> Any:
+def text() -> Any:
     torch.manual_seed(0)
-    ids = torch.randint(5, 30, (PREFIX + FOLLOW,)).tolist()
-    with compare.switched(vlm.model):
-        return compare.Prefilled(vlm, texts.Text(ids, PREFIX))
+    return texts.Text(torch.randint(5, 30, (PREFIX + FOLLOW,)).tolist(), PREFIX)
 
 
 @pytest.mark.parametrize("method", compare.METHODS)
-def test_compressing_afterwards_equals_compressing_in_prefill(
-    vlm: VLM, prefilled: Any, method: str
+def test_layers_without_a_window_are_compressed(
+    vlm: VLM, text: Any, tmp_path: Path, method: str
 ) -> None:
+    """With ``all layers``, those with a window too; each has an effect on the logits."""
     name = method.replace("window=64,", "window=8,")
     name = name.replace("snapkv, all", "snapkv:window=8, all")
     name = {"snapkv": "snapkv:window=8", "cake": "cake:window=8"}.get(name, name)
-    recipe = compare.recipe_of(name, 0.5, vlm.adapter)
-    with compare.switched(vlm.model):
-        group = prefilled.compressed(recipe)
-        sequence, _ = prefilled.prefill(recipe)
-        assert group.cache.lengths() == sequence.group.cache.lengths()
-        (found,), (expected,) = prefilled.logits(group), prefilled.logits(sequence.group)
-        (full,) = prefilled.logits(prefilled.full.group)
-    terms, scale = network(vlm.model, PREFIX), float(full.abs().max())
-    close(found[1:], expected[1:], terms=terms, scale=scale)
-    apart(found[1:], full[1:], terms=terms, scale=scale)
-    windows = vlm.adapter.windows
-    kept, whole = group.cache.lengths(), prefilled.full.group.cache.lengths()
-    for window, own, of in zip(windows, kept, whole, strict=True):
-        assert (own < of) is (window is None or method.endswith(compare.ALL))
+    run = compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS))
+    full, own = run.prefill(text, "none", 1), run.prefill(text, name, 0.5)
+    (kept, _), (whole, _) = run.size(own), run.size(full)
+    for window, few, all_ in zip(vlm.adapter.windows, kept, whole, strict=True):
+        assert (few < all_) is (window is None or method.endswith(compare.ALL))
+    (found,), (expected,) = run.logits(text, own), run.logits(text, full)
+    assert found.shape == expected.shape == (FOLLOW, expected.shape[1])
+    terms, scale = network(vlm.model, PREFIX), float(expected.abs().max())
+    close(found[0], expected[0], terms=terms, scale=scale)  # the prefill is not affected
+    apart(found[1:], expected[1:], terms=terms, scale=scale)
+    (again,) = run.logits(text, own)  # the cache stays as it is
+    assert torch.equal(again, found)
 
 
 @torch.no_grad()
-def test_streamingllm_numbers_the_slots_of_layers_with_a_window(vlm: VLM, prefilled: Any) -> None:
+def test_streamingllm_numbers_the_slots_of_layers_with_a_window(
+    vlm: VLM, text: Any, tmp_path: Path
+) -> None:
     """All layers are compressed, and the keys of each are rotated by its own tables."""
-    with compare.switched(vlm.model):
-        group = prefilled.compressed(
-            compare.recipe_of("streamingllm, all layers", 0.5, vlm.adapter)
-        )
+    run = compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS))
+    # A recipe that keeps all, so that all layers hold all slots.
+    full, _ = run.prefill(text, "snapkv, all layers", 1)
+    compressed, _ = run.prefill(text, "streamingllm, all layers", 0.5)
     for number, (own, of) in enumerate(
-        zip(group.cache.layers, prefilled.full.group.cache.layers, strict=True)
+        zip(compressed.group.cache.layers, full.group.cache.layers, strict=True)
     ):
         whole, count = of.max_lengths[0], own.max_lengths[0]
         assert count == int(0.5 * whole) > 4
@@ -231,18 +229,15 @@ def test_streamingllm_numbers_the_slots_of_layers_with_a_window(vlm: VLM, prefil
 
 @pytest.mark.slow
 def test_only_missing_rows_are_measured(
-    vlm: VLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vlm: VLM, text: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "METHODS", ("h2o:decode=false", "streamingllm"))
-    torch.manual_seed(0)
-    ids = torch.randint(5, 30, (PREFIX + FOLLOW,)).tolist()
-    document = texts.Text(ids, PREFIX)
-    asked = texts.Text(ids[:PREFIX], PREFIX, (([6, 7], [8, 9]), ([6], [7])))
+    asked = texts.Text(text.ids[:PREFIX], PREFIX, (([6, 7], [8, 9]), ([6], [7])))
     log = texts.Log(tmp_path / "log.jsonl", SETTINGS)
     run = compare.Run(vlm, log)
-    for text in (document, asked):
-        run.scores(text)
-        run.cost(text)
+    for one in (text, asked):
+        run.scores(one)
+        run.cost(one)
     rows = [(row["part"], row["method"], row["keep"]) for row in log.rows]
     names = ("h2o:decode=false", "streamingllm")
     scored = [("none", 1), *((name, keep) for keep in texts.KEEPS for name in names)]
@@ -251,11 +246,11 @@ def test_only_missing_rows_are_measured(
     assert rows[:7] == [("text", *of) for of in scored]
     times = {"text": 1, "cost": 2 * texts.ROUNDS, "passkeys": 1}
     assert sorted(rows) == sorted((p, *of) for p in parts for of in parts[p] * times[p])
-    monkeypatch.setattr(compare, "Prefilled", None)  # nothing is prefilled again
-    for text in (document, asked):
+    monkeypatch.setattr(compare.Run, "prefill", None)  # nothing is prefilled again
+    for one in (text, asked):
         again = compare.Run(vlm, texts.Log(tmp_path / "log.jsonl", SETTINGS))
-        again.scores(text)
-        again.cost(text)
+        again.scores(one)
+        again.cost(one)
 
 
 def test_cost_is_a_median_of_ratios_within_rounds() -> None:
@@ -271,9 +266,7 @@ def test_cost_is_a_median_of_ratios_within_rounds() -> None:
     assert (own["over full"], own["wall"], own["peak"], own["load"]) == (1.5, 2.0, 1, 2)
 
 
-def test_drafters_give_the_plain_answer(vlm: VLM, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    text = texts.Text(torch.randint(5, 30, (PREFIX,)).tolist(), PREFIX)
+def test_drafters_give_the_plain_answer(vlm: VLM, text: Any, tmp_path: Path) -> None:
     log = texts.Log(tmp_path / "log.jsonl", SETTINGS)
     compare.Run(vlm, log).drafts(text, 8)
     assert [row["method"] for row in log.rows] == ["none", *compare.DRAFTERS]

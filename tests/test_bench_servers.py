@@ -70,3 +70,12 @@ def test_close_ends_all_processes_of_a_server(server) -> None:
     server.pause()
     server.close()
     assert reaches(server.child, "Z")
+
+
+def test_gap_ratio() -> None:
+    times = [float(at) for at in range(10)] + [14.0, 15.0, 16.0]
+    assert servers.gap_ratio(times, 8.5, 13.0) == 5.0
+    # The controls: a gap outside the time counts for the median only, one that overlaps it does.
+    assert servers.gap_ratio(times, 2.5, 4.0) == 1.0
+    assert servers.gap_ratio(times, 13.9, 13.95) == 5.0
+    assert servers.gap_ratio(times, 14.0, 15.0) == 1.0
