@@ -24,11 +24,6 @@ import outcomes
 FEW = ("hired:budget=0.11", "snapkv:0.5,window=8")
 
 
-@pytest.fixture(scope="module")
-def tiny() -> VLM:
-    return VLM.from_pretrained("tiny", device="cpu")
-
-
 def test_seeds_are_of_no_other_use(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     build_tokenizer().save(str(tokenizer))
