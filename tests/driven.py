@@ -6,9 +6,11 @@ import time
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
@@ -38,6 +40,13 @@ class Driven:
         inputs.tensors.setdefault("input_ids", torch.zeros(1, 1, dtype=torch.int64))
         begin = time.perf_counter() if begin is None else begin
         self.sequence = reading(adapter, inputs, recipe, begin)
+
+    @classmethod
+    def of(cls, vlm: VLM, recipe: Any, images: list[Any], **more: Any) -> Driven:
+        """A short question about images."""
+        tensors = vlm.inputs("what is here ?", images=images)
+        sizes = [np.asarray(image).shape[:2] for image in images]
+        return cls(vlm.adapter, Inputs(tensors, sizes, "q", **more), Recipe.of(recipe))
 
     @property
     def recipe(self) -> Recipe:

@@ -569,43 +569,6 @@ ADDRESSES = (
     "a..b",
 )
 
-SCHEMAS: tuple[Any, ...] = (
-    {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
-    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    {"$ref": "#"},
-    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
-    {"$ref": "file:///etc/passwd"},
-    {"$ref": "http://127.0.0.1/schema"},
-    {"type": "string", "minLength": 10**9},
-    {"type": "string", "pattern": "(a|aa)+$"},
-    {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"},
-    {"type": "string", "pattern": "a{1000}{1000}"},
-    {"type": "string", "pattern": "("},
-    {"type": "string", "format": "nothing"},
-    {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
-    {"type": "array", "minItems": 5, "maxItems": 1},
-    {"type": "integer", "minimum": 10**30},
-    {"type": "integer", "minimum": 5, "maximum": 1},
-    {"type": "number", "multipleOf": 1e-300},
-    {"enum": []},
-    {"enum": [f"value {number}" for number in range(3000)]},
-    {"const": "\n\u2028"},
-    {"type": "wizard"},
-    {"type": 5},
-    {"not": {}},
-    {"allOf": [{"type": "string"}, {"type": "integer"}]},
-    {"anyOf": [{"type": "object", "properties": {str(n): {"$ref": "#"}}} for n in range(50)]},
-    {"oneOf": [{"minimum": n} for n in range(100)]},
-    {"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False},
-    {"type": "object", "required": [f"a{n}" for n in range(500)]},
-    {"properties": _deep(150)},
-    {"properties": {"a": _deep(100, {"type": "string"})}},
-    {"if": {"type": "string"}, "then": False, "else": False},
-    {"x" * 60_000: True},
-    {"description": "x" * 70_000},
-    {},
-)
-
 
 class Fuzz:
     """Draws requests.
@@ -896,7 +859,7 @@ class Fuzz:
 
     def _settings(self, rng: random.Random) -> Case:
         path, body = self.valid(rng)
-        schema = rng.choice(SCHEMAS)
+        schema = fuzz_bodies.schema(rng)
         if path == CHAT:
             formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
             more = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from driven import Driven
 from reference import answer_logits
-from vlmfast import VLM, Recipe
-from vlmfast.engine.prefill import Inputs
+from vlmfast import VLM
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
@@ -30,9 +28,7 @@ def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
 
 def ran(vlm: VLM, recipe: str, images: list) -> tuple[Driven, Tensor]:
     """The engine's run, and its logits (V,) after the prompt."""
-    tensors = vlm.inputs("what is here ?", images=images)
-    inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what is here ?")
-    run = Driven(vlm.adapter, inputs, Recipe.parse(recipe), time.perf_counter())
+    run = Driven.of(vlm, recipe, images)
     return run, answer_logits(vlm, run, [])[0]
 
 

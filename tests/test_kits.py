@@ -269,7 +269,7 @@ def passes(stage: Any, tiny: VLM) -> None:
     assert ran == (stage.name not in WITHOUT_KEEP)
 
 
-@pytest.mark.slow
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     "name", [name for name in sorted(stage_names()) if not stage_class(name).other_model]
 )

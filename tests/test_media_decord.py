@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +65,8 @@ def test_sources_and_choices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert numbers(read(source, num_frames=3)) == [0, 19, 39]
         assert numbers(read(source, fps=2.5)) == list(range(0, 40, 4))
         assert numbers(read(source, select=lambda info: [3, 14, 15, 38])) == [3, 14, 15, 38]
-    found: list[list[int]] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(numbers(read(data, num_frames=2))))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: numbers(read(data, num_frames=2)), range(4)))
     assert found == [[0, 39]] * 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
@@ -11,7 +10,7 @@ from helpers_layout import DIM, make_image, prompt
 from short_prefill import embeds_of, ran
 from tiny_models import build_llava
 from tiny_models import make_image as photo
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM, Recipe
 from vlmfast.compressors.tokens.mmtok import MMTok, coverage
 from vlmfast.core.contexts import EncodeRequest
 from vlmfast.core.layout import VisualTokens
@@ -103,5 +102,3 @@ def test_recipe_parameters() -> None:
     for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=compact"):
         assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
     assert MMTok.query_dependent
-    with pytest.raises(RecipeError, match=r"mmtok: tau_v=0 is out of range, allowed is > 0"):
-        Recipe.parse("mmtok:tau_v=0")

@@ -7,7 +7,6 @@ computes the rule's scores from the full attention maps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 from closeness import apart, close, network
 from driven import Driven
 from reference import answer_logits, dense_logits
+from short_prefill import embeds_of
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.compressors.encoder.mustdrop import MustDrop
@@ -24,8 +24,6 @@ from vlmfast.compressors.prefill.atp import ATP
 from vlmfast.compressors.prefill.atp.module import Module
 from vlmfast.compressors.prefill.fastv import FastV
 from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop
-from vlmfast.core.recipe import Recipe
-from vlmfast.engine.prefill import Inputs
 
 STAGES = (2, 3, 5)  # layers before which PyramidDrop drops
 TOKENS = [17, 40, 99, 7, 123, 60, 200, 31]
@@ -40,21 +38,6 @@ MODELS = {
 def vlm(request) -> VLM:
     build, kv_heads = MODELS[request.param]
     return VLM(*build(layers=6, kv_heads=kv_heads))
-
-
-def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
-    """Input embeddings (S, D) of the prompt, merged by Hugging Face."""
-    taken = []
-    decoder = vlm.model.get_decoder()
-    hook = decoder.register_forward_pre_hook(
-        lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            vlm.model(**tensors)
-    finally:
-        hook.remove()
-    return taken[0][0]
 
 
 @torch.no_grad()
@@ -218,14 +201,12 @@ METHODS = {
 def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     stage, rule = METHODS[method]
     images = [make_image(seed=i) for i in range(num_images)]
-    tensors = vlm.inputs("what is here ?", images)
-    sizes = [(p.height, p.width) for p in images]
     if stage.trained:
         vlm.adapter.modules[stage.name, stage.weights, ""] = trained_atp(vlm)
         rule = atp_rule(vlm)
-    run = Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe((stage,)), time.perf_counter())
+    run = Driven.of(vlm, stage, images)
     got = answer_logits(vlm, run, TOKENS)
-
+    tensors = run.inputs.tensors
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     drop = rule(visual, run.prompt.layout.protected)

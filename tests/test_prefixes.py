@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -416,20 +417,16 @@ def test_entries_make_room_for_requests(vlm: VLM, monkeypatch: pytest.MonkeyPatc
 
 def test_two_threads_ask_about_one_image(vlm: VLM) -> None:
     wanted = [cold(vlm, question).token_ids for question in QUESTIONS[:2]]
-    found: dict[int, Answer] = {}
     barrier = threading.Barrier(2)
 
-    def run(n: int) -> None:
+    def run(question: str) -> Answer:
         barrier.wait()
-        found[n] = asked(vlm, QUESTIONS[n])
+        return asked(vlm, question)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[n].token_ids for n in range(2)] == wanted
-    assert sorted(answer.stats.prompt_reused > 0 for answer in found.values()) == [False, True]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, QUESTIONS[:2]))
+    assert [answer.token_ids for answer in found] == wanted
+    assert sorted(answer.stats.prompt_reused > 0 for answer in found) == [False, True]
 
 
 # --- sessions ------------------------------------------------------------------------------------

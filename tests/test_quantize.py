@@ -1,21 +1,18 @@
-"""Quantized keys and values: codes, segments, attention over them, and quantizers.
+"""Quantized keys and values: parameters, segments, and the methods that quantize.
 
 test_golden compares them with the reference implementations.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import tiny_models
-from closeness import apart, close, tolerance
+from closeness import close, tolerance
 from vlmfast import VLM
 from vlmfast.api.vlm import Answer
 from vlmfast.compressors.cache.kivi import Kivi
@@ -26,15 +23,11 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels import quantize_kv
-from vlmfast.kernels.decode_mixed import decode_mixed
 from vlmfast.kernels.quantize_kv import (
     Segment,
     channel_scale,
-    pack,
     parameter_dtype,
     quantize,
-    quantize_keys,
-    unpack,
 )
 
 FLOAT = torch.float32
@@ -89,132 +82,6 @@ def same(a: Segment, b: Segment) -> bool:
 
 
 # --- codes ---------------------------------------------------------------------------------------
-
-
-@given(bits=BITS, rows=st.integers(1, 5), width=st.integers(1, 9), seed=SEEDS)
-def test_pack_unpack_round_trip(bits, rows, width, seed):
-    dim = width * 8 // bits
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 2**bits, (rows, dim), generator=generator, dtype=torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.shape == (rows, dim * bits // 8)
-    assert torch.equal(unpack(packed, bits), codes)
-    other = codes.clone()
-    other[0, 0] ^= 1
-    assert not torch.equal(pack(other, bits), packed)
-
-
-@pytest.mark.parametrize(
-    ("bits", "codes", "packed"),
-    [
-        (8, [7, 200, 3, 4], [7, 200, 3, 4]),
-        (4, [1, 2, 3, 4], [1 | 3 << 4, 2 | 4 << 4]),
-        (2, [1, 2, 3, 0, 2, 2, 1, 1], [1 | 3 << 2 | 2 << 4 | 1 << 6, 2 | 0 << 2 | 2 << 4 | 1 << 6]),
-    ],
-)
-def test_packed_byte_layout(bits, codes, packed):
-    assert pack(torch.tensor(codes), bits).tolist() == packed
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    bits=BITS,
-    n=st.integers(1, 70),
-    group=st.sampled_from([0, 8, 32]),
-    value_group=st.sampled_from([None, 4, 16]),
-    scaled=st.booleans(),
-    spread=st.sampled_from([0.0, 2.0]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    seed=SEEDS,
-)
-def test_dequantization_error_is_within_half_a_step(
-    bits, n, group, value_group, scaled, spread, dtype, seed
-):
-    keys = noise(2, n, 16, seed=seed, spread=spread, dtype=dtype)
-    values = noise(2, n, 16, seed=seed + 1, spread=spread, dtype=dtype)
-    stored = quantize(
-        keys,
-        values,
-        torch.arange(n).expand(2, -1),
-        torch.tensor([n, n]),
-        bits,
-        key_group=group,
-        value_group=value_group,
-        scaled=scaled,
-    )
-    assert stored.key == (bits, group, 16 // (value_group or 16), scaled)
-    k, v = stored.dequantize(FLOAT)
-    step = stored.key_step.float()
-    step = step.repeat_interleave(group, 1)[:, :n] if group else step
-    # The quotient is rounded, the sum of scaled code and minimum, and a step that is
-    # subnormal in float16, by half a unit of 2**-24.
-    step_slack = (2**bits - 1) * 2**-25
-    slack = tolerance(FLOAT, 3, keys.float().abs().amax()) + step_slack
-    assert bool(((k - keys.float()).abs() <= 0.5 * step + slack).all())
-    step = stored.value_step.float().repeat_interleave(value_group or 16, 2)
-    if scaled:
-        step = step * stored.value_scale.float()[:, None]
-        step_slack = step_slack * stored.value_scale.float()[:, None]
-    slack = tolerance(FLOAT, 3, values.float().abs().amax()) + step_slack
-    error = (v - values.float()).abs()
-    assert bool((error <= 0.5 * step + slack).all())
-    if n > 20 and bits == 2:
-        assert not bool((error <= 0.25 * step + slack).all())
-
-
-def test_stored_minimum_is_below_the_true_one():
-    """Otherwise float16 rounding would erase a channel of small range far from zero."""
-    keys = 100 + noise(1, 64, 8) * 1e-2
-    _, step, minimum = quantize_keys(keys, 4, dtype=torch.float16)
-    assert bool((minimum.float() <= keys.amin(1, keepdim=True)).all())
-    slack = tolerance(FLOAT, 2, keys.max())
-    assert bool((minimum.float() + 15 * step.float() >= keys.amax(1, keepdim=True) - slack).all())
-    assert not bool((keys.amin(1, keepdim=True).half().float() <= keys.amin(1)).all())
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("value", [0.0, 1.5, -3.0, 1e-7])
-def test_constant_groups_round_trip(bits, value):
-    x = torch.full((1, 5, 16), value)
-    stored = quantize(x, x, torch.arange(5)[None], torch.tensor([5]), bits, scaled=True)
-    assert bool((stored.key_step == 1).all()) and not stored.key_codes.any()
-    # A float16 minimum is lower by less than a unit in the last place, also for subnormal
-    # numbers; and the scale is rounded.
-    half = torch.finfo(torch.float16)
-    for back in stored.dequantize(FLOAT):
-        assert (back - x).abs().max() <= 1.5 * half.eps * max(abs(value), half.smallest_normal)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=2, max_size=2),
-    group=st.sampled_from([0, 8]),
-    poison=st.sampled_from([torch.nan, torch.inf, 1e9]),
-    seed=SEEDS,
-)
-def test_padding_does_not_affect_parameters(lengths, group, poison, seed):
-    n = max(*lengths, 1)
-    keys, values = noise(2, n, 16, seed=seed), noise(2, n, 16, seed=seed + 1)
-    gone = torch.arange(n) >= torch.tensor(lengths)[:, None]
-    order = torch.arange(n).expand(2, -1)
-    spoiled = [x.masked_fill(gone[..., None], poison) for x in (keys, values)]
-    whole = quantize(*spoiled, order, torch.tensor(lengths), 4, key_group=group, scaled=True)
-    assert all(bool(x.isfinite().all()) for x in whole.dequantize(FLOAT))
-    for head, length in enumerate(lengths):
-        alone = quantize(
-            keys[head : head + 1, :length],
-            values[head : head + 1, :length],
-            order[:1, :length],
-            torch.tensor([length]),
-            4,
-            key_group=group,
-            scaled=True,
-        )
-        mine = whole._each(lambda name, x, head=head: x[head : head + 1])
-        assert same(mine.first(length), alone)
-        assert mine.held_bytes() == alone.held_bytes()
-        if length:
-            assert torch.equal(mine.value_scale, alone.value_scale)
 
 
 def test_parameters_are_float16_if_the_range_fits():
@@ -356,198 +223,6 @@ def test_bytes_count_existing_slots_only(bits, group, value_group, scaled, biase
     assert stored.held_bytes() == expected
     assert stored.unsqueeze().held_bytes() == expected
     assert segment(heads=3, n=n, bits=bits, lengths=[40, 21, 1]).held_bytes() != expected
-
-
-# --- attention -----------------------------------------------------------------------------------
-
-
-def dense(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and probabilities in float64, head by head; ``seen`` (B, Hk, T, N)."""
-    b, heads, rows, dim = query.shape
-    shared = heads // keys.shape[1]
-    out, p = torch.zeros(query.shape).double(), torch.zeros(b, heads, rows, keys.shape[2]).double()
-    lse = torch.full((b, heads, rows), -1e30).double()
-    for i in range(b):
-        for h in range(heads):
-            for t in range(rows):
-                at = seen[i, h // shared, t].nonzero().flatten()
-                if len(at):
-                    k, v = (x[i, h // shared, at].double() for x in (keys, values))
-                    x = k @ query[i, h, t].double() * dim**-0.5 + bias[i, h // shared, at]
-                    p[i, h, t, at] = x.softmax(0)
-                    lse[i, h, t], out[i, h, t] = x.logsumexp(0), x.softmax(0) @ v
-    return out, lse, p
-
-
-def problem(seed: int, heads: int, shared: int, rows: int, empty_tail: bool, biased: bool) -> dict:
-    """A batch of three: one without a segment of the second kind, one empty."""
-    dim, cap = 16, 9
-    generator = torch.Generator().manual_seed(seed)
-
-    def lengths(top: int) -> list[int]:
-        return torch.randint(1, top + 1, (heads,), generator=generator).tolist()
-
-    def bias(n: int) -> Tensor | None:
-        return noise(heads, n, seed=seed + n) if biased else None
-
-    def row(n: int, at: int, **more) -> Segment:
-        return segment(heads, n, dim, seed=seed + at, lengths=lengths(n), bias=bias(n), **more)
-
-    first = [row(33, 3, bits=4, scaled=True), row(17, 5, bits=4, scaled=True)]
-    second = row(24, 11, bits=2, key_group=8, value_group=8)
-    segments = [batched(first, 3), batched([second], 3)]
-    tail = torch.randint(0, cap - rows, (3, heads), generator=generator)
-    if empty_tail:
-        tail[2] = -rows
-    slots = torch.arange(cap)
-    mask = slots < (tail[..., None, None] + 1 + torch.arange(rows)[:, None]).clamp(min=0)
-    return {
-        "query": noise(3, heads * shared, rows, dim, seed=seed + 21),
-        "segments": segments,
-        "tail_keys": noise(3, heads, cap, dim, seed=seed + 22),
-        "tail_values": noise(3, heads, cap, dim, seed=seed + 23),
-        "tail_mask": mask,
-        "tail_bias": noise(3, heads, cap, seed=seed + 24) if biased else None,
-    }
-
-
-def together(problem: dict) -> tuple[Tensor, ...]:
-    """All keys, values, visibility masks and biases, dequantized and concatenated."""
-    parts = [segment.dequantize(FLOAT) for segment in problem["segments"]]
-    rows = problem["query"].shape[2]
-    keys = torch.cat([*(k for k, _ in parts), problem["tail_keys"]], 2)
-    values = torch.cat([*(v for _, v in parts), problem["tail_values"]], 2)
-    seen = [s.valid[:, :, None].expand(-1, -1, rows, -1) for s in problem["segments"]]
-    zeros = torch.zeros(keys.shape[:3])
-    biases = [s.bias for s in problem["segments"]] + [problem["tail_bias"]]
-    bias = zeros if biases[-1] is None else torch.cat(biases, 2)
-    return keys, values, torch.cat([*seen, problem["tail_mask"]], 3), bias
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=SEEDS,
-    heads=st.sampled_from([1, 2]),
-    shared=st.sampled_from([1, 2, 3]),
-    rows=st.sampled_from([1, 3]),
-    empty_tail=st.booleans(),
-    biased=st.booleans(),
-)
-def test_attention_equals_dense_over_dequantized(seed, heads, shared, rows, empty_tail, biased):
-    case = problem(seed, heads, shared, rows, empty_tail, biased)
-    out, lse, mass = decode_mixed(**case, want_attention_mass=True)
-    expected, lse_expected, p = dense(case["query"], *together(case))
-    terms = 16 + together(case)[0].shape[2]
-    close(out, expected.float(), terms=terms)
-    nothing = lse_expected.float() == -1e30
-    assert torch.equal(lse == -1e30, nothing)
-    close(lse.masked_fill(nothing, 0), lse_expected.float().masked_fill(nothing, 0), terms=terms)
-    tail = p[..., -case["tail_mask"].shape[-1] :]
-    close(mass, tail.unflatten(1, (heads, -1)).mean(2).sum(2).float(), terms=terms)
-    if empty_tail:
-        assert not out[2].any() and not mass[2].any()
-        assert bool((lse[2] == -1e30).all())
-    # Controls: the query of another head, and one more slot.
-    wrong, _, _ = decode_mixed(**case | {"query": case["query"].roll(1, 2 if rows > 1 else 3)})
-    apart(wrong, expected.float(), terms=terms)
-    shorter = replace(case["segments"][0], lengths=case["segments"][0].lengths - 1)
-    wrong, _, _ = decode_mixed(**case | {"segments": [shorter, case["segments"][1]]})
-    apart(wrong, expected.float(), terms=terms)
-
-
-def poisoned(stored: Segment) -> Segment:
-    """Garbage in the padding slots, including their parameters."""
-    gone = ~stored.valid[..., None]
-    groups = stored.key_step
-    if stored.group:
-        first = torch.arange(groups.shape[-2]) * stored.group
-        unused = (first >= stored.lengths[..., None])[..., None]
-        groups = groups.masked_fill(unused, torch.nan)
-    return replace(
-        stored,
-        key_codes=stored.key_codes.masked_fill(gone, 255),
-        value_codes=stored.value_codes.masked_fill(gone, 255),
-        key_step=groups,
-        value_step=stored.value_step.masked_fill(gone, torch.nan),
-        value_min=stored.value_min.masked_fill(gone, torch.inf),
-        bias=None if stored.bias is None else stored.bias.masked_fill(gone[..., 0], torch.nan),
-    )
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("shared", [1, 2])
-def test_padding_slots_are_not_read(biased, shared):
-    case = problem(5, 2, shared, 2, empty_tail=True, biased=biased)
-    clean = decode_mixed(**case, want_attention_mass=True)
-    unseen = ~case["tail_mask"].any(2)
-    dirty = case | {
-        "segments": [poisoned(part) for part in case["segments"]],
-        "tail_keys": case["tail_keys"].masked_fill(unseen[..., None], torch.nan),
-        "tail_values": case["tail_values"].masked_fill(unseen[..., None], torch.inf),
-    }
-    if biased:
-        dirty["tail_bias"] = case["tail_bias"].masked_fill(unseen, torch.nan)
-    for ours, other in zip(clean, decode_mixed(**dirty, want_attention_mass=True), strict=True):
-        assert torch.equal(ours, other)
-    # Control: the same garbage in existing slots changes the result.
-    longer = [replace(part, lengths=part.lengths + 1) for part in dirty["segments"]]
-    assert not bool(decode_mixed(**dirty | {"segments": longer})[0].isfinite().all())
-
-
-def test_half_precision_inputs_compute_in_float32():
-    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
-    halves = {name: case[name].bfloat16() for name in ("query", "tail_keys", "tail_values")}
-    floats = {name: x.float() for name, x in halves.items()}
-    ours, lse, _ = decode_mixed(**case | halves)
-    exact, exact_lse, _ = decode_mixed(**case | floats)
-    assert ours.dtype == torch.bfloat16 and lse.dtype == FLOAT
-    assert torch.equal(ours, exact.bfloat16()) and torch.equal(lse, exact_lse)
-
-
-def test_broadcast_mask():
-    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
-    mask = case["tail_mask"][:, :1]
-    whole = decode_mixed(
-        **case | {"tail_mask": mask.expand(-1, 2, -1, -1)}, want_attention_mass=True
-    )
-    for ours, other in zip(
-        whole, decode_mixed(**case | {"tail_mask": mask}, want_attention_mass=True), strict=True
-    ):
-        assert torch.equal(ours, other)
-    without = decode_mixed(**case | {"segments": []})
-    assert bool(without[0].isfinite().all()) and not torch.equal(without[0], whole[0])
-
-
-def test_the_order_of_segments_does_not_matter():
-    case = problem(8, 2, 2, 1, empty_tail=False, biased=True)
-    ours, other = (
-        decode_mixed(**case | {"segments": order})[0]
-        for order in (case["segments"], case["segments"][::-1])
-    )
-    close(ours, other, terms=16 + together(case)[0].shape[2])
-
-
-def test_no_device_synchronization():
-    """Tensors without data: reading a value, or a data-dependent shape, fails."""
-    case = problem(3, 2, 2, 1, empty_tail=False, biased=False)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        case = {
-            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
-            for name, value in case.items()
-        }
-        case["segments"] = [
-            part._each(lambda _, x: mode.from_tensor(x)) for part in case["segments"]
-        ]
-        out, lse, mass = decode_mixed(**case, want_attention_mass=True)
-        assert (out.shape, lse.shape, mass.shape) == ((3, 4, 1, 16), (3, 4, 1), (3, 2, 9))
-        keys, lengths = torch.zeros(2, 8, 16), torch.full((2,), 8)
-        order = torch.arange(8).expand(2, -1)
-        page = quantize(keys, keys, order, lengths, 4, scaled=True, dtype=torch.float16)
-        page.unsqueeze().select(slice(1)).clone()
-        with pytest.raises(DataDependentOutputException):
-            page.held_bytes()
 
 
 # --- KIVI ----------------------------------------------------------------------------------------
@@ -701,7 +376,6 @@ def test_kivi_quantizes_many_new_tokens_at_once():
     ("parameters", "message"),
     [
         ({"bits": 3}, "kivi: bits=3 cannot be packed; allowed are 2, 4 and 8"),
-        ({"bits": 16}, "kivi: bits=16 is out of range"),
         ({"residual": 100}, "kivi: residual=100 does not consist of groups of 32"),
     ],
 )
@@ -846,8 +520,6 @@ def test_zipcache_requests_fractions_of_probe_rows():
     [
         ({"bits_high": 6}, "zipcache: bits_high=6 cannot be packed; allowed are 2, 4 and 8"),
         ({"bits_high": 2, "bits_low": 4}, "bits_low=4 is more than bits_high=2"),
-        ({"important": 1.5}, "important=1.5 is out of range"),
-        ({"recent": 0.0}, "recent=0 is out of range"),
     ],
 )
 def test_zipcache_invalid_parameters_raise(parameters, message):

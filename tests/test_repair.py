@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,16 +15,13 @@ from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext, PrefillContext
-from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
+from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import proportional_attention_param
-from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
-from vlmfast.core.recipe import Recipe
+from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.attention import switched, text_attention
 from vlmfast.engine.attention_maps import attention_rows, received_logits
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.prefill import Inputs
-from vlmfast.errors import RecipeError
 from vlmfast.train import stages as training
 
 TOKENS = [17, 40, 99, 7]
@@ -35,13 +31,6 @@ FAMILIES = {"llava": build_llava, "llava-next": build_llava_next}
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request) -> VLM:
     return VLM(*FAMILIES[request.param]())
-
-
-def start(vlm: VLM, recipe, images, **inputs) -> Driven:
-    tensors = vlm.inputs("what is here ?", images)
-    sizes = [(p.height, p.width) for p in images]
-    made = Inputs(tensors, sizes, "q", **inputs)
-    return Driven(vlm.adapter, made, Recipe.of(recipe), time.perf_counter())
 
 
 def sums(vlm: VLM) -> int:
@@ -144,15 +133,15 @@ class Weigh(EncodeStage):
 
 def test_repair_changes_answers_only_with_weights(vlm) -> None:
     """Weights of 1 change nothing; others do, in prefill and decoding, unless switched off."""
-    full = answer_logits(vlm, start(vlm, (), [make_image()]), TOKENS)
-    same = answer_logits(vlm, start(vlm, Weigh(1.0), [make_image()]), TOKENS)
+    full = answer_logits(vlm, Driven.of(vlm, (), [make_image()]), TOKENS)
+    same = answer_logits(vlm, Driven.of(vlm, Weigh(1.0), [make_image()]), TOKENS)
     terms = sums(vlm)
     close(same, full, terms=terms)
-    heavy = answer_logits(vlm, start(vlm, Weigh(50.0), [make_image()]), TOKENS)
+    heavy = answer_logits(vlm, Driven.of(vlm, Weigh(50.0), [make_image()]), TOKENS)
     for row, other in zip(heavy, full, strict=True):
         apart(row, other, terms=terms)
     off = answer_logits(
-        vlm, start(vlm, Weigh(50.0, proportional_attention=False), [make_image()]), TOKENS
+        vlm, Driven.of(vlm, Weigh(50.0, proportional_attention=False), [make_image()]), TOKENS
     )
     assert torch.equal(off, full)
 
@@ -171,7 +160,7 @@ def test_repair_bias_follows_rows_through_drops(vlm) -> None:
             second = int(step.layout.visual.nonzero()[1])
             return torch.tensor([i for i in range(len(step.layout)) if i != second])
 
-    run = start(vlm, (Weigh(9.0), DropSecond()), [make_image()])
+    run = Driven.of(vlm, (Weigh(9.0), DropSecond()), [make_image()])
     with torch.no_grad(), switched(vlm.model):
         run.start(2)
     first = int(run.prompt.layout.visual.nonzero()[0])
@@ -179,58 +168,6 @@ def test_repair_bias_follows_rows_through_drops(vlm) -> None:
         assert [row.nonzero().tolist() for row in layer.bias[0]] == [[[first]]] * 2
         close(layer.bias[0, 0, first].exp(), 9.0, terms=2)
         assert layer.bias.shape[2] == layer.keys.shape[2]
-
-
-@dataclass(frozen=True)
-class MergeTwins(InEncoderStage):
-    """Merges rows 1 and 2 of every view after the first block."""
-
-    name: ClassVar[str] = "test-twins"
-    proportional_attention: bool = proportional_attention_param(True)
-
-    def blocks(self, depth):
-        return (1,)
-
-    def on_block(self, step, index, hidden):
-        n = hidden.shape[1]
-        source = (torch.arange(n) - (torch.arange(n) > 1).long()).expand(len(hidden), -1)
-        return torch.cat([hidden[:, :2], hidden[:, 3:]], dim=1), source
-
-
-def test_repair_in_tower_is_exact_for_duplicates(vlm) -> None:
-    """Rows 1 and 2 are made equal before the second block, so merging them is exact."""
-    blocks = vlm.adapter.vision_blocks()
-    seen = {}
-
-    def twin(module, args):
-        hidden = args[0].clone()
-        hidden[:, 2] = hidden[:, 1]
-        return (hidden, *args[1:])
-
-    def look(name):
-        def hook(module, args, output):
-            seen[name] = output if torch.is_tensor(output) else output[0]
-
-        return hook
-
-    def final(recipe, name):
-        # Registered first, so that it runs before the stage's hook.
-        handles = [
-            blocks[1].register_forward_pre_hook(twin),
-            blocks[-1].register_forward_hook(look(name)),
-        ]
-        try:
-            answer_logits(vlm, start(vlm, recipe, [make_image()]), [])
-        finally:
-            for handle in handles:
-                handle.remove()
-        return seen[name]
-
-    full = final((), "full")
-    rest = [i for i in range(full.shape[1]) if i != 2]
-    close(final(MergeTwins(), "merged"), full[:, rest], terms=tower(vlm.model))
-    without = final(MergeTwins(proportional_attention=False), "plain")
-    apart(without, full[:, rest], terms=tower(vlm.model))
 
 
 # --- statistics for methods ----------------------------------------------------------------------
@@ -263,7 +200,7 @@ def test_received_logits_and_text_rows_from_one_layer(vlm) -> None:
             step.select(torch.arange(len(step.layout) - 1))
             assert step.received[1].shape[-1] == seen["received"].shape[-1] - 1
 
-    run = start(vlm, Look(), [make_image()], answer=3)
+    run = Driven.of(vlm, Look(), [make_image()], answer=3)
     with torch.no_grad():
         training.run(vlm, run.inputs, Look())
     n = run.inputs.tensors["input_ids"].shape[1]
@@ -279,108 +216,6 @@ def test_requests_of_two_stages_are_joined() -> None:
     assert a.joined(b) == b.joined(a) == b
     assert a.joined(StatRequest("columns")) is None
     assert StatRequest("text").joined(StatRequest("text", received=True)).received
-
-
-def test_tower_keys_and_cls_equal_hugging_face(vlm) -> None:
-    """The head mean of the keys, and the projected CLS row."""
-    seen = {}
-
-    @dataclass(frozen=True)
-    class Look(EncodeStage):
-        name: ClassVar[str] = "test-look"
-        wants_cls = True
-
-        def vision_stats(self, depth):
-            return {1: StatRequest("cls", keys=True)}
-
-        def reduce(self, tokens, stats, request):
-            seen["stats"] = stats
-            return tokens
-
-    run = start(vlm, Look(), [make_image(seed=0), make_image(seed=1)])
-    answer_logits(vlm, run, [])
-    pixels = run.inputs.tensors["pixel_values"].flatten(0, -4)
-    encoder, block = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()[1]
-    keys = []
-    handle = block.self_attn.k_proj.register_forward_hook(lambda m, a, out: keys.append(out))
-    try:
-        with torch.no_grad():
-            states = encoder(pixels, output_hidden_states=True).hidden_states
-            cls = vlm.adapter.projector()(states[-2][:, :1])[:, 0]
-    finally:
-        handle.remove()
-    expected = keys[0].unflatten(-1, (4, -1)).mean(2)[:, 1:]
-    terms = tower(vlm.model)
-    close(seen["stats"].keys[1], expected, terms=terms)
-    close(seen["stats"].cls, cls, terms=terms)
-    apart(seen["stats"].cls[0], seen["stats"].cls[1], terms=terms)
-
-
-def test_video_frames_are_known_to_stages(vlm) -> None:
-    seen = {}
-
-    @dataclass(frozen=True)
-    class Look(EncodeStage):
-        name: ClassVar[str] = "test-look"
-
-        def reduce(self, tokens, stats, request):
-            seen["items"], seen["kind"] = stats.items, tokens.layout.kind
-            return tokens
-
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": make_image(seed=0)},
-                {"type": "video", "video": [make_image(seed=i) for i in (1, 2)], "num_frames": 2},
-                {"type": "video", "video": [make_image(seed=3)], "num_frames": 1},
-                {"type": "text", "text": "what ?"},
-            ],
-        }
-    ]
-    answer = vlm.chat(messages, recipe=Look(), max_new_tokens=1)
-    assert [(i.video, i.frame) for i in seen["items"]] == [
-        (-1, (0, 1)),
-        (0, (0, 2)),
-        (0, (1, 2)),
-        (1, (0, 1)),
-    ]
-    item = answer.trace.layout.item
-    patches = answer.trace.layout.patches
-    assert (seen["kind"][(item == 0) & patches] == Kind.IMAGE).all()
-    assert (seen["kind"][(item > 0) & patches] == Kind.VIDEO).all()
-
-
-def test_in_encoder_stage_may_add_rows(vlm) -> None:
-    """The stage determines the projector's input; the first copy leaves it unchanged."""
-
-    @dataclass(frozen=True)
-    class Copies(InEncoderStage):
-        name: ClassVar[str] = "test-copies"
-        pick: int = 0
-
-        def blocks(self, depth):
-            return (1,)
-
-        def on_block(self, step, index, hidden):
-            return torch.cat([hidden, 2 * hidden]), None
-
-        def on_output(self, step, hidden):
-            step.notes[self.name] = {"rows": len(hidden)}
-            return hidden.chunk(2)[self.pick]
-
-    full = answer_logits(vlm, start(vlm, (), [make_image()]), TOKENS)
-    run = start(vlm, Copies(), [make_image()])
-    terms = sums(vlm)
-    close(answer_logits(vlm, run, TOKENS), full, terms=terms)
-    assert run.prompt.notes["test-copies"]["rows"] == 2 * run.trace.layout.view.max() + 2
-    other = answer_logits(vlm, start(vlm, Copies(1), [make_image()]), TOKENS)
-    apart(other, full, terms=terms)
-
-
-def test_two_in_encoder_stages_raise() -> None:
-    with pytest.raises(RecipeError, match="test-twins and mustdrop"):
-        Recipe((MergeTwins(), Recipe.parse("mustdrop")[0]))
 
 
 def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
@@ -402,7 +237,7 @@ def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
             return (~visual).nonzero().flatten()
 
     def taught(stage: Soft | None) -> torch.Tensor:
-        inputs = start(vlm, (), [make_image()], answer=1).inputs
+        inputs = Driven.of(vlm, (), [make_image()], answer=1).inputs
         with torch.no_grad():
             return training.run(vlm, inputs, stage)[0]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -353,15 +351,3 @@ def test_conversation_beyond_max_positions_raises(vlm, positions):
             session.ask(QUESTION, max_new_tokens=4)
         session.messages = []
         assert session.ask(QUESTION, max_new_tokens=4).token_ids == first.token_ids
-
-
-# --- structure -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["answer", "generation", "request", "session", "long_video"])
-def test_lower_layers_do_not_import_vlm(name):
-    """Not even for annotations."""
-    path = Path(vlmfast.__file__).parent / "api" / f"{name}.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            assert (node.module or "").split(".")[-1] not in ("vlm", "attachment")

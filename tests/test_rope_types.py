@@ -81,17 +81,6 @@ def test_captured_steps_cross_the_original_length(kind: str, wanted, monkeypatch
     assert vlm.adapter.kept["graphs"].captured >= 1
 
 
-def test_frozen_tables_are_detected(kind: str, wanted, monkeypatch) -> None:
-    """Control: tables as a captured read by the host would leave them."""
-    frequencies = LengthRotary._frequencies
-
-    def frozen(rotary: LengthRotary, position: Tensor, layer_type: str | None) -> Tensor:
-        return frequencies(rotary, position.clamp(max=ORIGINAL - 1), layer_type)
-
-    monkeypatch.setattr(LengthRotary, "_frequencies", frozen)
-    assert VLM(*build(kind)).ask(SHORT, **given()).token_ids != wanted[SHORT]
-
-
 def test_drafted_tokens_have_the_tables_of_single_ones(vlm: VLM, wanted) -> None:
     for question in (SHORT, LONG):
         knows = Recipe.of("none") + Knows(answer=tuple(wanted[question]), cycle=True)

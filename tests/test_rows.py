@@ -27,7 +27,7 @@ from vlmfast.core.tree import Tree
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, KVLayer, RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.kernels.quantize_kv import TENSORS, Segment, quantize
+from vlmfast.kernels.quantize_kv import Segment, quantize
 
 RECIPES = {
     "plain": (),
@@ -277,55 +277,6 @@ def test_captured_rows_decode_as_if_alone(models, examples) -> None:
     explore(examples, schedule, size=st.sampled_from([1, 4]))
 
 
-# --- controls ------------------------------------------------------------------------------------
-
-RAGGED = [("join", 0, 0), ("join", 0, 1), ("join", 0, 2), ("feed", 2), ("leave", 0), ("feed", 2)]
-
-
-def test_a_slot_too_many_is_detected(models, monkeypatch) -> None:
-    mask = KVLayer.mask
-
-    def wide(layer: KVLayer, *given: Any) -> Tensor:
-        layer.length += 1
-        try:
-            return mask(layer, *given)
-        finally:
-            layer.length -= 1
-
-    Schedule(models).run(RAGGED)
-    monkeypatch.setattr(KVLayer, "mask", wide)
-    with pytest.raises(AssertionError, match="tolerance"):
-        Schedule(models).run(RAGGED)
-
-
-def test_a_stale_row_is_detected(models, monkeypatch) -> None:
-    leave = KVLayer.leave
-
-    def stays(layer: KVLayer, row: int, *, keep: bool) -> None:
-        before = {name: buffer[row].clone() for name, buffer in layer._buffers.items()}
-        leave(layer, row, keep=keep)
-        for name, x in before.items():
-            layer._buffers[name][row] = x
-
-    monkeypatch.setattr(KVLayer, "leave", stays)
-    with pytest.raises(AssertionError, match="tolerance"):
-        Schedule(models).run(RAGGED)
-
-
-def test_a_row_that_is_not_cleared_is_detected(models, monkeypatch) -> None:
-    join = KVLayer.join
-
-    def dirty(layer: KVLayer, other: KVLayer, source: int) -> None:
-        join(layer, other, source)
-        count = other.max_lengths[source]
-        for name in ("keys", "values"):
-            layer._buffers[name][len(layer.max_lengths) - 1, :, count:] = torch.nan
-
-    monkeypatch.setattr(KVLayer, "join", dirty)
-    with pytest.raises(AssertionError):
-        Schedule(models).run(RAGGED)
-
-
 # --- what is written -----------------------------------------------------------------------------
 
 
@@ -395,29 +346,6 @@ def quantized(slots: int, group: int, *, bias: bool, seed: int = 0) -> Segment:
     weights = torch.rand(2, slots, generator=generator) if bias else None
     lengths = torch.full((2,), slots)
     return quantize(keys, values, order, lengths, 4, key_group=group, bias=weights)
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "with a bias"])
-def test_pages_are_written_in_place(bias: bool) -> None:
-    first, second = quantized(8, 4, bias=bias), quantized(12, 4, bias=bias, seed=1)
-    store = Segment.empty(first.unsqueeze(), 3).resized(3, 64)
-    addresses = [x.data_ptr() for x in store.tensors()]
-    store.write(1, 0, first)
-    store.write(1, 8, second)
-    assert addresses == [x.data_ptr() for x in store.tensors()]
-    own = store.select(slice(1, 2)).first(20).squeeze()
-    for name in set(TENSORS) - {"lengths", "value_scale", *(() if bias else ("bias",))}:
-        parts = [getattr(page, name) for page in (first, second)]
-        assert torch.equal(getattr(own, name), torch.cat(parts, 1)), name
-    assert store.lengths.tolist() == [[0, 0], [20, 20], [0, 0]]
-    assert store.held_bytes() == first.held_bytes() + second.held_bytes()
-    store.move(1, 2)
-    assert torch.equal(store.key_codes[2], store.key_codes[1])
-    larger = store.resized(4, 128)
-    for x, y in zip(
-        larger.select(slice(1, 2)).first(20).squeeze().tensors(), own.tensors(), strict=True
-    ):
-        assert torch.equal(x, y)
 
 
 def test_parameters_of_different_dtypes_are_not_converted() -> None:

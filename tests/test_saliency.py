@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
 
+import test_tome_cells
 import tiny_families
 from closeness import apart, close
+from test_tome_cells import family, make_image
 from vlmfast import VLM, RecipeError, VLMFastError
-from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.saliency import SaliencyRequest, to_tokens, window_order
 from vlmfast.core.statistics import StatRequest
-from vlmfast.demos import talk as talk_module
-from vlmfast.demos.talk import RECIPE, Desk, Media
 from vlmfast.engine.vision_attention import _vision_rows
-from vlmfast.eval.bench import RECIPES as RECIPES_OF_BENCH
-from vlmfast.eval.bench import bench
 
 BUILD = tiny_families.first()
 SOURCES = {
@@ -37,8 +29,6 @@ SOURCES = {
     "gemma3": "received",
     "fast_vlm": "norm",
 }
-# Families with one visual token per patch of the tower.
-PATCHWISE = ("llava", "llava_next", "llava_next_video", "llava_onevision")
 RECIPES = (
     "hired:0.2",
     "visionzip:0.2",
@@ -56,11 +46,6 @@ RECIPES = (
 )
 
 
-def make_image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE = {"images": make_image(0, 90, 44)}
 VIDEO = {"video": [make_image(i, 40, 40) for i in range(5)], "num_frames": 5}
 BOTH = {"images": make_image(0, 90, 44), **VIDEO}
@@ -74,42 +59,9 @@ def vlm(request) -> VLM:
     return VLM(*BUILD[request.param]())
 
 
-def demo_default() -> str:
-    """The default recipe of `demos.app.launch`; its module needs Gradio."""
-    source = Path(talk_module.__file__).with_name("app.py").read_text(encoding="utf-8")
-    (launch,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == "launch"
-    )
-    names = [arg.arg for arg in launch.args.kwonlyargs]
-    return launch.args.kw_defaults[names.index("recipe")].value
-
-
-def family(vlm: VLM) -> str:
-    return vlm.adapter.config.model_type
-
-
-@dataclass(frozen=True)
-class Look(EncodeStage):
-    """Records its inputs and keeps everything."""
-
-    name: ClassVar[str] = "test-look"
-    asked: tuple[SaliencyRequest, ...] = (SaliencyRequest(),)
-    seen: ClassVar[dict] = {}
-
-    def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return self.asked
-
-    def reduce(self, tokens, stats, request):
-        self.seen.update(tokens=tokens, stats=stats)
-        return tokens
-
-
 def looked(vlm: VLM, *asked: SaliencyRequest, **media) -> tuple:
     """Tokens and statistics of a prompt."""
-    vlm.ask("what ?", **media, recipe=Look(asked or (SaliencyRequest(),)), max_new_tokens=1)
-    return Look.seen["tokens"], Look.seen["stats"]
+    return test_tome_cells.looked(vlm, asked=asked or (SaliencyRequest(),), **media)
 
 
 # --- documented recipes run on every family ------------------------------------------------------
@@ -137,26 +89,6 @@ def test_documented_recipes_run_on_every_family(vlm, recipe, case):
     assert answer.trace.to_dict()["saliency"] == expected
     if recipe != "mustdrop":  # its thresholds are absolute
         assert stats.equivalent_tokens < stats.visual_tokens_in
-
-
-@pytest.mark.cases(2)
-def test_bench_runs_on_every_family(vlm):
-    rows = bench(vlm, new_tokens=2, repeats=1)
-    assert len(rows) == 1 + len(RECIPES_OF_BENCH)
-    assert all(row.visual_tokens < row.visual_tokens_in for row in rows[1:])
-    assert rows[-1].saliency == SOURCES[family(vlm)]  # hired+pyramiddrop
-
-
-@pytest.mark.cases(6)
-@pytest.mark.parametrize("kind", ["image", "video"])
-def test_demo_default_runs_on_every_family(vlm, kind):
-    name = {"image": "picture.png", "video": "clip.mp4"}[kind]
-    media = Media(kind, str(EXAMPLES / name))
-    default = demo_default()
-    *_, talk = Desk(vlm, "m").ask("u", media, "what ?", default, 3, False)
-    answer = talk.turns[-1].answers[RECIPE]
-    assert answer.token_ids
-    assert answer.canonical_recipe == str(vlm.recipe(default)) != "none"
 
 
 @pytest.mark.cases(13)
@@ -315,40 +247,6 @@ def test_received_attention_equals_eager_maps(vlm):
     apart(rows, wrong[vlm.adapter.whole_first(item)], terms=64 * expected.shape[-1])
 
 
-def test_received_attention_of_packed_images():
-    """Qwen2.5-VL: full-attention blocks only, per image, computed from queries and keys."""
-    vlm = VLM(*BUILD["qwen2_5_vl"]())
-    adapter = vlm.adapter
-    assert adapter.global_blocks() == [1, 3]
-    assert [adapter.salient_block(block) for block in ("first", "features", "last")] == [1, 3, 3]
-    module, seen = adapter.vision_blocks()[3].attn, {}
-    handle = module.qkv.register_forward_hook(lambda m, a, out: seen.update(qkv=out))
-    position = module.register_forward_pre_hook(
-        lambda m, a, kw: seen.update(tables=kw["position_embeddings"]), with_kwargs=True
-    )
-    try:
-        media = {"images": [make_image(0), make_image(1, 90, 60)]}
-        _, stats = looked(vlm, SaliencyRequest(), **media)
-    finally:
-        handle.remove(), position.remove()
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
-
-    q, k, _ = seen["qkv"].unflatten(-1, (3, module.num_heads, -1)).permute(1, 0, 2, 3).unbind(0)
-    q, k = apply_rotary_pos_emb_vision(q, k, *seen["tables"])
-    start = 0
-    for item in stats.items:
-        n = item.patches[0] * item.patches[1] * 4
-        logits = torch.einsum("qhd,khd->hqk", q[start : start + n], k[start : start + n])
-        received = (logits * module.scaling).softmax(-1).mean(1)
-        start += n
-        cells = received.unflatten(-1, (-1, 4)).sum(-1)
-        raster = torch.empty_like(cells)
-        raster[:, window_order(*item.patches, 2)] = cells
-        rows = stats.salient(SaliencyRequest(), item).rows[0]
-        close(rows, raster, terms=64 * n)
-        apart(rows, cells if not torch.equal(raster, cells) else cells.flip(-1), terms=64 * n)
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["lfm2_vl", "mistral3", "qwen2_5_vl"])
 def test_saliency_of_an_image_does_not_depend_on_the_others(name):
@@ -372,6 +270,9 @@ def test_saliency_of_an_image_does_not_depend_on_the_others(name):
 
 def test_windowed_tower_has_no_received_attention():
     vlm = VLM(*BUILD["qwen2_5_vl"]())
+    assert vlm.adapter.global_blocks() == [1, 3]
+    blocks = [vlm.adapter.salient_block(block) for block in ("first", "features", "last")]
+    assert blocks == [1, 3, 3]
     vlm.model.config.vision_config.fullatt_block_indexes = []
     assert vlm.adapter.sources() == ("norm",)
     with pytest.raises(RecipeError, match="all blocks of its vision tower attend within windows"):

@@ -18,7 +18,6 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.prefill import Inputs
-from vlmfast.engine.state_layer import StateLayer
 
 QUESTION = "what is here ?"
 # Before the language model, between its layers, in the cache, and during decoding.
@@ -76,16 +75,6 @@ def test_captured_steps_change_the_states_once(vlm: VLM, monkeypatch) -> None:
         assert [alone(vlm, request) for request in asked] == wanted
         assert [a.token_ids for a in vlm.ask_many(asked, batch_size=3)] == wanted
     assert vlm.adapter.kept["graphs"].reused > 1
-
-
-@pytest.mark.cases(1)
-def test_a_wrong_state_is_detected(vlm: VLM, monkeypatch) -> None:
-    """A control: rows that leave take the state of the last row with them."""
-    asked = requests()
-    wanted = [alone(vlm, request) for request in asked]
-    monkeypatch.setattr(StateLayer, "leave", super(StateLayer, StateLayer).leave)
-    answers = vlm.ask_many(asked, batch_size=3)
-    assert [answer.token_ids for answer in answers] != wanted
 
 
 def test_nothing_is_reused_after_the_tower(vlm: VLM) -> None:

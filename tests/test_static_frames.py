@@ -219,20 +219,6 @@ def test_towers_that_encode_frames_together_are_refused() -> None:
         assert whole.token_ids
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("static-frames:-1", "threshold=-1 is out of range, allowed is >= 0"),
-        ("static-frames:refresh=0", "refresh=0 is out of range, allowed is >= 1"),
-        ("static-frames:patch=0", "patch=0 is out of range"),
-        ("static-frames+crops+static-frames", "static-frames appears twice"),
-    ],
-)
-def test_bad_parameters_raise(recipe, message) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(recipe)
-
-
 @pytest.mark.parametrize("choice", [[0, 0], [0, 1, 1], [1, 1, 2], [0, 0, 1], [0, 1, 3]])
 def test_invalid_choice_of_a_stage_raises(model, choice) -> None:
     @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,25 +48,16 @@ def pair() -> tuple[VLM, VLM]:
 
 def free(model: nn.Module) -> bool:
     """Whether another thread could run ``model``."""
-    found: list[bool] = []
+    locks = attention._locks_of(model)
 
-    def probe() -> None:
-        taken = []
-        for lock in attention._locks_of(model):
-            if lock.acquire(blocking=False):
-                taken.append(lock)
-        found.append(len(taken) == len(attention._locks_of(model)))
+    def probe() -> bool:
+        taken = [lock for lock in locks if lock.acquire(blocking=False)]
         for lock in taken:
             lock.release()
+        return len(taken) == len(locks)
 
-    in_thread(probe)
-    return found[0]
-
-
-def in_thread(work: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(probe).result()
 
 
 # --- locks ---------------------------------------------------------------------------------------
@@ -151,18 +143,14 @@ def answers(vlm: VLM, count: int) -> list[list[int]]:
 def test_models_with_shared_config_in_two_threads(pair, count: int) -> None:
     wanted = [answers(vlm, 4) for vlm in pair]
     assert wanted[0] != wanted[1]
-    got: list = [None, None]
     start = threading.Barrier(2)
 
-    def work(number: int) -> None:
+    def work(vlm: VLM) -> list[list[int]]:
         start.wait()
-        got[number] = answers(pair[number], count)
+        return answers(vlm, count)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(work, pair))
     for mine, known in zip(got, wanted, strict=True):
         assert mine == [known[number % 4] for number in range(count)]
 

@@ -89,18 +89,6 @@ def looked(vlm: VLM, *stages, asked=(), **media) -> tuple:
 # --- every family ---------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(4)
-def test_keep_1_is_identity(vlm, media):
-    plain, _ = looked(vlm, **media)
-    tokens, _ = looked(vlm, ToMe(1.0), **media)
-    assert torch.equal(tokens.features, plain.features)
-    for level, other in zip(tokens.extra, plain.extra, strict=True):
-        assert torch.equal(level, other)
-    assert torch.equal(tokens.layout.order, plain.layout.order)
-    merged, _ = looked(vlm, ToMe(0.5), **media)  # control
-    assert len(merged) < len(tokens)
-
-
 @pytest.mark.cases(8)
 def test_keep_half_keeps_half_of_each_view(vlm, media):
     plain, stats = looked(vlm, **media)

@@ -23,11 +23,6 @@ import outcomes
 FEW = ("hired:budget=0.11", "snapkv:0.5,window=8")
 
 
-@pytest.fixture(scope="module")
-def tiny() -> VLM:
-    return VLM.from_pretrained("tiny", device="cpu")
-
-
 def test_seeds_are_of_no_other_use() -> None:
     own = range(outcomes.OUTCOME_SEED_START, outcomes.OUTCOME_SEED_STOP)
     evaluation = range(EVAL_SEED_START, EVAL_SEED_STOP)

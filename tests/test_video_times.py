@@ -344,9 +344,6 @@ def ways(data: bytes, path: Path) -> dict[str, Callable[[VLM], list[int]]]:
     def chat(**entry: Any) -> list[dict]:
         return [{"role": "user", "content": [{"type": "video", **entry}, text]}]
 
-    def compare(vlm: VLM) -> Any:
-        return vlm.compare(QUESTION, **rate, recipes=["none"], **ASK)[1]
-
     def session(vlm: VLM, **media: Any) -> list[int]:
         with vlm.session(**media) as opened:
             return opened.ask(QUESTION, **ASK).token_ids

@@ -1,29 +1,18 @@
-"""VisionZip: examples, properties on random images, and a prompt against a reference."""
+"""VisionZip: examples, and properties on random images."""
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from closeness import apart, close
-from driven import Driven
 from helpers_layout import DIM, REQUEST, TOWER, image_arguments, make_image, prompt, stats_of
-from reference import answer_logits
-from tiny_models import build_llava, build_llava_next
-from tower_terms import answer, tower
-from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.select import plus_mean
+from vlmfast import Recipe
 from vlmfast.compressors.tokens.visionzip import VisionZip, homes
 from vlmfast.core.layout import Kind, VisualTokens
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
-from vlmfast.engine.prefill import Inputs
 
 
 def reduced(
@@ -55,15 +44,6 @@ def test_homes_example() -> None:
     assert homes(attention, keys, 2, 4).tolist() == [0, 1, 2, 3, 4, 5, 2]  # step 1: the first four
     alike = torch.ones(7, 2)
     assert homes(attention, alike, 2, 2).tolist() == [0, 1, 0, 3, 4, 0, 0]  # the first of equals
-
-
-def test_plus_mean_adds_target_and_group_mean() -> None:
-    features = torch.tensor([[1.0], [10], [100], [4], [7]])
-    home = torch.tensor([0, 0, -1, 0, 4])
-    assert plus_mean(features, home)[[0, 4], 0].tolist() == [1 + (10 + 4) / 2, 7]
-    half = plus_mean(features.half(), home)
-    assert half.dtype == torch.float16
-    assert half[0, 0] == 8
 
 
 @pytest.mark.parametrize(
@@ -135,12 +115,6 @@ def test_images_are_independent(arguments: dict, share: float) -> None:
     assert torch.equal(both.features[first], alone.features)
 
 
-@pytest.mark.parametrize("stage", [VisionZip(1.0), VisionZip(budget=1.0)])
-def test_budget_1_is_identity(stage: VisionZip) -> None:
-    tokens, kept, _ = reduced(stage, {"tiles": (2, 2)})
-    assert kept is tokens
-
-
 def test_weights_protection_and_extra_features_are_kept() -> None:
     tokens, geometry = make_image((0, 0), (2, 2))
     weight, protected = torch.tensor([1.0, 2, 3, 4]), torch.tensor([False, False, True, False])
@@ -170,109 +144,3 @@ def test_recipe_parameters() -> None:
     )
     assert stage == Recipe.parse(str(stage))
     assert stage[0].proportional_attention
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("visionzip:0", r"visionzip: keep=0 is out of range, allowed is > 0 and <= 1"),
-        ("visionzip:budget=2", r"budget=2 is out of range"),
-        ("visionzip:dominant=-1", r"dominant=-1 is out of range, allowed is >= 0"),
-        ("visionzip:contextual=1.5", r"contextual='1.5' cannot be read as int"),
-        (
-            "visionzip:proportional_attention=maybe",
-            r"proportional_attention='maybe' cannot be read as bool",
-        ),
-        ("visionzip:domina=3", r"no parameter 'domina' \(did you mean 'dominant'\?\)"),
-    ],
-)
-def test_invalid_recipes_raise(text: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(text)
-
-
-# --- whole prompts -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=[build_llava, build_llava_next])
-def vlm(request) -> VLM:
-    return VLM(*request.param(layers=4))
-
-
-def noise(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-@torch.no_grad()
-def tower_by_hand(vlm: VLM, pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """CLS rows (V, N), mean keys (V, N, d) and projected features (V, 1 + N, D), by eager code."""
-    blocks, seen = vlm.adapter.vision_blocks(), []
-    attention = blocks[-2].self_attn
-    hook = attention.k_proj.register_forward_hook(lambda module, args, out: seen.append(out))
-    vlm.model.set_attn_implementation("eager")
-    try:
-        tower = vlm.model.get_encoder(modality="image")
-        out = tower(pixels, output_attentions=True, output_hidden_states=True)
-    finally:
-        hook.remove()
-        vlm.model.set_attn_implementation("sdpa")
-    keys = seen[0].unflatten(-1, (-1, attention.head_dim)).mean(2)[:, 1:]
-    rows = out.attentions[-2][:, :, 0, 1:].sum(1)
-    return rows, keys, vlm.model.base_model.multi_modal_projector(out.hidden_states[-2])
-
-
-def start(vlm: VLM, recipe: str, images: list[np.ndarray]) -> tuple[Driven, Tensor]:
-    tensors = vlm.inputs("what is here ?", images=images)
-    sizes = [p.shape[:2] for p in images]
-    run = Driven(
-        vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.parse(recipe), time.perf_counter()
-    )
-    return run, answer_logits(vlm, run, [])
-
-
-def test_prompt_equals_reference_tower(vlm: VLM) -> None:
-    images = [noise(0), noise(1, 30, 70)]
-    run, _ = start(vlm, "visionzip:0.5", images)
-    full, layout, embeds = run.trace.layout, run.prompt.layout, run.prompt.embeds
-
-    tensors, geometries = run.inputs.tensors, vlm.adapter.geometry(run.inputs.sizes)
-    pixels = tensors["pixel_values"]
-    if pixels.dim() == 5:
-        views = [g.views[1] - g.views[0] for g in geometries]
-        pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
-    rows, keys, features = tower_by_hand(vlm, pixels)
-    stands = taken = 0
-    terms, scale = tower(vlm) + features.shape[1], features.abs().max()  # and a mean
-    for item, geometry in enumerate(geometries):
-        of_view = [full.select(full.view == v) for v in range(*geometry.views)]
-        total = round(0.5 * int((full.item == item).sum()))
-        counts = VisionZip().counts(total, [len(here) for here in of_view])
-        for view, here, (d, c) in zip(range(*geometry.views), of_view, counts, strict=True):
-            patch = (here.grid[:, 1] * 4 + here.grid[:, 2]).long()
-            home = homes(rows[view, patch], keys[view, patch], d - 1, c)
-            stays = home == torch.arange(len(home))
-            cls = int((~stays).nonzero()[0])
-            row = torch.searchsorted(layout.order, here.order[stays])
-            assert torch.equal(layout.order[row], here.order[stays])
-            alone = features[view, 1 + patch]
-            expected = plus_mean(alone, home)[stays]
-            close(embeds[row], expected, terms=terms, scale=scale)
-            row = torch.searchsorted(layout.order, here.order[cls])
-            assert layout.kind[row] == Kind.SPECIAL
-            close(embeds[row], features[view, 0], terms=terms, scale=scale)
-            stands += d + c
-            # Control: tokens that others were merged into have changed.
-            took = torch.isin(torch.arange(len(home)), home[~stays & (home >= 0)])
-            for now, before in zip(expected[took[stays]], alone[took], strict=True):
-                apart(now, before, terms=terms, scale=scale)
-            taken += int(took.sum())
-    assert stands == int(layout.visual.sum())
-    assert taken > 1
-
-
-def test_repair_uses_the_weights(vlm: VLM) -> None:
-    (run, weighted), (_, plain) = (
-        start(vlm, recipe, [noise(0)])
-        for recipe in ("visionzip:0.4,proportional_attention=true", "visionzip:0.4")
-    )
-    apart(weighted, plain, terms=answer(vlm, run.prompt.full_length))

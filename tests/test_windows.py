@@ -8,7 +8,6 @@ renumbered; a token that was evicted from the cache leaves one.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -23,9 +22,8 @@ import tiny_families
 from batched import Together
 from closeness import apart, close, network
 from driven import Driven
-from fake_drafters import Knows
 from reference import answer_logits
-from vlmfast import VLM, Request
+from vlmfast import VLM
 from vlmfast.api.request import render, tensors_of
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage, EncodeStage, PrefillStage
@@ -67,7 +65,7 @@ def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
     images = [Image.fromarray(image(i)) for i in range(text.count(IMAGE))]
     tensors = vlm.adapter.inputs(text, images)
     sizes = [(img.height, img.width) for img in images]
-    return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe), time.perf_counter())
+    return Driven(vlm.adapter, Inputs(tensors, sizes, "q"), Recipe.of(recipe))
 
 
 # Images at the start, in the middle, and across the boundary of the last row's window.
@@ -328,13 +326,6 @@ def test_images_longer_than_the_window():
     against_hugging_face(
         narrow, random_words(9) + IMAGE + random_words(3, 1) + IMAGE + random_words(5, 2), 5
     )
-
-
-@pytest.mark.slow
-def test_a_prompt_of_4000_tokens():
-    wide = VLM(*tiny_families.build_gemma3())
-    text = IMAGE + random_words(1900) + IMAGE + random_words(1700, 1) + IMAGE + random_words(230, 2)
-    against_hugging_face(wide, text + random_words(60, 3), 8)
 
 
 @pytest.mark.parametrize("margin", [0, 1, 12])
@@ -734,20 +725,6 @@ def test_draft_trees(recipe, window, kept):
             differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
 
 
-def test_drafts_do_not_change_answers(vlm):
-    given = {"images": [image(0), image(1), image(2), image(3)], "max_new_tokens": 40}
-    given["eos_token_id"] = None
-    answer = vlm.ask("what is here ?" * 3, **given).token_ids
-    for stage in (Knows(tuple(answer)), Knows(tuple(answer), wrong=0.4)):
-        drafted = vlm.ask("what is here ?" * 3, **given, recipe=stage)
-        assert drafted.token_ids == answer
-        assert drafted.stats.accepted > 5
-    for recipe in ("draft-ngram", "draft-recycle", "draft-layerskip"):
-        drafted = vlm.ask("what is here ?" * 3, **given, recipe=recipe)
-        assert drafted.token_ids == answer
-        assert drafted.stats.drafted > 0
-
-
 def test_ragged_batch(vlm, kept):
     """Prompts of different lengths, one of which fits into the window with its answer."""
     texts = DENSE, LONG, IMAGE * 3 + random_words(2)
@@ -778,21 +755,6 @@ def test_ragged_batch(vlm, kept):
     equal(vlm, got[1], dense(tokens=answers[1]), dense.size)
     wide = Dense(vlm, runs[1].inputs.tensors, windows=False)
     differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
-
-
-def test_batched_requests(vlm):
-    requests = [
-        Request(
-            "what ?" * 12, images=[image(0), image(1)], recipe="random:0.5+snapkv:0.6,window=4"
-        ),
-        Request("and here ?", images=[image(i) for i in range(5)], recipe="fastv:k=1"),
-        Request("say something" * 9),
-        Request("short"),
-    ]
-    answers = vlm.ask_many(requests, batch_size=4, max_new_tokens=20)
-    for got, r in zip(answers, requests, strict=True):
-        alone = vlm.ask(r.question, r.images, recipe=r.recipe, max_new_tokens=20)
-        assert got.token_ids == alone.token_ids
 
 
 @pytest.mark.cases(1)
@@ -988,32 +950,6 @@ def test_captured_steps(vlm, recipe, monkeypatch):
     sliding = {key[-1] for graph in graphs for key in graph._replays}
     local = tuple(window is not None for window in vlm.adapter.windows)
     assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "snapkv:keep=0.5,window=4",
-        pytest.param("none", marks=pytest.mark.slow),
-        pytest.param("kivi:bits=8,group=4,residual=16", marks=pytest.mark.slow),
-    ],
-)
-def test_cuda_kernels(vlm, recipe, monkeypatch):
-    """Decode steps and trees with the CUDA kernels."""
-    tree = Tree.of_paths(TOKENS[0], [TOKENS[1:4], [TOKENS[1], 56]])
-    results = []
-    for kernels in ("torch", "triton"):
-        run = start(vlm, LONG, recipe)
-        with torch.no_grad(), switched(vlm.model):
-            run.start(20)
-            monkeypatch.setenv("VLMFAST_KERNELS", kernels)
-            rows = [run.next(torch.tensor([[token]])) for token in TOKENS[:2]]
-            run.decoder.run_decode_stages()
-            rows.append(run.decoder.verify([tree]).logits[0])
-            monkeypatch.delenv("VLMFAST_KERNELS")
-        results.append(torch.cat(rows))
-    equal(vlm, results[1], results[0], run.inputs.tensors["input_ids"].shape[1])
 
 
 @pytest.mark.cases(1)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import apart, close, tolerance
 from fake_slots import FakeSlots, prompt_kv, prompt_step
@@ -142,16 +141,6 @@ def test_attention_with_custom_mask() -> None:
     expected = maps(q, k, allowed & columns) @ v[0].double().repeat_interleave(2, 0)
     close(got[0, :, chosen], expected[:, chosen], FLOAT, SUMS)
     apart(got, sparse_attention(q, k, v, chosen), terms=SUMS)
-
-
-@pytest.mark.parametrize("every_row", [False, True])
-def test_all_tokens_equal_dense_attention(every_row: bool) -> None:
-    q, k, v = qkv(4, 2, 30)
-    dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    got = sparse_attention(q, k, v, torch.arange(30), every_row=every_row)
-    close(got, dense, terms=SUMS)
-    got = sparse_attention(q, k, v, torch.arange(1, 30), every_row=every_row)
-    apart(got, dense, terms=SUMS)
 
 
 # --- prefill part --------------------------------------------------------------------------------
@@ -363,8 +352,6 @@ def test_recipe_and_expanded_stages() -> None:
     assert str(Recipe.parse("zipvl:tau=0.96")) == "zipvl:0.96"
     with pytest.raises(RecipeError, match=r"zipvl: bits_low=3 is out of range, allowed is one of"):
         Recipe.parse("zipvl:bits_low=3")
-    with pytest.raises(RecipeError, match=r"tau=0 is out of range, allowed is > 0 and <= 1"):
-        Recipe.parse("zipvl:0")
 
 
 def test_answers_of_the_shipped_model(tiny) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
-import struct
-import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
 import av
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -35,20 +31,6 @@ def ask(desk: Desk, media: Media, question: str = QUESTION, **changed) -> Conver
     given = {"user": "u", "recipe": "balanced", "tokens": 24, "history": False, **changed}
     *_, talk = desk.ask(media=media, question=question, **given)
     return talk
-
-
-def png_of(width: int, height: int) -> bytes:
-    """A valid header, and no pixels worth the name."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    pixels = zlib.compress(bytes(1000))
-    magic = b"\x89PNG\r\n\x1a\n"
-    return magic + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -215,38 +197,21 @@ def test_messages_are_escaped() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def bad_files(folder: Path) -> dict[str, tuple[str, bytes, str]]:
-    """Of each, the tab, the content and what the page says of it."""
-    whole, sound = io.BytesIO(), folder / "sound.mp4"
-    Image.effect_noise((64, 64), 50).convert("RGB").save(whole, "PNG")
-    with av.open(str(sound), "w") as container:
-        stream = container.add_stream("aac", rate=16_000)
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), "fltp", "mono")
-        frame.sample_rate = 16_000
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return {
-        "not an image": ("image", b"hello, I am a text" * 20, "neither|not"),
-        "truncated": ("image", whole.getvalue()[:-2000], "truncated|damaged"),
-        "300 megapixels": ("image", png_of(20_000, 15_000), "too large|pixels"),
-        "empty": ("image", b"", "empty"),
-        "an image as video": ("video", whole.getvalue(), "tab Image"),
-        "not a video": ("video", b"hello, I am a text" * 20, "neither|not"),
-        "sound only": ("video", sound.read_bytes(), "video stream|no video"),
-    }
-
-
+@pytest.mark.parametrize(
+    ("kind", "format", "words"), [("image", "TXT", "neither|not"), ("video", "PNG", "tab Image")]
+)
 def test_unreadable_files_are_reported_and_the_next_question_works(
-    desk: Desk, image: Media, tmp_path: Path
+    desk: Desk, image: Media, tmp_path: Path, kind: str, format: str, words: str
 ) -> None:
     path = tmp_path / "upload.bin"
-    for kind, data, words in bad_files(tmp_path).values():
-        path.write_bytes(data)
-        with pytest.raises(MediaError, match=words) as caught:
-            ask(desk, Media(kind, str(path)))
-        assert str(tmp_path) not in str(caught.value)
-        assert "upload.bin" in str(caught.value)
-        assert re.search("choose another file|tab Image", str(caught.value))
+    path.write_bytes(b"hello, I am a text" * 20)
+    if format == "PNG":
+        Image.new("RGB", (64, 64)).save(path, format)
+    with pytest.raises(MediaError, match=words) as caught:
+        ask(desk, Media(kind, str(path)))
+    assert str(tmp_path) not in str(caught.value)
+    assert "upload.bin" in str(caught.value)
+    assert re.search("choose another file|tab Image", str(caught.value))
     assert ask(desk, image).turns[-1].texts[FULL] == "yellow triangle"
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from closeness import apart, close
-from vlmfast.errors import VLMFastError
 from vlmfast.kernels import few_rows
 from vlmfast.kernels.few_rows import (
     MOST,
@@ -102,36 +101,3 @@ def test_weights_of_other_layouts_take_the_reference(device, launched) -> None:
     x, weight = noise(2, 16, device=device), noise(16, 8, device=device).T
     (got,) = linears(x, [weight], [None])
     assert torch.equal(got, nn.functional.linear(x, weight)) and not launched
-
-
-def test_is_deterministic(device) -> None:
-    x, weight = noise(4, 520, device=device), noise(40, 520, device=device)
-    first, second = (linears(x, [weight], [None])[0] for _ in range(2))
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("choice", ["triton", "torch"])
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (([], []), "0 weights and 0 biases; it takes 1 to 3"),
-        (([(4, 8)] * 4, [None] * 4), "4 weights"),
-        (([(4, 7)], [None]), r"weights \(4, 7\).* it takes \(..., K\)"),
-        (([(4, 8)], [(3,)]), r"biases \(3,\)"),
-    ],
-)
-def test_invalid_shapes_raise(given, message: str, choice: str, device, monkeypatch) -> None:
-    monkeypatch.setenv("VLMFAST_KERNELS", choice)
-    shapes, biased = given
-    weights = [noise(*shape, device=device) for shape in shapes]
-    biases = [shape and noise(*shape, device=device) for shape in biased]
-    with pytest.raises(VLMFastError, match=message):
-        linears(noise(2, 8, device=device), weights, biases)
-
-
-def test_other_inputs_raise(device) -> None:
-    x, weight = noise(2, 8, device=device), noise(4, 8, device=device)
-    with pytest.raises(VLMFastError, match="several dtypes"):
-        linears(x, [weight.half()], [None])
-    with pytest.raises(VLMFastError, match=r"\(4, 8\) and \(3, 8\); it takes one shape"):
-        gated_linear(x, (weight, weight[:3]))

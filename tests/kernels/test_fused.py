@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +17,16 @@ from batched import Together, together
 from closeness import apart, close, network
 from driven import Driven
 from fake_cuda import pretended
-from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.protocols import CacheStage
-from vlmfast.core.recipe import Recipe
-from vlmfast.engine import forward
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.calls import step_modules
 from vlmfast.engine.forward import shifted
 from vlmfast.engine.fused import fusable, fused_step
 from vlmfast.engine.fused_kinds import kind_of
-from vlmfast.engine.prefill import Inputs
 from vlmfast.kernels import few_rows, norm_rope_append
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -107,9 +102,7 @@ def decoder_of(vlm: VLM, recipes: list) -> Together:
     with torch.no_grad(), switched(vlm.model), references():
         for number, recipe in enumerate(recipes):
             images = [make_image(seed=10 * number + i) for i in range(number + 1)]
-            tensors = vlm.inputs("what is here ?", images=images)
-            inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
-            run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+            run = Driven.of(vlm, recipe, images)
             run.start(8)
             runs.append(run)
         return Together([run.decoder for run in runs])
@@ -316,32 +309,6 @@ def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> N
     assert torch.equal(hidden, expected) and not torch.equal(control, expected)
     assert all(torch.equal(x, inputs[layer]) for layer, x in seen.items())
     assert all(map(torch.equal, written(ours, tokens), written(theirs, tokens)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2_5_vl", "qwen3_vl"))],
-)
-def test_answers_of_families_match_modules(family: str, triton, device, monkeypatch) -> None:
-    """Tokens, logits and accepted drafts."""
-    vlm, steps = build(family, monkeypatch, device), []
-    monkeypatch.setattr(forward, "fused_step", lambda *a: steps.append(a) or fused_step(*a))
-    given = {"images": make_image(seed=1), "max_new_tokens": 5, "eos_token_id": None}
-    given |= {"top_logprobs": 0}
-    with references():
-        expected = vlm.ask("what ?", **given)
-    assert not steps
-    got = vlm.ask("what ?", **given)
-    assert len(steps) == 4 and got.token_ids == expected.token_ids
-    drafted = vlm.ask("what ?", recipe=Knows(answer=tuple(expected.token_ids)), **given)
-    assert drafted.stats.accepted > 2 and drafted.token_ids == expected.token_ids
-    assert any(args[1].shape[1] > 1 for args in steps[4:])
-    wanted = torch.tensor([entry.logprob for entry in expected.logprobs])
-    for answer in (got, drafted):
-        found = torch.tensor([entry.logprob for entry in answer.logprobs])
-        close(found, wanted, torch.float32, terms=network(vlm.model, 64))
-    apart(wanted, wanted.roll(1), torch.float32, terms=network(vlm.model, 64))  # control
 
 
 @torch.no_grad()

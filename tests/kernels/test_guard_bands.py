@@ -61,6 +61,27 @@ def test_kernels_match_their_references_and_stay_within_their_buffers(
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
+@pytest.mark.cases(8)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name)
+        for case in CASES
+        if case.checked and not case.name.startswith("rotate_append")  # which refuses such buffers
+    ],
+)
+def test_gaps_within_rows_do_not_change_the_result(case: Case, device: torch.device) -> None:
+    call = case.call(SHAPES["small"])
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(device)
+        return x if x.dim() < 2 else torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+    got = results(call, spread)
+    plain = results(call, lambda x: x.to(device, copy=True))
+    assert deviation([x.cpu() for x in got], [x.cpu() for x in plain], call) <= 1
+
+
 # --- controls ------------------------------------------------------------------------------------
 
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from closeness import apart, close
-from golden_case import Reader, parameters
-from golden_lookm import gqa_case, merge_case
-from vlmfast.errors import VLMFastError
-from vlmfast.kernels import merge as module
 from vlmfast.kernels.merge import MODES, RULES, merge_into, merge_into_ref
 
-GOLDEN = Path(os.environ.get("VLMFAST_GOLDEN") or Path(__file__).parents[1] / "golden")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 pytestmark = pytest.mark.usefixtures("triton")
@@ -102,18 +92,6 @@ def test_ragged_heads_match_reference(rule: str, device: torch.device) -> None:
     assert got[2][1, :9].tolist() == [1.0] * 9
 
 
-def test_non_contiguous_inputs(device: torch.device) -> None:
-    """Heads interleaved with slots, as in a projection; a last axis with gaps."""
-    shape = (3, 40, 9, 16)
-    keys, values, keep = inputs(shape, device)
-    expected = merge_into_ref(keys, values, keep)
-    turned = keys.transpose(0, 1).contiguous().transpose(0, 1)
-    spread = torch.stack([values, values], -1)[..., 0]
-    wide = torch.stack([keep, keep], -1)[..., 0]
-    assert not turned.is_contiguous() and spread.stride(-1) == 2
-    check(merge_into(turned, spread, wide), expected, keys)
-
-
 def test_keeping_all_slots_is_identity(device: torch.device) -> None:
     keys, values, keep = inputs((2, 9, 9, 8), device)
     k, v, weight = merge_into(keys, values, keep)
@@ -131,61 +109,3 @@ def test_ties_take_first_pivot_and_zero_keys_are_finite(device: torch.device) ->
     assert weight[0].tolist() == [11.0] + [1.0] * 129
     close(v[0, 0, 0], sum(range(130, 140)) / 11, terms=11)
     assert bool(k.isfinite().all())
-
-
-def test_is_deterministic(device: torch.device) -> None:
-    args = inputs((2, 120, 8, 32), device)
-    first, second = merge_into(*args, "weighted"), merge_into(*args, "weighted")
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    "path",
-    [p for name in ("pivot", "weighted", "gqa") for p in sorted(GOLDEN.rglob(f"lookm-{name}-*"))],
-    ids=lambda p: p.stem,
-)
-def test_golden_merges(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(
-        module,
-        "_launch",
-        lambda *a, _launch=module._launch, **k: calls.append(1) or _launch(*a, **k),
-    )
-    with safe_open(path, "pt") as file:
-        meta = file.metadata()
-    mode = path.stem.split("-")[1]
-    data = {name: of.to(device) for name, of in load_file(path).items()}
-    with device:  # the case creates tensors
-        (gqa_case if mode == "gqa" else merge_case(mode))(Reader(data), parameters(meta))
-    assert bool(calls) == (meta.get("merge") != "False")
-
-
-def test_golden_merges_exist() -> None:
-    assert list(GOLDEN.rglob("lookm-pivot-*"))
-
-
-@pytest.mark.parametrize("choice", ["triton", "torch"])
-def test_invalid_inputs_raise(
-    choice: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLMFAST_KERNELS", choice)
-    keys, values, keep = inputs((2, 9, 3, 8), device)
-    invalid = {
-        r"keys \(2, 9, 8\), values \(2, 8, 8\)": (keys, values[:, 1:], keep),
-        r"kept slots \(1, 3\)": (keys, values, keep[:1]),
-        "0 kept of 9 slots; it takes at least one": (keys, values, keep[:, :0]),
-        "keys in torch.float32, values in torch.float16; it takes one": (keys, values.half(), keep),
-        "mode='mean' must be one of pivot, avg, weighted": (keys, values, keep, "mean"),
-    }
-    for message, args in invalid.items():
-        with pytest.raises(VLMFastError, match=f"merge: .*{message}"):
-            merge_into(*args)
-    with pytest.raises(VLMFastError, match="merge: rule='head' must be one of all, token, slot"):
-        merge_into(keys, values, keep, rule="head")
-
-
-@pytest.mark.parametrize("dim", [4, 20, 264])
-def test_unsupported_head_dimension_raises(dim: int, device: torch.device) -> None:
-    with pytest.raises(VLMFastError, match=f"merge: head dimension {dim}; it takes multiples of 8"):
-        merge_into(*inputs((1, 4, 2, dim), device))

@@ -9,7 +9,7 @@ import torch
 
 from fake_drafters import Knows
 from tiny_models import build_llava, make_image
-from vlmfast import VLM, Request
+from vlmfast import VLM
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Drops
 from vlmfast.kernels import (
@@ -113,19 +113,6 @@ def test_drafting_gives_same_tokens(vlm: VLM, recipe: str, monkeypatch) -> None:
     drafts = Recipe.of(recipe) + Knows(answer=tuple(wanted), cycle=True)
     got = vlm.ask("what is here ?", recipe=drafts, **given)
     assert got.token_ids == wanted and got.stats.accepted > 2 and seen
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("triton")
-def test_ragged_batch_tokens_match_reference(vlm: VLM, monkeypatch) -> None:
-    requests = [
-        Request("what ?", make_image(seed=i), recipe=r, generation={"max_new_tokens": 3 + i})
-        for i, r in enumerate(["none", "kivi:bits=2,group=4,residual=4", "h2o:0.7"])
-    ]
-    got = [answer.token_ids for answer in vlm.ask_many(requests, eos_token_id=None)]
-    monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    assert got == [answer.token_ids for answer in vlm.ask_many(requests, eos_token_id=None)]
-    assert [len(ids) for ids in got] == [3, 4, 5]
 
 
 @pytest.mark.parametrize("positions", ["keep", "compact"])

@@ -37,14 +37,6 @@ def test_plain_and_streamed(client: openai.OpenAI, messages: list[Any]) -> None:
     assert chunks[-1].usage.completion_tokens == usage.completion_tokens
 
 
-def test_leaving_a_stream(served: Any, client: openai.OpenAI, messages: list[Any]) -> None:
-    with client.chat.completions.create(model="tiny", messages=messages, stream=True) as stream:
-        next(iter(stream))
-    served.until(lambda: served.vlm.engine.load().decoding == 0)
-    assert served.metric("request_errors_total", status="499") >= 1
-    assert client.chat.completions.create(model="tiny", messages=messages).choices
-
-
 def test_asynchronous_clients_together(served: Any, messages: list[Any]) -> None:
     """One leaves its ``async with`` in mid-stream; the answers of the others are complete."""
 
@@ -109,14 +101,6 @@ def test_errors_have_their_classes(client: openai.OpenAI, messages: list[Any]) -
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError):
         create(model="tiny", messages=messages, tools=[{"type": "function", "function": {}}])
-
-
-def test_keys(serve: Any) -> None:
-    url = f"{serve(api_keys=('right',)).url}/v1"
-    right, wrong = (openai.OpenAI(base_url=url, api_key=key) for key in ("right", "wrong"))
-    assert [model.id for model in right.models.list()] == ["tiny"]
-    with pytest.raises(openai.AuthenticationError):
-        wrong.models.list()
 
 
 def test_responses(served: Any, client: openai.OpenAI, messages: list[Any]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import random
-import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -228,33 +225,6 @@ def test_requests_are_determined_by_seed_and_number() -> None:
     assert [first.case(n) for n in range(9)] != [other.case(n) for n in range(9)]
 
 
-def test_responses_that_come_together_are_both_read() -> None:
-    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-
-        def answer() -> None:
-            with server.accept()[0] as one:
-                one.recv(100)
-                one.sendall(whole + whole)
-                one.recv(1)
-
-        pool.submit(answer)
-        case = Case("http", b"GET / HTTP/1.1\r\n\r\n", responses=2)
-        replies = server_fuzz.send(server.getsockname()[1], case, GUARD)
-    assert [(reply.status, reply.body) for reply in replies] == [(200, b"{}")] * 2
-
-
-def test_dead_servers_are_found(target: Target) -> None:
-    with server_fuzz.watched(target.port, GUARD) as health:
-        pass
-    assert health.count and not health.violations
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # without listening
-        with server_fuzz.watched(unused.getsockname()[1], GUARD) as health:
-            pass
-    assert len(health.violations) == health.count > 0
-
-
 def test_hangs_are_found(target: Target) -> None:
     stalls = Case("http", post(server_fuzz.CHAT, b"{}")[:-1])
     (found,) = server_fuzz.run(target.port, [stalls], 1, 0.2).violations
@@ -271,15 +241,6 @@ def test_slow_responses_are_found() -> None:
     assert len(report.violations) == 2 and report.by_status == {200: 2}
     assert all("took " in text and "within 0.1 s" in text for text in report.violations)
     assert report.slowest[0] >= 0.3
-
-
-def test_stalls_of_the_machine_are_no_slow_responses() -> None:
-    with server_fuzz.Stalls() as stalls:
-        time.sleep(0.2)
-        before = stalls.total
-        ctypes.PyDLL(None).usleep(600_000)  # no other thread can run meanwhile
-        time.sleep(0.1)
-    assert stalls.total - before > 0.4
 
 
 def test_connections_to_forbidden_addresses_are_found(
@@ -399,26 +360,6 @@ def conforms(
             with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # nothing to negate
                 send()
     return seen
-
-
-@pytest.mark.slow
-def test_defects_are_found_by_the_document(target: Target) -> None:
-    """The controls: a route that raises, another status, and another content."""
-    from schemathesis.core.failures import FailureGroup
-
-    url, server = target.served.url, target.served.server
-    wrong = document(url)
-    answers = wrong["paths"]["/health"]["get"]["responses"]
-    answers["200"]["content"]["application/json"]["schema"] = {"type": "array"}
-    with pytest.raises(FailureGroup, match="schema"):
-        conforms(url, wrong, 2, "/health")
-    answers["201"] = answers.pop("200")
-    with pytest.raises(FailureGroup, match="Undocumented status code"):
-        conforms(url, wrong, 2, "/health")
-    server.runner.recipes, kept = None, server.runner.recipes
-    with pytest.raises(FailureGroup, match="Server error"):
-        conforms(url, document(url), 8, server_fuzz.CHAT)
-    server.runner.recipes = kept
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(200, marks=pytest.mark.slow)])
