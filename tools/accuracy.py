@@ -96,7 +96,7 @@ def presets() -> str:
         compact = found[str(with_field(recipe, "positions", "compact"))]["pair"].split(" / ")
         rows.append({**found[str(recipe)], "label": f"`{name}`", "compact": compact})
     for method in ("hired", "random"):
-        for budget in _PRESETS.values():
+        for budget in BUDGETS[1:3]:
             run = found[f"{method}:budget={budget}"]
             draws = f", mean of {run['draws']} draws" if run.get("draws") else ""
             rows.append({**run, "label": f"`{run['recipe']}`{draws}", "compact": (None, None)})

@@ -16,7 +16,7 @@ import accuracy
 import timings
 from sources import ROOT
 
-README = ("presets", "speed")
+README = ("gpu", "presets", "speed")
 TABLES: dict[str, Callable[..., str]] = {
     name.replace("_", "-"): function
     for module in (accuracy, timings)

@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
-from sources import grid, listed, measured, percent, script, table
+from sources import grid, listed, measured, numbers, percent, script, table
+
+from vlmfast.core.recipe import Recipe
 
 
 def speed() -> str:
     """The short table of README: what a recipe saves, as ratios to Hugging Face."""
-    rows = [["model, recipe", "visual tokens", "TTFT", "prefill", "per token", "peak memory"]]
-    for model, variants in measured("ask-cpu-bfloat16")["models"].items():
-        for recipe, row in variants.items():
-            cells = [f"`{model}`, {recipe}", f"{row['visual_tokens']:,}"]
-            for metric in ("ttft", "prefill", "tpot", "memory"):
-                scale, unit = (1e-6, "MB") if metric == "memory" else (1e3, "ms")
-                value = row[metric]["median"] * scale
-                cell = f"{value:,.{0 if value >= 100 else 1}f} {unit}"
-                if recipe != "huggingface":
-                    cell += f" ({row['ratio'][metric]:.2f}×)"
-                cells.append(cell)
-            rows.append(cells)
+    rows = [["recipe", "visual tokens", "TTFT", "prefill", "per token", "peak memory"]]
+    *_, variants = measured("ask-cpu-bfloat16")["models"].values()
+    for recipe, row in variants.items():
+        cells = [f"`{recipe}`", f"{row['visual_tokens']:,}"]
+        for metric in ("ttft", "prefill", "tpot", "memory"):
+            scale, unit = (1e-6, "MB") if metric == "memory" else (1e3, "ms")
+            cell = f"{row[metric]['median'] * scale:,.0f} {unit}"
+            if recipe != "huggingface":
+                cell += f" ({row['ratio'][metric]:.2f}×)"
+            cells.append(cell)
+        rows.append(cells)
     return table(rows)
 
 
@@ -105,6 +106,25 @@ def serving_vllm(setting: str) -> str:
         return f"{load[n]['answers_per_s']['median']:.2f} ({first:.2f} s)"
 
     return grid("answers/s (median TTFT)", servers, clients, cell)
+
+
+def inside_vllm(part: str) -> str:
+    """Answers per second of vLLM with and without the plug-in, and over those without."""
+    found = measured("serve-vllm-cpu-bfloat16")["parts"][part]
+    ratios = {of["what"]: of for of in found["rows"]}
+    rows = [["answers/s", "visual tokens"]]
+    for name, kept in found["kept"].items():
+        rows.append([f"`{name}`", f"{kept:,.0f}"])
+        for load in found["loads"]:
+            if load["server"] != name:
+                continue
+            clients = _clients(load["clients"])
+            ratio = ratios.get(f"answers per second, `{name}` over `vllm serve`, {clients}")
+            cell = f"{load['answers_per_s']['median']:.2f}"
+            rows[-1].append(cell if ratio is None else f"{cell} ({ratio['median']:.2f}×)")
+            if len(rows) == 2:
+                rows[0].append(clients)
+    return table(rows)
 
 
 def serving_beside() -> str:
@@ -218,33 +238,49 @@ def drafters() -> str:
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
-def gpu_answers() -> str:
+def _gpu_answers() -> Iterator[dict[str, Any]]:
     """Whole answers on a GPU, compared with Hugging Face's at the same batch size."""
-    report = measured("end_to_end-llava-next-7b-nvidia-h200")
-    base, rows = report["parts"]["hf sdpa | 1"], []
-    for key, row in report["parts"].items():
+    parts = measured("end_to_end-llava-next-7b-nvidia-h200")["parts"]
+    base = parts["hf sdpa | 1"]
+    for key, row in parts.items():
         name, batch = key.rsplit(" | ", 1)
         if batch != "1" or not row["check"]["passed"]:
             continue
         empty = {"visual_tokens": 2928, "prefill": None, "kv_bytes": None}
         ratios = {
-            "name": f"`{name}`",
-            "faster": f" ({base['first'] / row['first']:.2f}x)",
-            "more": f" ({row['rate'] / base['rate']:.2f}x)",
+            "name": name,
+            "faster": f" ({base['first'] / row['first']:.2f}×)",
+            "more": f" ({row['rate'] / base['rate']:.2f}×)",
         }
         if row is base:
-            ratios = {"name": "Hugging Face `generate`", "faster": "", "more": ""}
-        rows.append({**row, **empty, **row["parts"], **ratios})
-    columns = {
-        f"{report['settings']['model']}, {report['device']}": "{name}",
-        "visual tokens": "{visual_tokens:,.0f}",
-        "first token": "{first:.0f ms}{faster}",
-        "prefill": "{prefill:.0f ms}",
-        "tokens/s": "{rate:.0f}{more}",
-        "KV cache": "{kv_bytes:,.0f MB}",
-        "memory": "{memory:.1f GB}",
-    }
-    return listed(rows, columns)
+            ratios = {"name": "huggingface", "faster": "", "more": ""}
+        yield {**row, **empty, **row["parts"], **ratios}
+
+
+_GPU = {
+    "recipe": "`{name}`",
+    "visual tokens": "{visual_tokens:,.0f}",
+    "first token": "{first:.0f ms}{faster}",
+    "tokens/s": "{rate:.0f}{more}",
+    "memory": "{memory:.1f GB}",
+}
+
+
+def gpu() -> str:
+    """README's table of a GPU, beside the accuracy of `tiny` under the same recipes."""
+    found, none = numbers("gpu"), {"image": None, "video": None}
+    rows = [
+        {**row, **(found[str(Recipe.parse(row["name"]))] if row["parts"] else none)}
+        for row in _gpu_answers()
+    ]
+    return listed(rows, {**_GPU, "`tiny`: images": "{image}", "videos": "{video}"})
+
+
+def gpu_answers() -> str:
+    """Whole answers on a GPU, with the time of prefill and the bytes of the KV cache."""
+    return listed(
+        _gpu_answers(), {**_GPU, "prefill": "{prefill:.0f ms}", "KV cache": "{kv_bytes:,.0f MB}"}
+    )
 
 
 def gpu_steps() -> str:
