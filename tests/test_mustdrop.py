@@ -31,7 +31,6 @@ from vlmfast.compressors.encoder.mustdrop import (
     text_attention,
     window_members,
     window_similarity,
-    windows,
 )
 from vlmfast.core.contexts import PrefillContext, VisionContext
 from vlmfast.core.kv import KV
@@ -76,7 +75,7 @@ def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
 def test_window_similarity_is_the_mean_pairwise_cosine(side: int, window: tuple[int, int]) -> None:
     patches = noise(2, side * side, 5)
     ids, m = window_ids(side, window), window[0] * window[1]
-    cells = windows(patches, window)
+    cells = patches[:, window_members((side, side), window)]
     got = window_similarity(cells)
     for view in range(2):
         for w in range(got.shape[1]):
@@ -114,10 +113,9 @@ def test_most_similar_windows_are_averaged(
     side, window = shape
     m, ids = window[0] * window[1], window_ids(*shape)
     hidden = noise(len(counts), 1 + side * side, 3, seed=seed)
-    similarity = window_similarity(windows(hidden[:, 1:], window))
-    got, source, lengths = spatial_merge(
-        hidden, window_members((side, side), window), similarity, torch.tensor(counts)
-    )
+    own = window_members((side, side), window)
+    similarity = window_similarity(hidden[:, 1 + own])
+    got, source, lengths = spatial_merge(hidden, own, similarity, torch.tensor(counts))
     assert got.shape[1] == int(lengths.max())
     for view, count in enumerate(counts):
         assert int(lengths[view]) == 1 + side * side - count * (m - 1)
