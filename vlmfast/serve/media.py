@@ -26,8 +26,6 @@ from .media_sources import Kind, MediaSources, Refused
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["MediaReader", "RequestMedia"]
-
 # Those that browsers show. Decoders of other formats are rarely needed and have more defects.
 _IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF")
 # Each scan of a progressive JPEG visits all pixels, and may take a few bytes. Usual are ten.

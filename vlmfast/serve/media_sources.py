@@ -27,8 +27,6 @@ from vlmfast.media.sources import WHITESPACE, short
 
 from .config import MediaLimits
 
-__all__ = ["Kind", "MediaSources", "Refused", "find_addresses", "is_public"]
-
 Kind = Literal["image", "video"]
 
 # Of a data: URL: decoding takes memory for each.
