@@ -12,7 +12,7 @@ from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
 from vlmfast.core.stage import Stage
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import BITS, quantize
+from vlmfast.kernels.quantize_kv import BITS, Segment, quantize
 
 
 def check_bits(stage: Stage, *names: str) -> None:
@@ -53,3 +53,13 @@ def coded(
     ]
     empty = kv.select(torch.arange(0, device=kv.keys.device))
     return replace(empty, segments=(*kv.segments, *segments))
+
+
+def paged(
+    keys: Tensor, values: Tensor, order: Tensor, bits: int, page: int, scale: Tensor
+) -> Segment:
+    """Tokens of an answer (H, N, D), of which each ``page`` of keys shares a step."""
+    lengths = torch.full((len(keys),), keys.shape[1], device=keys.device)
+    return quantize(
+        keys, values, order, lengths, bits, key_group=page, scaled=scale, dtype=scale.dtype
+    )

@@ -47,10 +47,10 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, quantize
+from vlmfast.kernels.quantize_kv import Segment, channel_scale, check
 from vlmfast.kernels.select import ranked
 
-from ..coded import check_bits, coded, dtype_of
+from ..coded import check_bits, coded, dtype_of, paged
 from ..part import Part
 
 
@@ -178,17 +178,7 @@ class Pages(Part, DecodeStage):
         def make(keys: Tensor, values: Tensor) -> Segment:
             if layer not in scales:
                 scales[layer] = channel_scale(values, dtype=torch.float16)
-            lengths = torch.full((len(keys),), count, device=keys.device)
-            return quantize(
-                keys,
-                values,
-                order,
-                lengths,
-                self.of.bits_high,
-                key_group=self.of.page,
-                scaled=scales[layer],
-                dtype=scales[layer].dtype,
-            )
+            return paged(keys, values, order, self.of.bits_high, self.of.page, scales[layer])
 
         slots.quantize(count, make)
 

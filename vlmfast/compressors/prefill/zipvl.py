@@ -59,10 +59,9 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, PrefillStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kernels.quantize_kv import Segment, quantize
 from vlmfast.kernels.select import mass_count, top_k
 
-from ..coded import check_bits, coded, dtype_of
+from ..coded import check_bits, coded, dtype_of, paged
 from ..part import Part
 
 
@@ -367,22 +366,8 @@ class Pages(Part, DecodeStage):
             return
         # The prompt's scale and dtype: all pages have one kind, without synchronizing the device.
         scale = slots.notes[self.name]["scale", layer]
-        order = slots.order[:, :page].clone()
-        lengths = torch.full_like(slots.length, page)
-
-        def make(keys: Tensor, values: Tensor) -> Segment:
-            return quantize(
-                keys,
-                values,
-                order,
-                lengths,
-                self.of.bits_high,
-                key_group=page,
-                scaled=scale,
-                dtype=scale.dtype,
-            )
-
-        slots.quantize(page, make)
+        order, bits = slots.order[:, :page].clone(), self.of.bits_high
+        slots.quantize(page, lambda k, v: paged(k, v, order, bits, page, scale))
 
     def quiet(self, slots: Slots, layer: int) -> int:
         return self.of.page - 1 - slots.max_length
