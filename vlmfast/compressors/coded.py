@@ -16,7 +16,7 @@ from vlmfast.kernels.quantize_kv import BITS, Segment, quantize
 
 
 def check_bits(stage: Stage, *names: str) -> None:
-    """Raise `RecipeError` unless codes of as many bits as the parameters ``names`` can be packed."""
+    """Raise `RecipeError` where the codes of a parameter of ``names`` cannot be packed."""
     for name in names:
         if (bits := getattr(stage, name)) not in BITS:
             raise RecipeError(
@@ -30,9 +30,7 @@ def dtype_of(context: PrefillContext, kv: KV) -> torch.dtype:
     return context.parameter_dtype(kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0))
 
 
-def coded(
-    kv: KV, parts: Sequence[tuple[int, KV]], scaled: bool | Tensor, dtype: torch.dtype
-) -> KV:
+def coded(kv: KV, parts: Sequence[tuple[int, KV]], scaled: bool | Tensor, dtype: torch.dtype) -> KV:
     """A layer whose slots are in segments: each of ``parts`` that has slots, in its bits.
 
     ``scaled`` and ``dtype`` are as of `quantize`.
