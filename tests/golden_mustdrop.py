@@ -22,7 +22,6 @@ from vlmfast.compressors.encoder.mustdrop import (
     text_attention,
     window_members,
     window_similarity,
-    windows,
 )
 from vlmfast.core.contexts import PrefillContext, VisionContext, active
 from vlmfast.core.kv import KV
@@ -46,13 +45,13 @@ def merge_case(data: Reader, meta: Reader) -> None:
     else:
         window = tuple(data.literal("window"))
         hidden, out, threshold = data["hidden_states"], data["out"], data.number("threshold")
-    similarity = window_similarity(windows(hidden[:, 1:], window))
+    side = math.isqrt(hidden.shape[1] - 1)
+    members = window_members((side, side), window)
+    similarity = window_similarity(hidden[:, 1 + members])
     counts = (similarity >= threshold).sum(1)
     counts = counts.min().expand_as(counts)
     if "r" in data:
         assert int(counts[0]) == int(data["r"])
-    side = math.isqrt(hidden.shape[1] - 1)
-    members = window_members((side, side), window)
     merged, source, lengths = spatial_merge(hidden, members, similarity, counts)
     assert lengths.unique().tolist() == [out.shape[1]]
     close(merged, out, terms=window[0] * window[1])  # means over windows

@@ -37,7 +37,7 @@ def case(data: Reader, meta: Reader) -> None:
     kept = data["topk_index"]
     if data.flag("adaptive"):
         # One ratio for the batch.
-        ratio = outliers(attention.flatten()) / attention.numel()
+        ratio = outliers([attention.flatten()])[0] / attention.numel()
     else:
         ratio = data.number("reduction_ratio")
     count = int(n * ratio)

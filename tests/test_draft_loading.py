@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from closeness import apart
+from golden_eagle import outputs, vispec_outputs
 from replayed import accepts_something, replay
 from test_draft_eagle import TERMS, VOCABULARY, WIDTH, cyclic, layout_of, read_of, target
 from vlmfast.core.drafting import Budget
@@ -190,7 +191,11 @@ def test_every_layout_computes_with_its_weights(tmp_path: Path, name: str, binar
     features = torch.randn(1, 6, module.feature_width)
     image = torch.tensor([[-1, 0, 0, 0, -1, -1]])
     at = torch.arange(6)[None]
-    out, own = (m(embeds, features, at, image=image) for m in (loaded, module))
+    if isinstance(module, VispecModule):
+        given = embeds[0], features[0], at[0], image[0]
+        out, own = (vispec_outputs(m, *given)[None] for m in (loaded, module))
+    else:
+        out, own = (outputs(m, embeds, features, at, image) for m in (loaded, module))
     assert torch.equal(out, own)
     head = torch.randn(VOCABULARY, WIDTH)
     logits = [m.output(out, lambda x: x @ head.T) for m in (loaded, module)]
@@ -254,7 +259,7 @@ def test_config_flags_change_the_computation(tmp_path: Path) -> None:
 
     def result(own: dict) -> Tensor:
         loaded = load_published(stage, write(tmp_path, config | own, state), TARGET)
-        return loaded(embeds, features, torch.arange(6)[None])
+        return outputs(loaded, embeds, features, torch.arange(6)[None])
 
     plain = result({})
     for flag in ("norm_output", "norm_before_residual"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
-from golden_eagle import vispec_outputs
+from golden_eagle import outputs, vispec_outputs
 from replayed import replay
 from test_draft_eagle import (
     BUDGET,
@@ -64,11 +64,12 @@ def test_untrained_equals_eagle_on_text() -> None:
     eagle = EagleModule(SIZES).double()
     state = vispec.state_dict()
     eagle.load_state_dict({key: state[key] for key in eagle.state_dict()})
-    rows = torch.randn(2, 7, WIDTH, dtype=torch.float64)
-    features, at = torch.randn_like(rows), torch.arange(7).expand(2, 7)
-    plain = eagle(rows, features, at)
-    close(vispec(rows, features, at), plain, terms=TERMS)
-    apart(module_of()(rows, features, at), plain, terms=TERMS)
+    rows = torch.randn(7, WIDTH, dtype=torch.float64)
+    given = rows, torch.randn_like(rows), torch.arange(7)
+    plain = outputs(eagle, *(x[None] for x in given))[0]
+    text = torch.full((7,), -1)
+    close(vispec_outputs(vispec, *given, text), plain, terms=TERMS)
+    apart(vispec_outputs(module_of(), *given, text), plain, terms=TERMS)
 
 
 @pytest.mark.parametrize("queries", [2, 4])

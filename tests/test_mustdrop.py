@@ -26,8 +26,8 @@ from vlmfast.compressors.encoder.mustdrop import (
     dual_attention,
     dual_attention_rank,
     text_attention,
+    window_members,
     window_similarity,
-    windows,
 )
 from vlmfast.core.contexts import PrefillContext, VisionContext
 from vlmfast.core.kv import KV
@@ -73,7 +73,7 @@ def window_ids(side: int, window: tuple[int, int]) -> torch.Tensor:
 def test_window_similarity_is_the_mean_pairwise_cosine(side: int, window: tuple[int, int]) -> None:
     patches = noise(2, side * side, 5)
     ids, m = window_ids(side, window), window[0] * window[1]
-    cells = windows(patches, window)
+    cells = patches[:, window_members((side, side), window)]
     got = window_similarity(cells)
     for view in range(2):
         for w in range(got.shape[1]):

@@ -211,11 +211,14 @@ IN_MODULES = {("vlmfast.kernels.coverage", "cover"), ("vlmfast.core.views", "cel
 OWN = {
     ("vlmfast.compressors", "clip"),  # loads OpenCLIP models
     ("vlmfast.compressors.groups", "groups_of"),  # `together`, where the host counts
+    ("vlmfast.compressors.evictor", "kept_param"),  # a parameter in the words of `Evictor`
+    # `quantize`, as several methods call it.
+    *(("vlmfast.compressors.coded", name) for name in ("check_bits", "coded", "dtype_of", "paged")),
     ("vlmfast.core.saliency", "BLOCKS"),  # choices of a parameter
-    ("vlmfast.kernels.quantize_kv", "BITS"),
     ("vlmfast.kernels.quantize_kv", "check"),
     ("vlmfast.models.base", "Model"),  # a type for annotations alone
     ("vlmfast.core.views", "spread"),  # of tiles of different sizes
+    ("vlmfast.models.internvl", "Cropped"),  # base of `Marked`
     ("vlmfast.models.internvl", "tile_box"),
     ("vlmfast.core.packing", "Packing"),  # of towers that pack images in one row
     ("vlmfast.models.mistral3", "passing"),  # of views of different sizes

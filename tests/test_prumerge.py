@@ -51,9 +51,9 @@ def test_one_head_equals_concatenated_heads() -> None:
 
 
 def test_outliers_example() -> None:
-    assert outliers(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 100])) == 1
-    assert outliers(torch.tensor([1.0] * 6 + [5, 9])) == 2
-    assert outliers(torch.ones(8)) == 1  # no outlier: the best token
+    one, two = [1.0, 2, 3, 4, 5, 6, 7, 100], [1.0] * 6 + [5, 9]
+    # Without an outlier, the best token.
+    assert outliers([torch.tensor(one), torch.tensor(two), torch.ones(8)]) == [1, 2, 1]
 
 
 def test_mixture_example(monkeypatch) -> None:
@@ -68,7 +68,7 @@ def test_mixture_example(monkeypatch) -> None:
 def test_grid_between_outliers() -> None:
     attention = torch.zeros(36)
     attention[[3, 10, 30]] = 1.0  # 1/12: steps of 4
-    kept, _ = PruMergePlus().chosen(attention, None, outliers(attention))
+    kept, _ = PruMergePlus().chosen(attention, None, *outliers([attention]))
     assert kept.nonzero().flatten().tolist() == sorted({3, 10, 30, *range(0, 35, 4)})
     # Nine tokens: one for the rest, four outliers (the fourth is the first of a tie), four spread.
     marks, count = PruMergePlus(0.25).chosen(attention, 9, 0)

@@ -102,7 +102,7 @@ def target(serve: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> Iterat
         grace_s=GRACE,
     )
     caplog.set_level(logging.INFO, "vlmfast.serve")
-    sources = served.server.runner._reader.sources
+    sources = served.server.runner._sources
     resolve = sources._find_addresses
     known = {
         "loopback.test": ["127.0.0.1"],
@@ -251,7 +251,7 @@ def test_connections_to_forbidden_addresses_are_found(
     assert "127.0.0.1" in hosts  # and [::1] where this machine has it
     direct = [f"http://{host}:{port}/image.png" for host in hosts]
     urls = [*direct, *(f"{target.public.url}/{url}" for url in direct)]
-    sources = target.served.server.runner._reader.sources
+    sources = target.served.server.runner._sources
     for allowed in (False, True):
         if allowed:
             monkeypatch.setattr(sources, "_is_public", lambda address: True)

@@ -41,7 +41,7 @@ def test_leaving_while_media_are_read(serve: Any, stream: bool) -> None:
 def test_leaving_between_two_images(serve: Any) -> None:
     """The others are not read, and the engine never has the request."""
     served = serve()
-    sources, names = served.server.runner._reader.sources, []
+    sources, names = served.server.runner._sources, []
     original = sources.read
     sources.read = lambda url, *rest: names.append(url) or original(url, *rest)
     parts = [{"type": "image_url", "image_url": {"url": served.image_url(n)}} for n in range(3)]

@@ -30,8 +30,8 @@ from vlmfast.media import load_video
 from vlmfast.serve import media_sources
 from vlmfast.serve.config import MediaLimits
 from vlmfast.serve.errors import RequestError
-from vlmfast.serve.media import MediaReader
-from vlmfast.serve.media_sources import is_public
+from vlmfast.serve.media import RequestMedia
+from vlmfast.serve.media_sources import MediaSources, is_public
 
 PARAM = "messages[0].content[1].image_url"
 PIXELS = fx.make_image()
@@ -44,7 +44,7 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 
 
 def media(limits: MediaLimits = DEFAULTS, seconds: float = 60.0, **network: object):
-    return MediaReader(limits, **network).request(time.monotonic() + seconds)
+    return RequestMedia(MediaSources(limits, **network), time.monotonic() + seconds)
 
 
 def read(url: str, limits: MediaLimits = DEFAULTS, **network: object) -> Image.Image:
@@ -287,7 +287,7 @@ def test_files_outside_the_folder_are_refused(folder: Path) -> None:
 
 def test_only_regular_files_within_the_limit_are_read(folder: Path) -> None:
     with pytest.raises(VLMFastError, match="local_path"):
-        MediaReader(local(folder / "missing"))
+        MediaSources(local(folder / "missing"))
     start = (folder / "open").as_uri()
     for name in ("pipe", "deep"):
         refused(400, "is not a regular file", args=(f"{start}/{name}", local(folder / "open")))
@@ -518,7 +518,7 @@ def test_domains(canary: Canary) -> None:
         accepted(read(f"http://{host}:{canary.server_port}/ä.png", limits, **network))
     for domain in ("", "*.example.com", ".example.com", "http://a.org", "a..b"):
         with pytest.raises(VLMFastError, match="domains"):
-            MediaReader(MediaLimits(domains=(domain,)))
+            MediaSources(MediaLimits(domains=(domain,)))
 
 
 INVALID = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from vlmfast.core.params import param
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.kernels.select import top_k
+
+
+def kept_param(default: float, per: str = " in each layer") -> Any:
+    """The fraction of the prompt's slots that a method keeps."""
+    return param(default, f"fraction of the prompt's keys and values kept{per}", gt=0.0, le=1.0)
 
 
 def pooled(scores: Tensor, kernel: int, kind: str) -> Tensor:
@@ -61,12 +66,7 @@ class Evictor(CacheStage):
     window = cast("float", 0)
     sinks = 0
 
-    keep: float = param(
-        0.2,
-        "fraction of the prompt's keys and values kept in each layer",
-        gt=0.0,
-        le=1.0,
-    )
+    keep: float = kept_param(0.2)
 
     def score(self, kv: KV, stats: ColumnStats | None, ranked: Tensor) -> Tensor:
         """Score of each slot; the highest are kept: float32, (H, N).

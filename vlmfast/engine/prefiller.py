@@ -135,9 +135,7 @@ class Prefiller:
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         cache = sequence.group.cache
         cache.base = [max(cache.base[0], whole.countable())]
-        count_bytes(stats, cache)
-        stats.kv_tokens_per_layer = cache.lengths()
-        stats.kv_bytes_full = self.adapter.cache_bytes(whole.full_length)
+        self.count_cache(sequence, whole.full_length)
         return logits
 
     @lasting
@@ -323,13 +321,14 @@ class Prefiller:
         sequence.stats.prompt_reused = sequence.stats.cached_tokens = reused
         sequence.stats.prompt_fed = sequence.prompt_length - reused
 
-    def count_cache(self, sequence: Sequence) -> None:
-        """Record the size of the cache of a prompt."""
+    def count_cache(self, sequence: Sequence, ids: int | None = None) -> None:
+        """Record the size of the cache of a prompt of ``ids``, by default all that it consumed."""
         stats, group = sequence.stats, sequence.group
         assert group is not None
         count_bytes(stats, group.cache)
         stats.kv_tokens_per_layer = group.cache.lengths()
-        stats.kv_bytes_full = self.adapter.cache_bytes(group.cache.logical[0])
+        consumed = group.cache.logical[0]
+        stats.kv_bytes_full = self.adapter.cache_bytes(consumed if ids is None else ids)
 
     def close_up(self, sequence: Sequence, positions: Many[Tensor]) -> list[Tensor] | None:
         """Renumber the cached tokens of a sequence without gaps; later tokens continue from there.
@@ -383,13 +382,10 @@ class Prefiller:
             Visual tokens that entered each layer.
         flops : float
         """
-        stats, group = sequence.stats, sequence.group
-        assert group is not None
-        stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
+        stats, text = sequence.stats, self.adapter.config.get_text_config()
+        stats.layer_tokens([visual] * self.adapter.depth, text)
         stats.flops_prefill = float(flops)
-        count_bytes(stats, group.cache)
-        stats.kv_bytes_full = self.adapter.cache_bytes(ids)
-        stats.kv_tokens_per_layer = group.cache.lengths()
+        self.count_cache(sequence, ids)
 
     def extend_text(
         self,

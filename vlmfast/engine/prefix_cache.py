@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -339,15 +339,9 @@ class PrefixCache:
             self._settle()
             kinds = sorted({*self._counts, *(key.kind for key in self._entries)})
             found = {kind: self._stats(kind) for kind in kinds}
-            return CacheStats(
-                sum(of.hits for of in found.values()),
-                sum(of.misses for of in found.values()),
-                sum(of.entries for of in found.values()),
-                sum(of.bytes for of in found.values()),
-                sum(of.evictions for of in found.values()),
-                self._limit,
-                found,
-            )
+            names = [each.name for each in fields(KindStats)]
+            sums = {name: sum(getattr(of, name) for of in found.values()) for name in names}
+            return CacheStats(**sums, limit=self._limit, kinds=found)
 
     def _stats(self, kind: str) -> KindStats:
         own = [entry for entry in self._entries.values() if entry.key.kind == kind]

@@ -13,8 +13,6 @@ from .info import MAX_PIXELS
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["AnimationReader"]
-
 _FORMATS = ("GIF", "WEBP", "PNG", "AVIF")
 # As browsers do: frames of at most 10 ms, or without a duration, are shown for 100.
 _SHORTEST_MS, _USUAL_MS = 10, 100

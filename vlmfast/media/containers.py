@@ -11,8 +11,6 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO, Literal
 
-__all__ = ["HEAD_BYTES", "damage", "looks_like_text", "sniff"]
-
 HEAD_BYTES = 1024
 """Number of bytes at the beginning of a file that :func:`sniff` needs."""
 

@@ -26,8 +26,6 @@ from .info import MAX_PIXELS
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["AvReader", "DecordReader", "Reader"]
-
 # For FFmpeg: no protocol has this name. Formats that describe streams would open sockets or files.
 _ALONE = {"protocol_whitelist": "none"}
 # Of a rotation by a degree, as far as players call it none.

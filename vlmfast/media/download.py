@@ -22,8 +22,6 @@ import httpcore2
 
 from vlmfast.errors import MediaError, MediaUnavailable, check_memory
 
-__all__ = ["Resolve", "download"]
-
 Resolve = Callable[[str, int], str]
 """Maps host and port to the address to connect to, or raises `MediaError`."""
 

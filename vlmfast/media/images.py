@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-__all__ = [
-    "check_size",
-    "from_array",
-    "from_tensor",
-    "image_name",
-    "load_pixels",
-    "on_white",
-    "open_image",
-    "unread",
-    "upright_rgb",
-]
-
 _ARRAY_SHAPES = "HxW, HxWx1, HxWx3 or HxWx4"
 
 

@@ -13,8 +13,6 @@ from vlmfast.errors import MediaError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["MAX_ASPECT", "MAX_PIXELS", "MAX_VIDEO_PIXELS", "FrameTimes", "VideoFrames", "VideoInfo"]
-
 MAX_PIXELS = 89_478_485
 """Largest image that is decoded by default: Pillow's own limit, 256 MiB of RGB."""
 MAX_ASPECT = 100

@@ -13,14 +13,6 @@ from vlmfast.errors import MediaError
 from .info import VideoInfo
 from .sources import short
 
-__all__ = [
-    "DEFAULT_FRAMES",
-    "check_choice",
-    "check_timestamps",
-    "check_total",
-    "choose",
-]
-
 DEFAULT_FRAMES = 8
 
 

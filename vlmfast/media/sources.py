@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-__all__ = [
-    "MAX_DOWNLOAD_BYTES",
-    "WHITESPACE",
-    "BoundedVideo",
-    "is_array",
-    "is_image",
-    "is_tensor",
-    "is_url",
-    "opened",
-    "short",
-    "shown",
-    "sniffed",
-]
-
 MAX_DOWNLOAD_BYTES = 64 << 20
 WHITESPACE = b" \t\r\n\f\v"
 

@@ -26,8 +26,6 @@ from .media_sources import Kind, MediaSources, Refused
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["MediaReader", "RequestMedia"]
-
 # Those that browsers show. Decoders of other formats are rarely needed and have more defects.
 _IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF")
 # Each scan of a progressive JPEG visits all pixels, and may take a few bytes. Usual are ten.
@@ -49,41 +47,18 @@ _MAX_STORED_FPS = 120
 _MAX_DECODED_PIXELS = 60 * 1920 * 1080
 
 
-class MediaReader:
-    """Reads the images and videos of requests.
-
-    Parameters
-    ----------
-    limits : MediaLimits
-    **network : optional
-        `find_addresses` and `is_public` of `MediaSources`.
-
-    Raises
-    ------
-    VLMFastError
-        If a domain of `limits` is not a host name, or its folder is not a directory.
-    """
-
-    def __init__(self, limits: MediaLimits, **network: Any) -> None:
-        self.limits, self.sources = limits, MediaSources(limits, **network)
-
-    def request(self, deadline: float) -> RequestMedia:
-        """The media of one request, to be read before `deadline` (by `time.monotonic`)."""
-        return RequestMedia(self, deadline)
-
-
 class RequestMedia:
     """The media of one request, counted over all its turns; used by one thread at a time.
 
     Parameters
     ----------
-    reader : MediaReader
+    sources : MediaSources
     deadline : float
         By `time.monotonic`. A decoder is not interrupted: the deadline is checked before and after.
     """
 
-    def __init__(self, reader: MediaReader, deadline: float) -> None:
-        self._reader, self._deadline = reader, deadline
+    def __init__(self, sources: MediaSources, deadline: float) -> None:
+        self._sources, self._deadline = sources, deadline
         self._images = self._frames = self._pixels = 0
         self._videos: list[str] = []
 
@@ -109,12 +84,12 @@ class RequestMedia:
             image; 408 after the deadline; 413 for too many images, bytes or pixels; 415 for another
             declared type, and for a format that is not accepted.
         """
-        limits = self._reader.limits
+        limits = self._sources.limits
         with self._reported("image", param):
             if self._images >= limits.max_images:
                 raise Refused(f"is one too many: a request has at most {limits.max_images}", 413)
             self._images += 1
-            data = self._reader.sources.read(url, "image", self._deadline)
+            data = self._sources.read(url, "image", self._deadline)
             _check_image(data)
             image = load_image(data, max_pixels=limits.max_pixels)
         return image
@@ -142,11 +117,11 @@ class RequestMedia:
         RequestError
             As `image`; 413 also for a video that is too long, and for too many frames.
         """
-        limits = self._reader.limits
+        limits = self._sources.limits
         with self._reported("video", param):
             check_choice(num_frames, fps, None)
             self._check_frames(num_frames or 0)
-            data = self._reader.sources.read(url, "video", self._deadline)
+            data = self._sources.read(url, "video", self._deadline)
             data = BoundedVideo(data, param, _check_video(data, limits))
             with open_video(data, num_frames=num_frames, fps=fps) as video:
                 _check_seconds(video.info.duration_s, limits)
@@ -174,7 +149,7 @@ class RequestMedia:
         return error
 
     def _check_frames(self, count: int) -> None:
-        limit = self._reader.limits.max_frames
+        limit = self._sources.limits.max_frames
         if self._frames + count > limit:
             raise Refused(
                 f"has too many frames to read ({self._frames + count} with those of other "

@@ -27,8 +27,6 @@ from vlmfast.media.sources import WHITESPACE, short
 
 from .config import MediaLimits
 
-__all__ = ["Kind", "MediaSources", "Refused", "find_addresses", "is_public"]
-
 Kind = Literal["image", "video"]
 
 # Of a data: URL: decoding takes memory for each.
@@ -152,7 +150,7 @@ class MediaSources:
         find_addresses: Callable[[str, int], list[str]] = find_addresses,
         is_public: Callable[[str], bool] = is_public,
     ) -> None:
-        self._limits = limits
+        self.limits = limits
         self._find_addresses, self._is_public = find_addresses, is_public
         self._domains = tuple(_domain(domain) for domain in limits.domains)
         if limits.local_path is not None and not Path(limits.local_path).is_dir():
@@ -172,12 +170,12 @@ class MediaSources:
         if scheme in ("http", "https"):
             return self._fetched(url, kind, deadline)
         if scheme == "file":
-            if self._limits.local_path is None:
+            if self.limits.local_path is None:
                 raise Refused(
                     "is a file: URL, and the server reads no files; send a data: URL. The "
                     "operator allows a folder with --allowed-local-media-path"
                 )
-            return _read_file(url, self._limits.local_path, self._limits.max_bytes)
+            return _read_file(url, self.limits.local_path, self.limits.max_bytes)
         # One letter is a drive.
         what = f"has the scheme {scheme}:" if re.fullmatch(r"[a-z][a-z0-9+.-]+", scheme) else ""
         raise Refused(
@@ -186,7 +184,7 @@ class MediaSources:
         )
 
     def _fetched(self, url: str, kind: Kind, deadline: float) -> bytes:
-        limits = self._limits
+        limits = self.limits
         if not (limits.allow_remote or self._domains):
             raise Refused(
                 "is remote, and the server fetches nothing; send a data: URL. The operator allows "

@@ -26,7 +26,8 @@ from vlmfast.errors import MediaError, RequestCancelled
 
 from .config import ServerConfig
 from .errors import RequestError
-from .media import MediaReader, RequestMedia
+from .media import RequestMedia
+from .media_sources import MediaSources
 from .metrics import Metrics
 from .query import Media, Query, Recipes, messages_of
 from .shadow import Agreement, Sample, Shadow
@@ -179,7 +180,7 @@ class Opener(ABC, Generic[_Pending]):
 
     def __init__(self, recipes: Recipes, config: ServerConfig) -> None:
         self.recipes, self.config = recipes, config
-        self._reader = MediaReader(config.media)
+        self._sources = MediaSources(config.media)
         self._threads = ThreadPoolExecutor(config.media_threads, "vlmfast-media", alone)
         self._wakes: Wakes | None = None
         self._preparing = 0
@@ -297,7 +298,7 @@ class Opener(ABC, Generic[_Pending]):
         self, query: Query, key: str, arrived: float, end: float, gone: threading.Event
     ) -> _Pending:
         """In a worker thread: decode the media, prepare the prompt, and submit it."""
-        reader = self._reader.request(end)
+        reader = RequestMedia(self._sources, end)
         messages = _messages(query, reader, gone)
         _check_present(gone)
         try:

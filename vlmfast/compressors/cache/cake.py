@@ -60,6 +60,7 @@ from vlmfast.core.protocols import DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 
+from ..evictor import kept_param
 from ..layered import Layered, Scored
 from ..part import Part
 from .snapkv import SnapKV, votes
@@ -142,12 +143,7 @@ class CAKE(Layered, SnapKV):
     paper: ClassVar[str] = "ICLR 2025, arXiv 2503.12491"
     tier: ClassVar[str] = "experimental"
 
-    keep: float = param(
-        0.2,
-        "fraction of the prompt's keys and values kept, averaged over layers",
-        gt=0.0,
-        le=1.0,
-    )
+    keep: float = kept_param(0.2, per=", averaged over layers")
     kernel: int = param(5, "width of the pooling kernel, an odd number", ge=1, le=65535)
     pool: str = param("avg", "how neighbours are pooled", choices=("max", "avg"))
     gamma: float = param(200.0, "weight of the variance in a slot's score", ge=0.0)

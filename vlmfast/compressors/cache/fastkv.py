@@ -44,6 +44,7 @@ from vlmfast.core.statistics import StatRequest
 from vlmfast.kernels.select import top_k
 
 from ..budget import check_layers, drop_layers
+from ..evictor import kept_param
 from ..part import Part
 from .snapkv import ROWS, SnapKV, votes
 
@@ -58,12 +59,7 @@ class FastKV(SnapKV):
     # Not annotated: it is no parameter, but the parts read it.
     positions = "keep"
 
-    keep: float = param(
-        0.1,
-        "fraction of the prompt's keys and values kept in each layer",
-        gt=0.0,
-        le=1.0,
-    )
+    keep: float = kept_param(0.1)
     window: float = param(
         8.0, "last slots, which vote and are kept; below 1 a fraction of the kept slots", gt=0.0
     )

@@ -45,6 +45,7 @@ from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
+from ..coded import check_bits
 from ..part import Part
 
 
@@ -71,8 +72,7 @@ class Kivi(CacheStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kivi: bits={self.bits} cannot be packed; allowed are 2, 4 and 8")
+        check_bits(self, "bits")
         if self.residual % self.group:
             raise RecipeError(
                 f"kivi: residual={self.residual} does not consist of groups of {self.group} "

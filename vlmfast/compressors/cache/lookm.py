@@ -57,6 +57,8 @@ from vlmfast.errors import RecipeError
 from vlmfast.kernels.merge import merge_into
 from vlmfast.kernels.select import ranked
 
+from ..evictor import kept_param
+
 
 def sizes(n: int, share: float, recent: float) -> tuple[int, int]:
     """Heavy hitters ``hh`` and last slots ``rec`` kept of ``n``."""
@@ -94,12 +96,7 @@ class LookM(CacheStage):
     tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "keep"
 
-    keep: float = param(
-        0.2,
-        "fraction of the prompt's keys and values kept in each layer",
-        gt=0.0,
-        le=1.0,
-    )
+    keep: float = kept_param(0.2)
     recent: float = param(0.5, "fraction of the kept slots that are the last ones", ge=0.0, lt=1.0)
     merge: str = param(
         "pivot",

@@ -47,6 +47,7 @@ from vlmfast.core.params import param
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
 
+from ..evictor import kept_param
 from ..layered import Layered, Scored
 
 FLOOR = 0.01  # fraction of its slots that every layer keeps
@@ -86,12 +87,7 @@ class VLCache(Layered):
     paper: ClassVar[str] = "ICLR 2025, arXiv 2410.23317"
     query_dependent: ClassVar[bool] = True
 
-    keep: float = param(
-        0.1,
-        "fraction of the prompt's keys and values kept, averaged over layers",
-        gt=0.0,
-        le=1.0,
-    )
+    keep: float = kept_param(0.1, per=", averaged over layers")
     p: float = param(
         0.01, "threshold of an entry, as a fraction of its row's largest", gt=0.0, le=1.0
     )

@@ -34,7 +34,7 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -47,9 +47,10 @@ from vlmfast.core.protocols import CacheStage, DecodeStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnRequest, ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels.quantize_kv import Segment, channel_scale, check, quantize
+from vlmfast.kernels.quantize_kv import Segment, channel_scale, check
 from vlmfast.kernels.select import ranked
 
+from ..coded import check_bits, coded, dtype_of, paged
 from ..part import Part
 
 
@@ -115,11 +116,7 @@ class ZipCache(CacheStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("bits_high", "bits_low"):
-            if (bits := getattr(self, name)) not in (2, 4, 8):
-                raise RecipeError(
-                    f"zipcache: {name}={bits} cannot be packed; allowed are 2, 4 and 8"
-                )
+        check_bits(self, "bits_high", "bits_low")
         if self.bits_low > self.bits_high:
             raise RecipeError(
                 f"zipcache: bits_low={self.bits_low} is more than bits_high={self.bits_high}; "
@@ -151,28 +148,10 @@ class ZipCache(CacheStage):
                 (self.bits_high, kv.select_mask(high, highs)),
                 (self.bits_low, kv.select_mask(low, lows)),
             ]
-        gone = ~kv.valid[..., None]
-        dtype = context.parameter_dtype(
-            kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0)
-        )
+        dtype = dtype_of(context, kv)
         scale = channel_scale(kv.values, kv.valid, dtype=dtype)
         context.notes.setdefault(self.name, {})[layer] = scale
-        segments = tuple(
-            quantize(
-                part.keys,
-                part.values,
-                part.order,
-                part.lengths,
-                bits,
-                scaled=scale,
-                bias=part.bias,
-                dtype=dtype,
-            )
-            for bits, part in parts
-            if len(part)
-        )
-        nothing = torch.arange(0, device=kv.keys.device)
-        return replace(kv.select(nothing), segments=(*kv.segments, *segments))
+        return coded(kv, parts, scale, dtype)
 
     def score(self, context: PrefillContext, kv: KV, stats: ColumnStats | None) -> Tensor:
         """Saliency of each slot, float32, (H, N)."""
@@ -199,17 +178,7 @@ class Pages(Part, DecodeStage):
         def make(keys: Tensor, values: Tensor) -> Segment:
             if layer not in scales:
                 scales[layer] = channel_scale(values, dtype=torch.float16)
-            lengths = torch.full((len(keys),), count, device=keys.device)
-            return quantize(
-                keys,
-                values,
-                order,
-                lengths,
-                self.of.bits_high,
-                key_group=self.of.page,
-                scaled=scales[layer],
-                dtype=scales[layer].dtype,
-            )
+            return paged(keys, values, order, self.of.bits_high, self.of.page, scales[layer])
 
         slots.quantize(count, make)
 

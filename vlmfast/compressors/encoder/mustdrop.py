@@ -59,7 +59,6 @@ Different from the authors' code, and why:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -111,12 +110,6 @@ def window_members(
     raster = raster[: fit[0], : fit[1]]
     cells = raster.unflatten(1, (-1, across)).unflatten(0, (-1, down))
     return cells.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def windows(patches: Tensor, window: tuple[int, int]) -> Tensor:
-    """Patches (V, N, D) of square views as (V, W, m, D): windows, and the patches in each."""
-    side = math.isqrt(patches.shape[1])
-    return patches[:, window_members((side, side), window, patches.device)]
 
 
 def window_similarity(cells: Tensor) -> Tensor:

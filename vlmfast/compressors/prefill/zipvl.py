@@ -45,7 +45,7 @@ No code was published. What the paper leaves open, and what differs:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -58,11 +58,10 @@ from vlmfast.core.params import param
 from vlmfast.core.protocols import CacheStage, DecodeStage, PrefillStage, Slots
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import ColumnStats
-from vlmfast.errors import RecipeError
 from vlmfast.kernels.col_stats import col_stats
-from vlmfast.kernels.quantize_kv import BITS, Segment, quantize
 from vlmfast.kernels.select import mass_count, top_k
 
+from ..coded import check_bits, coded, dtype_of, paged
 from ..part import Part
 
 
@@ -234,12 +233,7 @@ class ZipVL(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("bits_high", "bits_low"):
-            if getattr(self, name) not in BITS:
-                raise RecipeError(
-                    f"zipvl: {name}={getattr(self, name)} is out of range, "
-                    f"allowed is one of {', '.join(map(str, BITS))}"
-                )
+        check_bits(self, "bits_high", "bits_low")
 
     def expand(self) -> tuple[Stage, ...]:
         cache = {"mixed": (Mixed(self), Pages(self)), "drop": (Drop(self),), "none": ()}
@@ -350,32 +344,14 @@ class Mixed(Part, CacheStage):
         lows = None
         if highs is not None:
             lows = [n - count for n, count in zip(kv.counts, highs, strict=True)]
-        gone, segments = ~kv.valid[..., None], []
-        dtype = context.parameter_dtype(
-            kv.keys.masked_fill(gone, 0), kv.values.masked_fill(gone, 0)
-        )
-        parts = (
-            (high, highs, self.of.bits_high),
-            (kv.valid & ~high, lows, self.of.bits_low),
-        )
-        for mask, counts, bits in parts:
-            part = kv.select_mask(mask, counts)
-            if len(part):
-                segments.append(
-                    quantize(
-                        part.keys,
-                        part.values,
-                        part.order,
-                        part.lengths,
-                        bits,
-                        scaled=True,
-                        bias=part.bias,
-                        dtype=dtype,
-                    )
-                )
-        context.notes.setdefault(self.name, {})["scale", layer] = segments[0].value_scale
-        empty = kv.select(torch.arange(0, device=kv.keys.device))
-        return replace(empty, segments=(*kv.segments, *segments))
+        parts = [
+            (self.of.bits_high, kv.select_mask(high, highs)),
+            (self.of.bits_low, kv.select_mask(kv.valid & ~high, lows)),
+        ]
+        made = coded(kv, parts, True, dtype_of(context, kv))
+        scale = made.segments[len(kv.segments)].value_scale
+        context.notes.setdefault(self.name, {})["scale", layer] = scale
+        return made
 
 
 @dataclass(frozen=True)
@@ -390,22 +366,8 @@ class Pages(Part, DecodeStage):
             return
         # The prompt's scale and dtype: all pages have one kind, without synchronizing the device.
         scale = slots.notes[self.name]["scale", layer]
-        order = slots.order[:, :page].clone()
-        lengths = torch.full_like(slots.length, page)
-
-        def make(keys: Tensor, values: Tensor) -> Segment:
-            return quantize(
-                keys,
-                values,
-                order,
-                lengths,
-                self.of.bits_high,
-                key_group=page,
-                scaled=scale,
-                dtype=scale.dtype,
-            )
-
-        slots.quantize(page, make)
+        order, bits = slots.order[:, :page].clone(), self.of.bits_high
+        slots.quantize(page, lambda k, v: paged(k, v, order, bits, page, scale))
 
     def quiet(self, slots: Slots, layer: int) -> int:
         return self.of.page - 1 - slots.max_length

@@ -78,13 +78,8 @@ def one_head(rows: Tensor, cls: bool = True) -> Tensor:
     return logits.softmax(-1)[:, int(cls) :].float()
 
 
-def outliers(attention: Tensor) -> int:
-    """``k`` of one view, from its CLS row (N,); at least one."""
-    return outliers_of([attention])[0]
-
-
-def outliers_of(views: Sequence[Tensor]) -> list[int]:
-    """`outliers` of several views, read together."""
+def outliers(views: Sequence[Tensor]) -> list[int]:
+    """``k`` of each view, from its CLS row (N,): at least one; all are read together."""
     counts = [_above(attention) for attention in views]
     above = torch.stack(counts).tolist() if counts else []
     # As the authors: a ratio, whose product with N is truncated.
@@ -165,7 +160,7 @@ class PruMerge(GuardedRanking):
         home = torch.arange(len(tokens), device=attention.device)
         parts = []  # indices of a view, of its new tokens, mixing weights
         some = [a for index, a, _ in views if total is None and len(index)]
-        found, left = iter(outliers_of(some)), len(tokens)
+        found, left = iter(outliers(some)), len(tokens)
         acting = []  # views of which some patches merge
         for (index, a, keys), count in zip(views, totals, strict=True):
             if count == 0:
