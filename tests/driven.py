@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tiny_models import make_image
+from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
@@ -94,3 +97,13 @@ class Driven:
 
     def release(self) -> None:
         self.engine.prefiller.release(self.sequence)
+
+
+def run_of(
+    vlm: VLM, recipe: Any = (), seeds: Sequence[int] = (0,), question: str = "what is here ?"
+) -> Driven:
+    """The sequence of a question about an image of each seed."""
+    images = [make_image(seed=seed) for seed in seeds]
+    sizes = [(image.height, image.width) for image in images]
+    inputs = Inputs(vlm.inputs(question, images=images), sizes, question)
+    return Driven(vlm.adapter, inputs, Recipe.of(recipe))
