@@ -137,16 +137,6 @@ def _compares(path: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
-def random_llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a small random-weight LLaVA-1.5 with its processor."""
-    import tiny_models
-
-    folder = tmp_path_factory.mktemp("llava")
-    tiny_models.build_llava(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def random_llava_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small random-weight LLaVA-NeXT with its processor."""
     import tiny_models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.recipe import Recipe
@@ -103,3 +105,13 @@ class Driven:
 
     def release(self) -> None:
         self.engine.prefiller.release(self.sequence)
+
+
+def run_of(
+    vlm: VLM, recipe: Any = (), seeds: Sequence[int] = (0,), question: str = "what is here ?"
+) -> Driven:
+    """The sequence of a question about an image of each seed."""
+    images = [make_image(seed=seed) for seed in seeds]
+    sizes = [(image.height, image.width) for image in images]
+    inputs = Inputs(vlm.inputs(question, images=images), sizes, question)
+    return Driven(vlm.adapter, inputs, Recipe.of(recipe))

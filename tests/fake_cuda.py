@@ -6,7 +6,6 @@ operation. Reading the data of a fake tensor (``.item()``, ``int(t)``, ``nonzero
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
@@ -207,6 +206,3 @@ def shapes(watch: Watch) -> list[list[tuple[str, tuple]]]:
         else:
             parts[-1].append(entry)
     return parts
-
-
-__all__ = ["copy", "launches", "pretended", "shapes", "steps"]

@@ -16,8 +16,6 @@ QUICK = [line for line in LINES if line.get("quick")]
 
 
 def replay(lines: list[dict[str, Any]], family: str, *, cached: bool = True) -> None:
-    if family == "smolvlm":
-        pytest.importorskip("num2words")  # needed by its processor
     wrong = []
     for line in lines:
         if line["case"]["family"] == family:

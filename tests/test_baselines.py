@@ -20,11 +20,9 @@ from vlmfast.compressors.tokens.grid import Grid
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import cells
 from vlmfast.engine.features import with_digests
-from vlmfast.errors import RecipeError
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
 classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])
@@ -61,34 +59,6 @@ def test_order_type_and_repeatability(
     assert same(reduced(stage, *arguments)[1], kept)
     first = reduced(stage, arguments[0])[1]
     assert torch.equal(first.features, kept.features[kept.layout.item == 0])
-
-
-@classes
-@given(image_arguments(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-@settings(max_examples=25, deadline=None)
-def test_a_higher_rate_keeps_at_least_as_many(
-    kind: type[EncodeStage], arguments: dict, one: float, other: float
-) -> None:
-    low, high = (len(reduced(kind(rate), arguments)[1]) for rate in sorted([one, other]))
-    assert low <= high
-    assert len(reduced(kind(one), arguments)[1]) == len(reduced(kind(budget=one), arguments)[1])
-
-
-@classes
-@given(image_arguments(), st.booleans())
-@settings(max_examples=10, deadline=None)
-def test_keep_1_is_identity(kind: type[EncodeStage], arguments: dict, newline: bool) -> None:
-    for stage in (kind(1.0), kind(1), kind(budget=1.0)):
-        tokens, kept = reduced(stage, arguments, arguments)
-        assert kept is tokens
-
-
-@classes
-@pytest.mark.parametrize("value", ["0", "1.5", "-1", "nan", "budget=0", "budget=nan", "keep=inf"])
-def test_invalid_values_are_named(kind: type[EncodeStage], value: str) -> None:
-    field = "budget" if value.startswith("budget") else "keep"
-    with pytest.raises(RecipeError, match=rf"{kind.name}: {field}="):
-        Recipe.parse(f"{kind.name}:{value}")
 
 
 # --- random and grid -----------------------------------------------------------------------------

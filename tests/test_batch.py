@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from batched import CountingPool
-from tiny_models import build_llava, build_llava_next, make_image
+from tiny_models import build_llava, make_image
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
 
 pytestmark = pytest.mark.cold
@@ -104,43 +103,6 @@ def test_answers_do_not_depend_on_the_batch(vlm, singles, seed):
         assert_same(got, singles[i])
 
 
-def test_family_with_tiles():
-    vlm = VLM(*build_llava_next(layers=4, kv_heads=2))
-    requests = [replace(r, images=r.images and r.images[:1]) for r in REQUESTS[:6]]
-    for got, r in zip(vlm.ask_many(requests, batch_size=4), requests, strict=True):
-        assert_same(got, alone(vlm, r))
-
-
-REDUCERS = {
-    "pyramiddrop": ("pyramiddrop:layers=1/3", "pyramiddrop", "pyramiddrop:positions=compact"),
-    "fastv": ("fastv:k=1", "fastv:k=2,keep=0.7", "fastv:k=1,keep=0.3"),
-    "mustdrop": (
-        "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3",
-        "mustdrop",
-        "mustdrop:window=2",
-    ),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("method", REDUCERS)
-def test_a_ragged_batch_under_a_reducer_between_layers(vlm, method):
-    """The same method three times, with other settings in each row."""
-    recipes = REDUCERS[method]
-    rows = [((0,), "what ?"), ((1, 2, 3), "and in these ?"), ((4, 5), "how many are there ?")]
-    for chosen in ((recipes[0],) * 3, recipes):
-        requests = [
-            request(recipe, *row, max_new_tokens=12)
-            for recipe, row in zip(chosen, rows, strict=True)
-        ]
-        answers = vlm.ask_many(requests, batch_size=3)
-        for got, r in zip(answers, requests, strict=True):
-            assert_same(got, alone(vlm, r))
-        assert len({a.stats.prompt_tokens for a in answers}) == 3
-    dropped = answers[0].stats
-    assert dropped.equivalent_tokens < dropped.visual_tokens_in  # the method dropped tokens
-
-
 def test_a_ragged_batch_under_a_trained_reducer(tiny):
     """ATP has weights for the shipped model."""
     requests = [
@@ -199,20 +161,6 @@ def test_questions_without_an_image(vlm):
     for got in vlm.ask_many([*requests, REQUESTS[6]], batch_size=5)[:4]:
         assert got.token_ids == expected.token_ids
         assert got.stats.kv_tokens_per_layer == expected.stats.kv_tokens_per_layer
-
-
-def test_videos_and_images_in_one_batch(vlm):
-    frames = [make_image(40, 40, seed) for seed in range(6)]
-    video = Request(
-        "what happens ?",
-        video=frames,
-        num_frames=3,
-        recipe="snapkv:keep=0.8,window=4",
-        generation={"max_new_tokens": 8},
-    )
-    answers = vlm.ask_many([video, REQUESTS[0]], batch_size=2)
-    assert_same(answers[0], alone(vlm, video))
-    assert answers[0].stats.visual_tokens_in == 3 * 16
 
 
 # --- prefill -------------------------------------------------------------------------------------
@@ -350,17 +298,6 @@ def test_sampling(vlm):
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def test_buffers_return_to_the_pool(vlm, singles, monkeypatch):
-    pool = CountingPool()
-    monkeypatch.setattr(vlm.adapter, "pool", pool)
-    vlm.ask_many(REQUESTS[::2], batch_size=3)
-    assert pool.out == 0 and pool.idle > 0
-    new = pool.new
-    for got, expected in zip(vlm.ask_many(REQUESTS[::2], batch_size=3), singles[::2], strict=True):
-        assert_same(got, expected)
-    assert pool.out == 0 and pool.new == new
 
 
 def test_non_requests_are_refused(vlm):

@@ -94,6 +94,14 @@ def test_ranges_of_parameters(allowed: str) -> None:
                         assert refused(stage, name, (value,) if several else value) != allowed
                     elif not SIGNS[sign](value, limit):
                         assert refused(stage, name, (value,) if several else value) == allowed
+        if "float" in str(field.type) and not whole:
+            nan = (math.nan,) if several else math.nan
+            assert refused(stage, name, nan) == allowed
+
+
+@pytest.mark.parametrize(("method", "keep"), [("dart", 0.222), ("divprune", 0.098)])
+def test_default_fractions_are_those_of_the_papers(method: str, keep: float) -> None:
+    assert stage_class(method)().keep == keep
 
 
 def test_defaults_are_values_and_docs_are_texts() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import close
-from fake_slots import FakeSlots, columns, prompt_kv, prompt_step
+from fake_slots import columns, prompt_kv, prompt_step
 from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.cache.cake import CAKE, adjust_budgets, most, parts
 from vlmfast.compressors.cache.fastkv import FastKV
-from vlmfast.compressors.cache.vlcache import VLCache, budgets, density
+from vlmfast.compressors.cache.vlcache import VLCache, budgets
 from vlmfast.compressors.layered import Scored
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
@@ -89,32 +89,6 @@ def same(a: list[KV], b: list[KV]) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_keep_1_returns_the_same_cache(stage):
-    along, cache, step = run(replace(stage, keep=1.0))
-    for layer, (later, end) in enumerate(zip(along, cache, strict=True)):
-        assert later is end
-        query, kv = prompt(0, layer, N, SHARP[layer])
-        request = stage.text_stats(6)[layer]
-        whole = replace(stage, keep=1.0).compress(step, layer, kv, asked(query, kv, request))
-        assert whole is kv
-    assert sum(lengths(run(replace(stage, keep=0.9))[1])) < 6 * N  # control
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_kept_slots_are_valid_ascending_and_include_the_window(stage):
-    _, cache, _ = run(replace(stage, keep=0.4))
-    for layer, kv in enumerate(cache):
-        _, full = prompt(0, layer, N, SHARP[layer])
-        assert bool((kv.order.diff(dim=1) > 0).all())
-        assert bool((kv.lengths == len(kv)).all())
-        at = kv.order[..., None].expand(-1, -1, DIM)
-        assert torch.equal(kv.keys, full.keys.gather(1, at))
-        assert torch.equal(kv.values, full.values.gather(1, at))
-        assert torch.equal(kv.order[:, -3:], torch.arange(N - 3, N).expand(HEADS, -1))
-    assert not torch.equal(cache[0].order[0], cache[0].order[1])  # heads choose independently
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_window_beyond_the_budget_is_kept(stage):
     _, cache, _ = run(replace(stage, keep=0.01))
     for kv in cache:
@@ -147,20 +121,15 @@ def test_heads_of_different_lengths_keep_valid_slots(stage):
         assert kv.order[1, :22].tolist() == [*range(12), *range(86, 96)]
 
 
-def test_recipes_round_trip_and_refuse_invalid_values():
-    assert str(Recipe.parse("vlcache:0.2+cake:window=8")) == "vlcache:0.2+cake:window=8"
-    assert str(Recipe.parse("fastkv:0.3,tsp=0.4")) == "fastkv:keep=0.3,tsp=0.4"
+def test_invalid_recipes_are_refused():
     # It drops rows too, so it must precede methods that only change the cache.
     Recipe.parse("fastkv+vlcache")
     with pytest.raises(RecipeError, match=r"write fastkv\+vlcache"):
         Recipe.parse("vlcache+fastkv")
     for word, message in {
-        "cake:tau1=0": "tau1=0 is out of range",
         "cake:kernel=4": "kernel=4 is even",
         "cake:window=8.5": "window=8.5 must be a whole number",
-        "vlcache:recent=1": "recent=1 is out of range",
         "fastkv:layer=2.5": "must be one or more whole numbers",
-        "fastkv:0": "keep=0 is out of range",
     }.items():
         with pytest.raises(RecipeError, match=message):
             Recipe.parse(word)
@@ -188,27 +157,6 @@ def test_vlcache_bounds_bind():
     assert budgets([1.0, 1e-4], 0.9, 0.0) == [1.0, 0.01]
     for beta in budgets([0.5, 0.5], 0.2, 0.1):
         close(beta, 0.18, terms=2)
-
-
-def test_density_is_the_fraction_above_the_threshold():
-    query, kv = prompt(3, sharp=3.0)
-    stats = asked(query, kv, ColumnRequest("text", threshold=0.01))
-    p = maps(query, kv, 16)
-    reach = (p >= 0.01 * p.amax(-1, keepdim=True)) & (p > 0)
-    expected = reach.sum() / (HEADS * GROUPS * sum(range(N - 15, N + 1)))
-    close(density(stats.count, stats.nnz).float(), expected, terms=HEADS)  # counts, one mean
-    blunt, kv = prompt(3, sharp=0.3)
-    stats = asked(blunt, kv, ColumnRequest("text", threshold=0.01))
-    assert density(stats.count, stats.nnz) > expected + 0.1
-
-
-def test_vlcache_gives_dense_layers_more_and_meets_its_budget():
-    _, cache, _ = run(VLCache(keep=0.3))
-    counts = lengths(cache)
-    # The less sharp a layer's attention (a smaller factor), the more slots it gets.
-    assert [counts[i] for i in sorted(range(6), key=lambda i: SHARP[i])] == sorted(counts)[::-1]
-    assert counts[0] > 2 * counts[3]
-    assert sum(counts) == pytest.approx(0.3 * 6 * N, abs=2 * 6)
 
 
 def test_vlcache_budgets_are_fractions_of_each_layers_slots():
@@ -265,15 +213,6 @@ def test_cake_budgets_conserve_the_total_within_the_limits(claims, share, limit)
 def test_cake_redistributes_surplus_budget():
     # 90 left: 45 each; the second then has 5 above its limit, which the first takes.
     assert adjust_budgets([0.0, 60.0, 190.0], 250, [100, 100, 100]) == [50, 100, 100]
-
-
-@pytest.mark.parametrize("share", [0.15, 0.3, 0.6, 0.9])
-def test_cake_meets_its_budget_on_average(share):
-    _, cache, step = run(CAKE(keep=share, window=8, tau2=1.0))
-    counts = lengths(cache)
-    assert counts == step.notes["cake"]["kept"]
-    assert sum(counts) == 6 * int(share * N)
-    assert len(set(counts)) > 1
 
 
 def at_the_end(stage: CAKE, *args) -> list[KV]:
@@ -352,62 +291,6 @@ def test_window_may_be_a_fraction_of_the_budget():
     assert all(kv.order[0, -4:].tolist() == [92, 93, 94, 95] for kv in cache)
 
 
-@pytest.mark.parametrize("reset", [True, False], ids=["newest row", "control: all rows"])
-def test_cake_decode_evicts_the_least_attended_token(reset):
-    stage = CAKE(keep=0.3, window=8)
-    _, cache, step = run(stage, sharp=(1.0, 2.0))
-    _, decode = stage.expand()
-    layer, steps = 1, 40
-    kv = cache[layer]
-    slots, count = FakeSlots(kv, step, steps + 2), len(kv)
-    if not reset:
-        slots.attention_mass[:, :count] += torch.rand(
-            HEADS, count, generator=torch.Generator().manual_seed(5)
-        )
-    expected = [
-        dict(zip(o.tolist(), k, strict=True)) for o, k in zip(kv.order, kv.keys, strict=True)
-    ]
-    row: list[Tensor] | None = None
-    g = torch.Generator().manual_seed(9)
-    agree = True
-    for i in range(steps):
-        decode.step(slots, layer)
-        if not reset:  # scores that were not reset
-            slots.attention_mass[:, : slots.max_length] += torch.rand(
-                HEADS, slots.max_length, generator=g
-            )
-        for head, tokens in enumerate(expected):
-            if row is not None and len(tokens) > count:
-                free = [t for t in tokens if t < N + i - 8]
-                place = {t: j for j, t in enumerate(tokens)}
-                del tokens[min(free, key=lambda t: float(row[head][place[t]]))]
-            agree &= set(slots.order[head, : slots.max_length].tolist()) == set(tokens)
-        if not agree:
-            break
-        assert slots.max_length == count
-        key, value = torch.randn(2, HEADS, DIM, generator=g)
-        query = torch.randn(HEADS * GROUPS, DIM, generator=g)
-        slots.write(key, value)
-        slots.attend(query)
-        row = []
-        for head, tokens in enumerate(expected):
-            tokens[N + i] = key[head]
-            keys = torch.stack(list(tokens.values()))
-            group = query.unflatten(0, (HEADS, GROUPS))[head]
-            row.append((group @ keys.T * DIM**-0.5).softmax(-1).mean(0))
-    assert agree is reset
-
-
-def test_cake_does_not_evict_from_an_uncut_cache():
-    stage = CAKE(keep=1.0, window=8)
-    _, cache, step = run(stage, sharp=(1.0,))
-    slots = FakeSlots(cache[0], step, 3)
-    for _ in range(3):
-        slots.write(torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
-        stage.expand()[1].step(slots, 0)
-    assert slots.max_length == N + 3
-
-
 # --- FastKV --------------------------------------------------------------------------------------
 
 DEPTH = 6
@@ -433,30 +316,6 @@ def test_propagated_rows_include_all_text_and_the_window():
     # An image at the very end: its last tokens are the window.
     rows, _ = propagate(FastKV(tsp=0.4), visual=torch.arange(N) >= 10)
     assert set(range(N - 8, N)) <= set(rows.tolist())
-    # The best of the rest: pooled votes of the last eight rows of all heads.
-    rows, step = propagate(FastKV(tsp=0.4, kernel=1))
-    (attention,) = step.stats.values()
-    score = attention.sum((0, 1)).masked_fill(~step.layout.visual, -torch.inf)
-    best = score.topk(int(0.4 * N) - int((~step.layout.visual).sum())).indices
-    chosen = rows[step.layout.visual[rows]]
-    assert torch.equal(chosen, best.sort().values)
-    assert not torch.equal(propagate(FastKV(tsp=0.4, kernel=7))[0], rows)
-
-
-def test_every_layer_stores_the_same_number_of_slots():
-    stage = FastKV(keep=0.2, tsp=0.45)
-    rows, step = propagate(stage)
-    counts = []
-    for layer, request in stage.text_stats(DEPTH).items():
-        query, kv = prompt(0, layer)
-        stats = columns(query, kv.keys, request)
-        if layer >= stage.cut(DEPTH):
-            query, kv = query[:, rows], kv.select(rows)
-            stats = columns(query, kv.keys, request)
-        counts.append(len(stage.compress(step, layer, kv, stats)))
-    assert counts == [int(0.2 * N)] * DEPTH
-    # Without the note of the propagated rows, a fraction of the shorter prompt would stay.
-    assert stage.capacity(prompt_step(len(rows), DEPTH), DEPTH - 1, len(rows)) < counts[0]
 
 
 def test_as_many_rows_propagate_as_slots_are_kept():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -12,24 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import DynamicCache
 
 from batched import CountingPool, Together, joined_caches
 from closeness import apart, close, network
-from driven import Driven
+from driven import Driven, run_of
+from test_cache_methods import Dense, everything
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, bucket, capacity_class
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache, RowSlots
 from vlmfast.engine.decode import RowGroup
-from vlmfast.engine.prefill import Inputs, prefill, prepare
-from vlmfast.engine.prefiller import count_bytes
-from vlmfast.engine.stats import Stats, Trace
+from vlmfast.engine.prefill import prefill, prepare
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 pytestmark = pytest.mark.cold
@@ -77,20 +73,10 @@ def sums(vlm: VLM, n: int) -> int:
     return network(vlm.model, n + 2 * len(TOKENS))
 
 
-def run_of(vlm: VLM, recipe=(), seeds=(0,), question: str = "what is here ?") -> Driven:
-    images = [make_image(seed=seed) for seed in seeds]
-    tensors = vlm.inputs(question, images=images)
-    sizes = [(p.height, p.width) for p in images]
-    inputs = Inputs(tensors, sizes, question)
-    return Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
-
-
-def started(
-    vlm: VLM, recipe=(), seeds=(0,), question="what is here ?", max_new_tokens=12
-) -> Driven:
-    run = run_of(vlm, recipe, seeds, question)
+def started(vlm: VLM, recipe=(), seeds=(0,)) -> Driven:
+    run = run_of(vlm, recipe, seeds)
     with torch.no_grad(), switched(vlm.model):
-        run.start(max_new_tokens)
+        run.start(12)
     return run
 
 
@@ -103,55 +89,21 @@ def fed(
     return torch.stack(logits, 1)
 
 
-@torch.no_grad()
 def masked_logits(vlm: VLM, run: Driven, keep: list[Tensor], tokens: list[int]) -> Tensor:
-    """Hugging Face's decoder over the whole prompt, of which each layer sees ``keep`` (H, N)."""
-    cache, decoder = DynamicCache(), vlm.model.get_decoder()
-    vlm.model(**run.inputs.tensors, past_key_values=cache, use_cache=True)
-    n, rows = keep[0].shape[1], []
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = "eager"
-    try:
-        for count, token in enumerate(tokens, 1):
-            hidden = vlm.model.get_input_embeddings()(torch.tensor([[token]]))
-            at = torch.tensor([[n + count - 1]])
-            tables = decoder.rotary_emb(hidden, at)
-            for layer, mask in zip(decoder.layers, keep, strict=True):
-                seen = torch.cat([mask, torch.ones(len(mask), count, dtype=torch.bool)], 1)
-                seen = seen.repeat_interleave(
-                    vlm.model.config.text_config.num_attention_heads // len(mask), 0
-                )
-                hidden = layer(
-                    hidden,
-                    attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[
-                        None, :, None
-                    ],
-                    position_embeddings=tables,
-                    position_ids=at,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-            rows.append(vlm.model.get_output_embeddings()(decoder.norm(hidden))[0, -1])
-    finally:
-        decoder.config._attn_implementation = before
-    return torch.stack(rows)
+    """A dense decoder over the whole prompt, of which each layer sees ``keep`` (H, N)."""
+    dense = Dense(vlm, everything(vlm, run.inputs.tensors), None)
+    dense.seen = list(keep)
+    return torch.cat([dense.step(token) for token in tokens])
 
 
 # --- lengths per layer and head ------------------------------------------------------------------
 
 
-PROMPTS = [((0,), "what is here ?"), ((1, 2), "and in these two ?"), ((3,), "a")]
-
-
-def masks(vlm: VLM, n: int, **how) -> list[Tensor]:
-    heads = vlm.model.config.text_config.num_key_value_heads
-    return [own_mask(layer, heads, n, **how) for layer in range(vlm.adapter.depth)]
-
-
 def test_layers_and_heads_of_different_lengths(vlm):
     run = started(vlm, Own())
     n = run.inputs.tensors["input_ids"].shape[1]
-    keep = masks(vlm, n)
+    heads = vlm.model.config.text_config.num_key_value_heads
+    keep = [own_mask(layer, heads, n) for layer in range(vlm.adapter.depth)]
     counts = torch.stack([mask.sum(1) for mask in keep])
     assert len(set(counts.flatten().tolist())) > 4  # they do differ
     assert torch.equal(run.cache.length[:, 0], counts)
@@ -170,31 +122,6 @@ def test_layers_and_heads_of_different_lengths(vlm):
     assert run.position.item() == n + len(TOKENS)
     assert torch.equal(run.cache.length[:, 0], counts + len(TOKENS))
     assert run.cache.lengths() == (counts.amax(1) + len(TOKENS)).tolist()
-
-
-def test_rows_of_different_lengths(vlm):
-    runs = [started(vlm, Own(), *prompt) for prompt in PROMPTS]
-    plain = started(vlm, (), (4,), "and this one, which nothing has touched ?")
-    lengths = [run.inputs.tensors["input_ids"].shape[1] for run in runs]
-    assert len(set(lengths)) == 3
-    alone = [fed(vlm, started(vlm, Own(), *prompt), TOKENS)[0] for prompt in PROMPTS]
-    expected = [
-        masked_logits(vlm, run, masks(vlm, n), TOKENS) for run, n in zip(runs, lengths, strict=True)
-    ]
-    decoder = Together([*(run.decoder for run in runs), plain.decoder]).as_group()
-    got, terms = fed(vlm, decoder, TOKENS, 4), sums(vlm, max(lengths))
-    for row, one, wanted in zip(got, alone, expected, strict=False):
-        close(row, wanted, terms=terms)
-        close(row, one, terms=terms)
-    own = fed(vlm, started(vlm, (), (4,), "and this one, which nothing has touched ?"), TOKENS)
-    close(got[3], own[0], terms=terms)
-    apart(got[0], got[1], terms=terms)
-    cache = decoder.cache
-    for row, n in enumerate(lengths):
-        counts = torch.stack([mask.sum(1) for mask in masks(vlm, n)]) + len(TOKENS)
-        assert torch.equal(cache.length[:, row], counts)
-        assert cache.lengths(row) == counts.amax(1).tolist()
-        assert cache.logical[row] == n + len(TOKENS)
 
 
 def test_statistics_follow_slots_that_an_earlier_stage_moved(grouped):
@@ -643,29 +570,6 @@ def test_accepting_some_written_tokens():
                         assert not of[-len(paths[row]) :].any()
 
 
-def test_accepting_a_prefix_of_one_forward_pass(grouped):
-    """In a model: of eight tokens of one forward pass three stay, then others follow."""
-    run, other = started(grouped, Own()), started(grouped, Own())
-    with torch.no_grad(), switched(grouped.model):
-        grouped.adapter.decoder(
-            inputs_embeds=grouped.adapter.embed(torch.tensor([TOKENS[:8]])),
-            position_ids=run.position + torch.arange(8),
-            past_key_values=run.cache,
-            use_cache=True,
-            vlmfast_context=run.context,
-        )
-    run.cache.accept(torch.tensor([[0, 1, 2]]), [3])
-    run.position.add_(3)
-    expected = fed(grouped, other, TOKENS[:3] + TOKENS[::-1])[:, 3:]
-    terms = sums(grouped, run.prompt.full_length)
-    close(fed(grouped, run, TOKENS[::-1]), expected, terms=terms)
-    assert torch.equal(run.cache.length, other.cache.length)
-    # Control: another subset.
-    wrong = started(grouped, Own())
-    fed(grouped, wrong, TOKENS[:1] + TOKENS[2:4])
-    apart(fed(grouped, wrong, TOKENS[::-1]), expected, terms=terms)
-
-
 # --- batches -------------------------------------------------------------------------------------
 
 
@@ -700,62 +604,6 @@ def test_rows_join_and_leave():
     idle = pool.idle
     cache.release()
     assert pool.idle > idle
-
-
-@dataclass(frozen=True)
-class Twice(CacheStage):
-    """Two segments of one kind: the first and the second half of a layer."""
-
-    name: ClassVar[str] = "test-twice"
-    quantizes: ClassVar[bool] = True
-
-    def compress(self, step, layer, kv, stats):
-        half = len(kv) // 2
-        parts = (slice(0, half), slice(half, len(kv)))
-        segments = [
-            paged(kv.keys[:, p], kv.values[:, p], kv.order[:, p], bits=4, group=0) for p in parts
-        ]
-        return replace(kv.select(torch.arange(0)), segments=tuple(segments))
-
-
-MIXED = {
-    "2 bits in groups": "kivi:residual=8,group=4",
-    "4 and 2 bits": "zipcache:page=8",
-    "8 bits": "kivi:bits=8,residual=8,group=8",
-    "twice of one kind": Twice(),
-    "uneven": Own(),
-    "uneven in 2 bits": (Own(), *Recipe.of("kivi:residual=8,group=4")),
-    "nothing": (),
-}
-
-
-def test_rows_of_different_kinds_in_one_batch():
-    # In float64: a float32 rounding error can decide between two codes, or change the last bit of
-    # a step in half precision, which then exceeds the tolerance.
-    grouped = VLM(*build_llava(layers=4, kv_heads=2, dtype=torch.float64))
-    alone = {
-        name: fed(grouped, started(grouped, recipe, (i,)), TOKENS)[0]
-        for i, (name, recipe) in enumerate(MIXED.items())
-    }
-    runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(MIXED.values())]
-    slots = [run.cache.lengths() for run in runs]
-    decoder = Together([run.decoder for run in runs])
-    assert len(decoder.groups) > 3
-    places = [decoder.cache_of(number) for number in range(len(runs))]
-    assert [cache.lengths(row) for cache, row in places] == slots
-    got = fed(grouped, decoder, TOKENS[:6], len(runs))
-    order = [0, 1, 3, 4, 5]  # two end
-    decoder.only(order)
-    rest = fed(grouped, decoder, TOKENS[6:], len(order))
-    names, float32 = list(MIXED), torch.float32  # of norms and rotary tables
-    terms = sums(grouped, max(run.prompt.full_length for run in runs))
-    for row, name in enumerate(names):
-        close(got[row], alone[name][:6], float32, terms)
-    for row, of in enumerate(order):
-        close(rest[row], alone[names[of]][6:], float32, terms)
-    # Control: the methods differ by more than that.
-    plain = fed(grouped, started(grouped, (), (3,)), TOKENS)[0]
-    apart(alone["twice of one kind"], plain, float32, terms)
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -818,24 +666,6 @@ def test_bytes_equal_those_of_the_contents(grouped, case):
         assert cache.held_bytes() == counted(cache)
 
 
-@pytest.mark.parametrize("recipe", [(), Own(), "kivi:residual=8,group=4"])
-def test_bytes_are_the_same_before_and_after_freezing(grouped, recipe):
-    run = run_of(grouped, recipe)
-    cache, stats = KVCache(4), Stats()
-    assert cache.held_bytes() == 0
-    with torch.no_grad(), switched(grouped.model):
-        prompt = prepare(grouped.adapter, run.inputs, run.recipe, stats, Trace())
-        prefill(grouped.adapter, prompt, run.recipe, cache, stats, Trace())
-    before = cache.held_bytes()
-    count_bytes(stats, cache)
-    stats.read()
-    assert before == stats.kv_bytes
-    assert stats.kv_tokens_per_layer == cache.lengths()
-    cache.freeze(10, prompt.full_length)
-    assert cache.held_bytes() == before == counted(cache)
-    assert stats.kv_tokens_per_layer == cache.lengths()
-
-
 def test_memory_falls_layer_by_layer(grouped):
     """During the prefill, at most one layer is uncompressed."""
 
@@ -881,18 +711,6 @@ def test_single_row_never_reads_free_slots(grouped, recipe):
     run = started(grouped, recipe)
     poison(run.cache)
     assert torch.equal(fed(grouped, run, TOKENS), fed(grouped, started(grouped, recipe), TOKENS))
-
-
-def test_mixed_rows_never_read_free_slots(grouped):
-    def decoder() -> Together:
-        recipes = ("h2o:0.6", "kivi:residual=8,group=4", "h2o:0.6", "kivi:residual=8,group=4")
-        runs = [started(grouped, recipe, (i,)) for i, recipe in enumerate(recipes)]
-        return Together([run.decoder for run in runs])
-
-    one, another = decoder(), decoder()
-    for cache in one.caches:
-        poison(cache)
-    assert torch.equal(fed(grouped, one, TOKENS, 4), fed(grouped, another, TOKENS, 4))
 
 
 @pytest.fixture

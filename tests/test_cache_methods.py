@@ -9,7 +9,6 @@ While the answer grows, rules written here decide what is dropped and what is ro
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
+import driven
 from batched import Together
 from closeness import apart, close, network
 from driven import Driven
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.kv import KV
-from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.prefill import Inputs, prefill, prepare
+from vlmfast.engine.prefill import prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.kernels.quantize_kv import quantize
 
@@ -50,21 +49,19 @@ def vlm(request) -> VLM:
     return VLM(*build_llava(layers=4, kv_heads=MODELS[request.param], dtype=torch.float64))
 
 
+def tensors_of(vlm: VLM, prompt: int) -> dict[str, Tensor]:
+    question, seeds = PROMPTS[prompt]
+    return vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
+
+
 def sums(vlm: VLM, prompt: int) -> int:
     """Terms of a logit, over a prompt and `TOKENS`."""
-    question, seeds = PROMPTS[prompt]
-    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
-    return network(vlm.model, tensors["input_ids"].shape[1] + STEPS)
+    return network(vlm.model, tensors_of(vlm, prompt)["input_ids"].shape[1] + STEPS)
 
 
 def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
-    images = [make_image(seed=seed) for seed in seeds]
-    tensors = vlm.inputs(question, images=images)
-    sizes = [(p.height, p.width) for p in images]
-    return Driven(
-        vlm.adapter, Inputs(tensors, sizes, question), Recipe.of(recipe), time.perf_counter()
-    )
+    return driven.run_of(vlm, recipe, seeds, question)
 
 
 def prompt_kv(vlm: VLM, recipe: str, prompt: int) -> tuple[list[KV], dict]:
@@ -159,10 +156,8 @@ class Dense:
 
 
 @torch.no_grad()
-def everything(vlm: VLM, prompt: int) -> list[tuple[Tensor, Tensor]]:
-    """Hugging Face's own keys and values of the whole prompt, by layer."""
-    question, seeds = PROMPTS[prompt]
-    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
+def everything(vlm: VLM, tensors: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Hugging Face's own keys and values of a whole prompt, by layer."""
     cache = vlm.model(**tensors, use_cache=True).past_key_values
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
@@ -329,11 +324,11 @@ METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
 
 
 @functools.cache
-def reference(vlm: VLM, method: str, prompt: int, steps: int = STEPS) -> Tensor:
-    """Logits (steps, V) after each of `TOKENS`."""
+def reference(vlm: VLM, method: str, prompt: int) -> Tensor:
+    """Logits (STEPS, V) after each of `TOKENS`."""
     recipe, kind, rule, own = METHODS[method]
     stored, notes = prompt_kv(vlm, recipe, prompt)
-    full = everything(vlm, prompt)
+    full = everything(vlm, tensors_of(vlm, prompt))
     if own and "lookm" not in method and kind is Dense:
         for kv, (keys, _) in zip(stored, full, strict=True):  # what is kept equals Hugging Face's
             at = kv.order[..., None].expand_as(kv.keys)
@@ -341,19 +336,19 @@ def reference(vlm: VLM, method: str, prompt: int, steps: int = STEPS) -> Tensor:
     dense = kind(vlm, full, stored)
     before = rule(dense, stored, notes)
     rows = []
-    for token in TOKENS[:steps]:
+    for token in TOKENS:
         before(dense)
         rows.append(dense.step(token))
     return torch.cat(rows)
 
 
-def decoded(vlm: VLM, runs: list[Driven], steps: int = STEPS) -> list[Tensor]:
-    """The engine's logits (steps, V) of each run, all decoded together."""
+def decoded(vlm: VLM, runs: list[Driven]) -> list[Tensor]:
+    """The engine's logits (STEPS, V) of each run, all decoded together."""
     with torch.no_grad(), switched(vlm.model):
         for run in runs:
-            run.start(steps)
+            run.start(STEPS)
         decoder = Together([run.decoder for run in runs])
-        rows = [decoder.next(torch.full((len(runs), 1), token)) for token in TOKENS[:steps]]
+        rows = [decoder.next(torch.full((len(runs), 1), token)) for token in TOKENS]
     return list(torch.stack(rows, 1))
 
 
@@ -392,20 +387,10 @@ def test_a_ragged_batch_equals_a_dense_reference(vlm: VLM, method: str) -> None:
 
 def test_reference_equals_the_model(vlm: VLM) -> None:
     """With nothing dropped the reference gives Hugging Face's logits."""
-    dense = Dense(vlm, everything(vlm, 0), None)
-    question, seeds = PROMPTS[0]
-    tensors = vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
+    tensors = tensors_of(vlm, 0)
+    dense = Dense(vlm, everything(vlm, tensors), None)
     with torch.no_grad():
         cache = vlm.model(**tensors, use_cache=True).past_key_values
         for token in TOKENS[:4]:
             wanted = vlm.model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits
             close(dense.step(token), wanted[:, -1], FLOAT, sums(vlm, 0))
-
-
-def test_missing_rule_is_detected(vlm: VLM) -> None:
-    """Control: without H2O's eviction while it answers, the reference differs."""
-    recipe = METHODS["h2o"][0]
-    stored, _ = prompt_kv(vlm, recipe, 1)
-    dense = Dense(vlm, everything(vlm, 1), stored)
-    rows = torch.cat([dense.step(token) for token in TOKENS])
-    apart(rows, reference(vlm, "h2o", 1), FLOAT, sums(vlm, 1))

@@ -113,17 +113,6 @@ def test_grids() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_pass_in_the_interpreter(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(_triton.triton, _triton._Absent) or worker.interpreter_fails():
-        pytest.skip("no interpreter on this platform")
-    monkeypatch.setenv("VLMFAST_KERNELS", "triton")
-    with torch.no_grad():
-        rows = list(kernels.check_kernel(pairs_of(kernel, [SMALL[1]])))
-    assert rows and all(row.passed for row in rows), rows
-
-
 def scaled(result: Any, factor: float = 1.001) -> Any:
     """A result as a kernel with a wrong scale gives it; indices and codes are off by one."""
     if isinstance(result, torch.Tensor):

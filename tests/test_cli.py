@@ -358,17 +358,6 @@ def test_help_has_examples_that_parse(
                     Recipe.parse(text)
 
 
-def test_wrong_example_and_missing_default_are_found() -> None:
-    """Control of the two tests above."""
-    parser = argparse.ArgumentParser(epilog="examples:\n  vlmfast ask --nonsense x   # wrong")
-    plain = parser.add_argument("--depth", default=6, help="layers")
-    assert examples_of(parser) == ["vlmfast ask --nonsense x"]
-    with pytest.raises(SystemExit):
-        cli._parser().parse_args(["ask", "--nonsense", "x"])
-    assert shown_default(plain) == "6"
-    assert "6" not in parser._get_formatter()._expand_help(plain)
-
-
 def test_help_names_the_presets_with_what_they_keep(capsys: pytest.CaptureFixture[str]) -> None:
     kept = {
         name: math.prod(stage.budget for stage in Recipe.parse(name))
@@ -394,25 +383,6 @@ def test_default_length_in_the_help() -> None:
     assert f"(default: the checkpoint's, or {DEFAULT_NEW_TOKENS})" in " ".join(
         ask.format_help().split()
     )
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["check", "--help"], ["--quick", "--json", "--model"]),
-        (["train", "elastic", "--help"], ["--steps", "--seed"]),
-        (["eval", "--help"], ["--recipe", "--budget", "--limit", "--out", "--json"]),
-        (["report", "--help"], ["DIR"]),
-        (["ask", "--help"], ["--recipe", "--model", "--num-frames", "--dtype"]),
-    ],
-)
-def test_help(argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(argv)
-    assert leaving.value.code == 0
-    out = capsys.readouterr().out
-    for word in words:
-        assert word in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,12 +431,6 @@ def test_text_only_model(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     error = run_error(capsys, ask("--model", str(tmp_path)))
     assert "llama" in error
     assert "supported" in error
-
-
-def test_empty_question(ask, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ask()
-    argv[2] = "  "
-    assert "question" in run_error(capsys, argv)
 
 
 @pytest.mark.parametrize("name", ["sheet.xyz", "sheet", "missing/sheet.png"])
@@ -743,17 +707,6 @@ def test_closed_output_is_quiet(command: str, monkeypatch: pytest.MonkeyPatch) -
         main(["methods", "nothing"])
     sys.stderr.close()
     assert out.getvalue() == ""
-
-
-@pytest.mark.slow
-def test_process_with_closed_and_full_outputs() -> None:
-    command = [sys.executable, "-m", "vlmfast", "env"]
-    for shell, code, lines in ((">&-", 0, 0), (">&- 2>&-", 0, 0), (">/dev/full", 2, 1)):
-        done = subprocess.run(
-            ["sh", "-c", f'"$@" {shell}', "sh", *command], capture_output=True, cwd=ROOT
-        )
-        assert (done.returncode, len(done.stderr.splitlines())) == (code, lines)
-        assert done.stdout == b""
 
 
 @pytest.mark.slow

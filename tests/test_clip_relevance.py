@@ -13,7 +13,7 @@ from closeness import apart, close
 from helpers_layout import REQUEST, make_image, prompt
 from tiny_models import build_llava, build_llava_next
 from tiny_models import make_image as photo
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors import clip as open_clip_models
 from vlmfast.compressors.tokens.clip_relevance import ClipRelevance
 from vlmfast.core.contexts import EncodeRequest
@@ -170,12 +170,6 @@ def test_kept_tokens_follow_relevance_and_diversity(judge, monkeypatch, diversit
     )
 
 
-def test_keep_1_is_identity_without_video() -> None:
-    tokens, stats = prompt({"tiles": (2, 2)})
-    assert ClipRelevance(1.0).reduce(tokens, stats, REQUEST) is tokens
-    assert ClipRelevance(budget=1.0).reduce(tokens, stats, REQUEST) is tokens
-
-
 @pytest.mark.parametrize("build", [build_llava, build_llava_next])
 def test_clip_relevance_in_the_engine(weights, build) -> None:
     vlm, (model, pretrained) = VLM(*build()), weights["vit"]
@@ -237,14 +231,6 @@ def test_the_default_model_is_that_of_the_paper() -> None:
     names = [field.default for field in shared]
     assert names == ["ViT-L-14-336-quickgelu", "openai"]
     assert [ClipRelevance().model, ClipRelevance().pretrained] == names
-
-
-def test_recipe_round_trips() -> None:
-    for text in ("clip-relevance", "clip-relevance:0.2,model=ViT-B-32,pretrained=/a/b.pt"):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    with pytest.raises(RecipeError, match=r"clip-relevance: keep=0 is out of range"):
-        Recipe.parse("clip-relevance:0")
-    assert ClipRelevance.query_dependent
 
 
 def test_deeper_features_use_the_same_indices(judge, monkeypatch) -> None:

@@ -199,17 +199,6 @@ def test_default_length(vlm: VLM, monkeypatch) -> None:
             vlm.submit(open_ended, default_new_tokens=wrong)
 
 
-def test_handles_give_the_answers_of_ask(vlm: VLM) -> None:
-    recipes = [None, "hired:0.5", "h2o:0.6", "pyramiddrop"]
-    requests = [request(seed, recipe, 5 + seed) for seed, recipe in enumerate(recipes)]
-    wanted = [alone(vlm, r) for r in requests]
-    handles = [vlm.submit(r) for r in requests]
-    assert [handle.result().token_ids for handle in reversed(handles)] == wanted[::-1]
-    assert all(handle.done for handle in handles)
-    assert handles[0].result() is handles[0].result()
-    assert len({tuple(ids) for ids in wanted}) == 4  # a control: answers differ
-
-
 def test_iterating_gives_the_text_in_pieces(vlm: VLM) -> None:
     for r in (request(0, tokens=20), request(1, "snapkv:0.7", tokens=9)):
         *pieces, answer = vlm.submit(r)
@@ -235,14 +224,6 @@ def test_an_answer_that_is_complete_can_still_be_iterated(vlm: VLM) -> None:
     answer = handle.result()
     *pieces, last = handle
     assert last is answer and "".join(pieces).strip() == answer.text
-
-
-def test_a_handle_is_answered_although_it_is_not_used(vlm: VLM) -> None:
-    handle = vlm.submit(request())
-    thread = vlm.engine._thread
-    assert thread is not None
-    thread.join(GUARD)
-    assert handle.done and not thread.is_alive()
 
 
 def test_result_gives_up_after_its_timeout(vlm: VLM) -> None:
@@ -404,15 +385,6 @@ def test_closing_a_stream_ends_its_request(tiny: VLM, monkeypatch) -> None:
     stream.close()
     assert isinstance(sequence.error, RequestCancelled) and 0 < sequence.count <= 7
     assert_idle(tiny, threads)
-
-
-def test_an_interrupt_ends_what_was_running_and_no_more(vlm: VLM) -> None:
-    wanted = alone(vlm, request(1))
-    with pytest.raises(KeyboardInterrupt):
-        vlm.ask(QUESTION, make_image(), logits_processor=acting(2, raises(KeyboardInterrupt())))
-    vlm.prefix_cache.clear()
-    vlm.adapter.pool.out = 0  # the buffers of what was running are freed, not used again
-    assert alone(vlm, request(1)) == wanted
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -747,9 +719,6 @@ def test_gradient_mode_of_the_caller_is_kept(vlm: VLM) -> None:
     with torch.enable_grad():
         assert vlm.submit(request()).result().token_ids
         assert torch.is_grad_enabled()
-    with torch.inference_mode():
-        inside = vlm.ask(QUESTION, make_image(), max_new_tokens=6, eos_token_id=None)
-    assert inside.token_ids == alone(vlm, request())
 
 
 # --- interleaved prefill -------------------------------------------------------------------------
@@ -860,23 +829,6 @@ def test_prompts_are_not_interrupted_where_no_answer_is_streamed(vlm: VLM, monke
     monkeypatch.setattr(Rounds, "run", noted)
     vlm.ask_many([request(seed, tokens=9) for seed in range(3)], batch_size=3)
     assert inside and not any(inside)
-
-
-# --- drafts in company ---------------------------------------------------------------------------
-
-
-def test_company_never_ends_a_strict_answer(vlm: VLM) -> None:
-    r = request(0, tokens=30)
-    wanted = alone(vlm, r)
-    knows = Recipe((Knows(answer=tuple(wanted), wrong=0.3),))
-    strict = Request(QUESTION, r.images, recipe=knows, generation={**r.generation, "strict": True})
-    by_itself = vlm.ask(QUESTION, r.images, recipe=knows, **strict.generation)
-    others = [request(1, tokens=30), request(2, "h2o:0.6", 30)]
-    answers = vlm.ask_many([others[0], strict, others[1]], batch_size=3)
-    assert answers[1].token_ids == wanted
-    assert answers[1].stats.accepted == by_itself.stats.accepted > 5
-    assert answers[1].stats.speculation == by_itself.stats.speculation
-    assert [answers[n].token_ids for n in (0, 2)] == [alone(vlm, other) for other in others]
 
 
 # --- random schedules ----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from vlmfast.core.protocols import EncodeStage, ViewStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.core.views import open_rows
 
 BUILD = {"llava_next": build_llava_next} | {
     name: getattr(tiny_families, f"build_{name}")
@@ -424,14 +423,6 @@ def test_attached_models_leave_crops_out() -> None:
         )
 
 
-def test_half_precision(model) -> None:
-    half = VLM(*build_llava_next(), prefix_cache_bytes=0)
-    half.model.bfloat16()
-    stats = half.ask("what ?", **CASES["images"], recipe="crops:0.5", max_new_tokens=2).stats
-    same = model.ask("what ?", **CASES["images"], recipe="crops:0.5", max_new_tokens=1).stats
-    assert stats.views_encoded == same.views_encoded
-
-
 def test_model_is_restored_after_an_error(model) -> None:
     tower, projector = model.adapter.tower(), model.adapter.projector()
 
@@ -485,9 +476,6 @@ def test_families_without_crops_are_refused() -> None:
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("crops:1.5", "keep=1.5 is out of range, allowed is >= 0 and <= 1"),
-        ("crops:nan", "keep=nan is out of range"),
-        ("crops:cover=-0.1", "cover=-0.1 is out of range"),
         ("crops:saliency=norm", "saliency=norm is out of range, allowed is one of auto, cls, rec"),
         ("hired+crops", "not in pipeline order; write crops"),
         ("crops:budget=0.5", "crops has no parameter 'budget'"),
@@ -526,14 +514,3 @@ def test_invalid_choice_of_a_stage_raises(model, crops) -> None:
         model.ask("what ?", images=image, recipe=Chooses())
     with pytest.raises(RecipeError, match="two stages that choose the crops; only one may"):
         Recipe((Chooses(), Crops()))
-
-
-def test_open_rows_of_a_canvas(model) -> None:
-    """The newline of a row stays if one of its crops does: crops 0 and 2 of 2 x 2, then 0 alone."""
-    image = make_image(128, 128)
-    full, _, _ = looked(model, images=image)
-    for crops, rows in (((1, 3), 8), ((1,), 4)):
-        layout = full.layout
-        kept = torch.isin(layout.tile, torch.tensor([0, *crops]))
-        newlines = (layout.kind == Kind.NEWLINE) & open_rows(kept, layout, tiled=True)
-        assert int(newlines.sum()) == rows

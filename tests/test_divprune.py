@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers_layout import REQUEST, image_arguments, make_image, prompt
-from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.groups import together
 from vlmfast.compressors.tokens.divprune import DivPrune
 from vlmfast.core.counting import MOST
@@ -99,28 +97,3 @@ def test_kept_count_per_image(arguments: dict, share: float, name: str) -> None:
     assert torch.equal(kept.layout.order[mine], alone.layout.order)
     same = torch.isin(tokens.layout.order, order)
     assert torch.equal(kept.features, tokens.features[same])
-
-
-@pytest.mark.parametrize("stage", [DivPrune(1.0), DivPrune(budget=1.0)])
-def test_keep_1_is_identity(stage: DivPrune) -> None:
-    tokens, stats = prompt({"tiles": (2, 2)})
-    assert stage.reduce(tokens, stats, REQUEST) is tokens
-
-
-def test_recipe_round_trips() -> None:
-    assert DivPrune().keep == 0.098
-    stage = Recipe.parse("divprune:0.1,across=frame,positions=compact")
-    assert stage == Recipe.parse(str(stage))
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("divprune:0", r"divprune: keep=0 is out of range"),
-        ("divprune:across=image", r"across=image is out of range, allowed is one of video"),
-        ("divprune:budget=2", r"budget=2 is out of range"),
-    ],
-)
-def test_invalid_recipes_are_refused(word: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)

@@ -5,7 +5,6 @@ The product of views, families, ways of asking and samplers is tested by pairs, 
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import itertools
 import random
@@ -22,9 +21,8 @@ import torch
 import tiny_families
 import vlmfast.engine.decode as decode
 import vlmfast.engine.rounds as rounds
-from test_draft_product import covering, met_by
+from test_draft_product import covering
 from test_graphs import captured_by_stand_in
-from test_noise import p_of_chi2
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.drafting import SlotList
@@ -33,9 +31,7 @@ from vlmfast.core.registry import stage_names
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
 from vlmfast.engine.kv_layer import KVLayer
-from vlmfast.engine.noise import gumbel
 from vlmfast.errors import RecipeError, VLMFastError
-from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 BUILD = tiny_families.first()
 if importlib.util.find_spec("num2words") is None:
@@ -197,20 +193,6 @@ def check_view(models: Models, cases: list[tuple], tokens: int) -> None:
     assert rejected > 0
 
 
-def test_the_pairs_are_covered() -> None:
-    for views, families, cases, least in (
-        (VIEWS, FAST, QUICK, 30),
-        (MORE_VIEWS, BUILD, PRODUCT, 300),
-    ):
-        axes = (views, families, WAYS, SAMPLERS)
-        wanted = set().union(*map(met_by, itertools.product(*axes)))
-        assert set().union(*map(met_by, cases)) >= wanted
-        found = generations(cases)
-        assert set(found) == set(WAYS) and min(found.values()) >= least, found
-        assert len(cases) == len(set(cases))
-        assert len({family for _, family, _, _ in cases}) >= 10
-
-
 def test_every_method_is_a_view_or_refused() -> None:
     found, refused = set(), {}
     for name in stage_names():
@@ -263,133 +245,6 @@ def test_a_view_of_clip_relevance(models: Models, tmp_path, monkeypatch) -> None
         for (way, sampler), family in zip(itertools.product(WAYS, SAMPLERS), families, strict=False)
     ]
     check_view(models, cases, tokens=24)
-
-
-# --- float32 -------------------------------------------------------------------------------------
-
-NEAR = 1e-4  # two scores at most so far apart are a near tie
-
-
-def near_ties(vlm: VLM, recipe: str, way: str, number: int, tokens: int, **sampler) -> int:
-    """Drafted answers that differ from plain ones, all first at a near tie.
-
-    A token is the one with the largest logit, or sum of logit and noise.
-    """
-    more = {"history": False, **sampler}
-    size, ties = vlm.adapter.vocabulary, 0
-    plain = answers(vlm, "none", way, tokens, number, top_logprobs=size, **more)
-    drafted = answers(vlm, recipe, way, tokens, number, **more)
-    assert all(answer.stats.drafted > 0 for answer in drafted)
-    for one, other in zip(plain, drafted, strict=True):
-        scores = torch.zeros(len(one.token_ids), size, dtype=torch.float64)
-        for row, of in zip(scores, one.logprobs, strict=True):
-            index, logprobs = zip(*of.top, strict=True)
-            row[list(index)] = torch.tensor(logprobs, dtype=torch.float64)
-        if sampler:
-            scores = noisy(scores / sampler["temperature"], one.token_ids, sampler["seed"])
-        pairs = zip(scores, one.token_ids, other.token_ids, strict=True)
-        first = next(((row, *pair) for row, *pair in pairs if pair[0] != pair[1]), None)
-        if first is not None:
-            row, token, drawn = first
-            assert row[token] - row[drawn] < NEAR
-            ties += 1
-    return ties
-
-
-def noisy(scores: torch.Tensor, tokens: list[int], seed: int) -> torch.Tensor:
-    """Scores (T, V) with the noise of the only position at which ``tokens`` have the largest."""
-    for place in range(4096):
-        found = scores.clone()
-        for at, token in enumerate(tokens):
-            found[at] += gumbel(seed, place + at, scores.shape[1])
-            if found[at].max() - found[at, token] > NEAR:
-                break
-        else:
-            return found
-    raise AssertionError("the tokens do not follow from logits and noise")
-
-
-NOISY = {"do_sample": True, "seed": 11, "temperature": 0.9, "top_k": 0, "top_p": 1.0}
-
-
-def test_in_float32_a_sampled_batch_differs_at_near_ties_alone(kept_drafts) -> None:
-    vlm = VLM(*build_llava(layers=2))
-    recipe = "draft-self:keep=0.4,confidence=0"
-    assert near_ties(vlm, recipe, "batch", 1, 16, **NOISY) <= 1
-    assert near_ties(vlm, recipe, "session", 1, 12, **NOISY) <= 1
-    assert near_ties(vlm, recipe, "single", 1, 16) <= 1
-    kept_drafts()  # the control
-    with pytest.raises(AssertionError):
-        near_ties(vlm, recipe, "single", 1, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", BUILD)
-def test_in_float32_answers_differ_at_near_ties_alone(family: str) -> None:
-    vlm, ties = VLM(*BUILD[family]()), 0
-    recipes = "draft-self:keep=0.4,confidence=0", VIEWS[2]
-    for recipe, way, sampler in itertools.product(recipes, WAYS, ({}, NOISY)):
-        for number in range(3 if way == "single" else 1):
-            ties += near_ties(vlm, recipe, way, number, 40, **sampler)
-    assert ties <= 1
-
-
-# --- the distribution ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "depths"),
-    [
-        ("draft-self:keep=0.5,confidence=0", 2),
-        # Few of its drafts are accepted, so that rounds draft one token.
-        ("draft-self:view=snapkv,keep=0.5,confidence=0,refresh=1", 1),
-    ],
-)
-def test_sampled_drafts_have_the_law_of_the_model(llava, recipe: str, depths: int) -> None:
-    """Chi-square of the first drafted tokens against their probability after those before."""
-    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 3, "max_new_tokens": 4}
-    requests = [
-        Request(QUESTION, [make_image(seed=1)], recipe=recipe, generation={**sampled, "seed": seed})
-        for seed in range(1200)
-    ]
-    answers = llava.ask_many(requests, batch_size=50)
-    assert all(answer.stats.drafted_at_depth for answer in answers)
-    # Only where its first draft is accepted does the first round emit a token of the second depth,
-    # and no other round drafts then.
-    deep = [
-        number
-        for number, answer in enumerate(answers)
-        if answer.stats.accepted > 0 and answer.stats.drafted_at_depth == [1, 1]
-    ]
-    both = sum(answers[number].stats.accepted == 2 for number in deep)
-    assert 0 < sum(answer.stats.accepted > 0 for answer in answers) < len(answers)
-    assert depths == 1 or 0 < both < len(deep)
-    for depth, among in list(enumerate((range(len(answers)), deep), 1))[:depths]:
-        after: dict[tuple, list[int]] = {}
-        for number in among:
-            after.setdefault(tuple(answers[number].token_ids[:depth]), []).append(number)
-        groups = [seeds for seeds in after.values() if len(seeds) >= 40]
-        assert sum(map(len, groups)) >= 200
-        plain = [replace(requests[seeds[0]], recipe="none") for seeds in groups]
-        distance = control = freedom = 0.0
-        for one, seeds in zip(llava.ask_many(plain, top_logprobs=3), groups, strict=True):
-            tokens, logprobs = zip(*one.logprobs[depth].top, strict=True)
-            drawn = [answers[number].token_ids[depth] for number in seeds]
-            seen = torch.tensor([drawn.count(token) for token in tokens])
-            assert int(seen.sum()) == len(seeds)
-            law = torch.tensor(logprobs, dtype=torch.float64).softmax(0)
-            other = 0.7 * law
-            other[law.argmin()] += 0.3
-            distance, control = distance + chi2(seen, law), control + chi2(seen, other)
-            freedom += len(law) - 1
-        assert p_of_chi2(distance, freedom) > 1e-4
-        assert p_of_chi2(control, freedom) < 1e-4
-
-
-def chi2(seen: torch.Tensor, law: torch.Tensor) -> float:
-    expected = law * seen.sum()
-    return float(((seen - expected) ** 2 / expected).sum())
 
 
 # --- what a draft reads --------------------------------------------------------------------------
@@ -595,40 +450,6 @@ def test_a_stale_view_lowers_acceptance_alone(llava, planted) -> None:
     assert fresh.stats.accepted > stale.stats.accepted
 
 
-@pytest.mark.parametrize("view", ["topk", pytest.param("divprune", marks=pytest.mark.slow)])
-def test_a_view_of_another_image_lowers_acceptance_alone(tiny, monkeypatch, view: str) -> None:
-    """The prompts are equally long, so that only acceptance tells."""
-    recipe = f"draft-self:view={view},keep=0.05,confidence=0,refresh=0"
-    images = [image_example(EVAL_SEED_START + number).image for number in range(4)]
-    vlm = VLM(copy.deepcopy(tiny.model).double(), tiny.processor)
-    more = {"max_new_tokens": 24, "eos_token_id": None}
-    views, finish = [], KeptSlots.finish
-
-    def noted(self, context, cache):
-        cache = finish(self, context, cache)
-        layers = context.notes[self.name]["layers"]
-        views.append(dict(layers))
-        if len(views) > len(images):
-            layers.update(views[len(views) % len(images)])
-        return cache
-
-    monkeypatch.setattr(KeptSlots, "finish", noted)
-    requests = [Request(CAPTION_QUESTION, [image], recipe=recipe) for image in images]
-    own, other = (vlm.ask_many(requests, batch_size=4, **more) for _ in range(2))
-    assert len(views) == 8
-    starts = [start.tolist() for of in views for _, _, start, _ in of.values()]
-    assert starts.count(starts[0]) == len(starts)
-    plain = [replace(request, recipe="none") for request in requests]
-    wanted = [answer.token_ids for answer in vlm.ask_many(plain, batch_size=4, **more)]
-    assert [answer.token_ids for answer in own] == wanted
-    assert [answer.token_ids for answer in other] == wanted
-    kept, lost = (
-        sum(a.stats.accepted for a in found) / sum(a.stats.drafted for a in found)
-        for found in (own, other)
-    )
-    assert lost < 0.8 * kept
-
-
 @pytest.fixture
 def kept_drafts(monkeypatch) -> Callable[[], None]:
     """From the call on, verification keeps the keys and values of drafts; for one row."""
@@ -795,20 +616,11 @@ def test_strict_answers_and_bytes(llava) -> None:
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ("draft-self:keep=0", "keep=0 is out of range, allowed is > 0 and <= 1"),
-        ("draft-self:keep=1.5", "keep=1.5 is out of range"),
         ("draft-self:view=nothing", "view=nothing: there is no such method; allowed are topk"),
         ("draft-self:view=elastic", "view=elastic needs weights of its own"),
-        ("draft-self:view=sparsevlm", "view=sparsevlm selects no slots of a whole cache"),
-        ("draft-self:view=kivi", "view=kivi selects no slots of a whole cache"),
-        ("draft-self:view=zipvl", "view=zipvl selects no slots of a whole cache"),
-        ("draft-self:view=zipcache", "view=zipcache selects no slots of a whole cache"),
-        ("draft-self:view=atp", "view=atp needs weights of its own, which views do not load"),
-        ("draft-self:view=tome", "view=tome selects no slots of a whole cache"),
         ("draft-self:view=draft-eagle", "view=draft-eagle selects no slots of a whole cache"),
         ("draft-self:view=absent.yaml", "recipe file absent.yaml cannot be read"),
         ("kivi+draft-self", "kivi quantizes the cache, so draft-self cannot follow it"),
-        ("zipcache+draft-self", "zipcache quantizes the cache, so draft-self cannot follow it"),
         ("zipvl+draft-self", "zipvl quantizes the cache, so draft-self cannot follow it"),
         ("zipvl:page=8+draft-self", "zipvl quantizes the cache, so draft-self cannot follow it"),
         (

@@ -18,19 +18,17 @@ from test_draft_eagle import (
     SIZES,
     TERMS,
     TILED,
-    VOCABULARY,
     WIDTH,
-    answered,
     cyclic,
     layout_of,
     read_of,
+    rounds,
     rows_of,
+    same_state,
     target,
-    text_layout,
 )
 from vlmfast.core.drafting import Read
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.recipe import Recipe
 from vlmfast.drafters._layer import Cache
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
@@ -151,27 +149,11 @@ def test_cache_after_rounds_equals_one_prefill(parts: tuple) -> None:
     layout = layout_of(*parts)
     read = read_of(layout)
     drafter = open_drafter(module, read)
+    drafter.propose(4, BUDGET)
     images = sum(isinstance(part, dict) for part in parts)
-    root, embeds, features = 4, [read.embeds], [read.features]
-    for number, accepted in enumerate([1, 0, 3, 2]):
-        tree = drafter.propose(root, BUDGET)
-        if number == 0:
-            text = len(layout) - int(layout.visual.sum())
-            assert drafter.cache.length == text + images
-        leaf = max(range(len(tree)), key=lambda node: tree.depths[node])
-        path = tree.path(leaf)[: accepted + 1]
-        done = answered(drafter, tree, path, (root + number) % VOCABULARY, number)
-        tokens = torch.tensor([tree.tokens[node] for node in path])
-        embeds.append(drafter.target.embed(tokens))
-        features.append(done.features[path])
-        root = done.emitted[-1]
-    tree, long = drafter.propose(root, BUDGET), torch.cat(embeds)
-    extra = len(long) - len(layout)
-    whole = TokenLayout.cat([layout, text_layout(extra, len(layout))])
-    fresh = open_drafter(module, Read([7] * len(long), whole, long, torch.cat(features)))
-    assert fresh.propose(root, BUDGET) == tree
-    close(fresh.cache.keys, drafter.cache.keys, terms=PASSES * TERMS)
-    close(fresh.cache.values, drafter.cache.values, terms=PASSES * TERMS)
+    assert drafter.cache.length == len(layout) - int(layout.visual.sum()) + images
+    root, whole = rounds(drafter, read, [1, 0, 3, 2])
+    same_state(drafter, open_drafter(module, whole), root)
 
 
 def test_parts_of_a_prompt_continue() -> None:
@@ -219,9 +201,8 @@ def test_drafter_that_knows_the_target_is_always_accepted() -> None:
     assert replay(drafter, read, 10, nodes=30, depth=4) == [4] * 6
 
 
-def test_recipes_round_trip_and_invalid_values_are_refused() -> None:
+def test_invalid_values_and_weights_are_refused() -> None:
     stage = DraftVispec(nodes=12)
-    assert Recipe.parse(str(stage)) == Recipe((stage,))
     assert stage.largest() == (12, 4) and stage.features and stage.aux_hidden_state_layers(32) == ()
     with pytest.raises(RecipeError, match="draft-vispec: nodes=8 is out of range"):
         DraftVispec(top_k=2, depth=2, nodes=8)

@@ -11,12 +11,10 @@ from torch import Tensor
 from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
 from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, TEMPLATE, Recycle, Successors
 from vlmfast.engine.speculation import walk
-from vlmfast.errors import RecipeError
 
 V = 32
 IMAGE = 31
@@ -86,14 +84,6 @@ def answered(drafter: Drafter, root: int, text: list[int]) -> list[int]:
 
 
 # --- both ----------------------------------------------------------------------------------------
-
-
-@BOTH
-def test_recipe_round_trips(stage: DrafterStage) -> None:
-    recipe = Recipe.parse(str(stage))
-    assert list(recipe) == [stage]
-    assert recipe.acting("drafter") == [stage]
-    assert stage.merges and not stage.features and stage.aux_hidden_state_layers(24) == ()
 
 
 @BOTH
@@ -245,14 +235,6 @@ def test_proposing_twice_changes_nothing() -> None:
         assert drafter.propose(1, budget()) == drafter.propose(1, budget())
 
 
-@pytest.mark.parametrize("bad", ["draft-ngram:0", "draft-ngram:ngram=0", "draft-ngram:paths=0"])
-def test_ngram_refuses_invalid_values(bad: str) -> None:
-    with pytest.raises(RecipeError, match=r"draft-ngram: \w+=0 is out of range"):
-        Recipe.parse(bad)
-    with pytest.raises(RecipeError, match="allowed is one of latest, earliest"):
-        Recipe.parse("draft-ngram:match=first")
-
-
 # --- token recycling -----------------------------------------------------------------------------
 
 
@@ -321,9 +303,3 @@ def test_vocabulary_smaller_than_the_tree_width() -> None:
     memory = Successors((2,))
     memory.learn(Round(Tree.chain([0]), [0], [1], torch.tensor([[0.0, 1.0, 5.0]])))
     assert memory(0) == (1, 0)
-
-
-@pytest.mark.parametrize("nodes", [1, 82])
-def test_recycle_refuses_invalid_values(nodes: int) -> None:
-    with pytest.raises(RecipeError, match=f"draft-recycle: nodes={nodes} is out of range"):
-        Recycle(nodes)

@@ -15,7 +15,6 @@ import tiny_models
 from vlmfast import VLM, MediaError, RecipeError, VLMFastError, exact_count
 from vlmfast.api.encoding import encode_image
 from vlmfast.cli import main
-from vlmfast.core import journal
 from vlmfast.integrations import features
 from vlmfast.integrations.features import MANIFEST, encode_files, open_features
 
@@ -122,48 +121,6 @@ def test_cut_manifest_is_resumed_to_the_same_bytes(
     data = manifest.read_bytes()
     manifest.write_bytes(data[: len(data) * part // 6])
     encode_files(vlm, images, RECIPE, out, model="tiny")
-    assert content(out) == content(whole)
-
-
-def test_interrupted_at_any_write_and_repeated_writes_the_same_bytes(
-    vlm: VLM,
-    images: list[Path],
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each run dies at its next replacement or append: before it, or in the middle of a line."""
-    out, replace, runs = tmp_path / "out", features.replace_bytes, 0
-    states = []
-    dump = json.dumps
-    for after in range(2 * len(images) + 2):
-        left = [after]
-
-        def step(left: list[int] = left) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-
-        def replacing(path: Path, parts: Any, step: Any = step) -> None:
-            step()
-            replace(path, parts)
-
-        def dumping(value: Any, step: Any = step, **options: Any) -> str:
-            step()
-            return dump(value, **options)
-
-        monkeypatch.setattr(features, "replace_bytes", replacing)
-        monkeypatch.setattr(journal.json, "dumps", dumping)
-        try:
-            encode_files(vlm, images, RECIPE, out, model="tiny")
-        except KeyboardInterrupt:
-            runs += 1
-        finally:
-            monkeypatch.undo()
-        states.append(content(out))
-    encode_files(vlm, images, RECIPE, out, model="tiny")
-    assert runs > 2
-    assert sum(state != content(whole) for state in states) > 2
     assert content(out) == content(whole)
 
 

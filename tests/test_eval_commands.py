@@ -274,12 +274,6 @@ def test_missing_cuda_device_is_refused(monkeypatch):
     commands.check_device(None)
 
 
-def test_out_folder_of_another_run_is_refused(tmp_path, fake):
-    run("shapes", "--limit", 1, "--out", tmp_path)
-    with pytest.raises(VLMFastError, match="seed is 0 in the one and 2 in the other"):
-        run("shapes", "--limit", 1, "--out", tmp_path, "--seed", 2)
-
-
 def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     vlm = FakeVLM()
     ask = vlm.ask

@@ -102,11 +102,6 @@ def test_questions_reach_the_model_unchanged(tmp_path):
             assert len(args["video"]) == args["num_frames"] == 4
 
 
-def test_the_same_run_writes_the_same_bytes(tmp_path, whole):
-    run = evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
-    assert lines(run.path) == whole
-
-
 def test_finished_run_asks_no_questions(tmp_path, whole):
     evaluate(FakeVLM(), "shapes", out=tmp_path, limit=LIMIT)
     vlm = FakeVLM()

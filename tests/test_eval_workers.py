@@ -15,7 +15,6 @@ from eval_fakes import FakeVLM, run
 from interrupts import interruptible
 from vlmfast.errors import VLMFastError
 from vlmfast.eval import workers
-from vlmfast.eval.report import write_report
 from vlmfast.eval.results import read
 from vlmfast.eval.runner import TooManyErrors, evaluate, part_of
 from vlmfast.eval.shapes import Shapes
@@ -210,27 +209,6 @@ def test_launched_processes_stop_together(tmp_path):
     done = launch(tmp_path, "torchrun", "--broken")
     assert done.returncode != 0
     assert "samples failed, more than 10" in done.stderr
-
-
-def test_shards_give_the_bytes_of_a_whole_run_and_its_report(tmp_path):
-    """Answers byte for byte, and the report too where the times are the same."""
-    sharded, alone = tmp_path / "sharded", tmp_path / "alone"
-    for recipe in ("none", "random:seed=1"):
-        run = evaluate(FakeVLM(), "shapes", recipe, alone, limit=2)
-        for part in (0, 1):
-            evaluate(FakeVLM(), "shapes", recipe, sharded, limit=2, shard=(part, 2))
-        own = sharded / "shapes" / run.path.name
-        files = [*own.glob("samples.*-of-2.jsonl")]
-        lines = sorted(line for path in files for line in path.read_bytes().splitlines())
-        assert lines == sorted((run.path / "samples.jsonl").read_bytes().splitlines())
-        times = (run.path / "timings.jsonl").read_bytes().splitlines(keepends=True)
-        for path in own.glob("timings.*-of-2.jsonl"):
-            ids = {json.loads(line)["doc_id"] for line in path.read_bytes().splitlines()}
-            path.write_bytes(b"".join(x for x in times if json.loads(x)["doc_id"] in ids))
-    text = write_report(alone, tmp_path / "a")[0]
-    assert write_report(sharded, tmp_path / "b")[0] == text
-    files[0].unlink()  # a shard that is missing changes it
-    assert write_report(sharded, tmp_path / "c")[0] != text
 
 
 # --- interrupted ---------------------------------------------------------------------------------

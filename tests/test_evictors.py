@@ -19,7 +19,6 @@ from vlmfast.compressors.cache.snapkv import SnapKV
 from vlmfast.compressors.cache.streamingllm import Slide, StreamingLLM, oldest
 from vlmfast.compressors.evictor import Evictor, pooled
 from vlmfast.core.kv import KV
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 
@@ -110,27 +109,6 @@ def test_kept_counts_order_window_and_sinks(name, n, percent, seed) -> None:
     assert torch.equal(kept.values, kv.values.gather(1, rows))
     if name != "streamingllm":
         assert torch.equal(kept.keys, kv.keys.gather(1, rows))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_keep_1_returns_the_same_object(name) -> None:
-    query, kv = tensors(40)
-    kept, step = compressed(build(name, 1.0), query, kv)
-    assert kept is kv
-    assert not step.notes
-    assert compressed(build(name, 0.9), query, kv)[0] is not kv
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_equal_heads_keep_equal_slots(name) -> None:
-    query, kv = tensors(60)
-    query = torch.cat([query[:2], query[:2]])
-    same = prompt_kv(kv.keys[:1].repeat(2, 1, 1), kv.values[:1].repeat(2, 1, 1))
-    first, second = kept_by(build(name, 0.3), query, same)
-    assert first == second
-    if name != "streamingllm":  # which uses no attention
-        first, second = kept_by(build(name, 0.3), *tensors(60))
-        assert first != second
 
 
 @QUICK
@@ -233,28 +211,7 @@ def test_score_pooling() -> None:
     assert torch.equal(pooled(scores[:, None], 3, "avg"), average[:, None])
 
 
-def test_recipes_round_trip_and_refuse_invalid_values() -> None:
-    recipe = Recipe.parse("snapkv:0.3,window=0.1")
-    assert recipe[0] == SnapKV(0.3, window=0.1)
-    assert str(Recipe.parse("h2o:0.1")) == "h2o:0.1"
-    assert [s.protocol for s in H2O().expand()] == ["cache", "decode"]
-    assert [s.protocol for s in H2O(decode=False).expand()] == ["cache"]
-    for wrong in ("snapkv:kernel=4", "snapkv:window=2.5", "snapkv:0", "h2o:recent=1"):
-        with pytest.raises(RecipeError):
-            Recipe.parse(wrong)
-
-
 # --- SnapKV, PyramidKV ---------------------------------------------------------------------------
-
-
-def test_snapkv_keeps_the_slots_the_window_attends_to() -> None:
-    query, kv = tensors(64, heads=1, group=1)
-    query[:, -4:] = 30 * kv.keys[:, 20:21]
-    assert 20 in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
-    # Pooling keeps its neighbours too.
-    assert {18, 19, 20, 21, 22} <= set(kept_by(SnapKV(0.2, window=4, kernel=5), query, kv)[0])
-    query[:, -4:] = 30 * kv.keys[:, 40:41]
-    assert 20 not in kept_by(SnapKV(0.2, window=4, kernel=1), query, kv)[0]
 
 
 def test_attention_on_the_window_is_not_pooled() -> None:
@@ -296,82 +253,7 @@ def test_pyramid_counts() -> None:
     assert min(pyramid(200, 12, 8, 2, 20)) == 9
 
 
-def test_pyramidkv_gives_deep_layers_less() -> None:
-    query, kv = tensors(200)
-    stage = PyramidKV(0.2)
-    lengths = [len(compressed(stage, query, kv, 8, layer)[0]) for layer in range(8)]
-    assert lengths == pyramid(200, 40, 8, 8, 20)
-    assert lengths != [40] * 8
-
-
 # --- H2O -----------------------------------------------------------------------------------------
-
-
-def literal_h2o(
-    query: Tensor, kv: KV, n: int, budget: int, recent: int
-) -> tuple[list[list[int]], Tensor]:
-    """One head after another, lists of tokens; the tokens kept at the end, and all outputs."""
-    group, outputs, remaining = len(query) // len(kv.keys), [], []
-    for head in range(len(kv.keys)):
-        keys, values = kv.keys[head], kv.values[head]
-        of_head = query[head * group : (head + 1) * group]
-        acc = torch.zeros(len(keys), dtype=torch.float64)
-        for t in range(n):
-            acc[: t + 1] += (of_head[:, t] @ keys[: t + 1].T * DIM**-0.5).softmax(-1).mean(0)
-        tokens = list(range(n))
-
-        def evict(tokens: list[int], acc: list[float]) -> list[int]:
-            if len(tokens) <= budget:
-                return tokens
-            free = sorted(tokens[: len(tokens) - recent], key=lambda token: -acc[token])
-            return sorted(free[: budget - recent]) + tokens[len(tokens) - recent :]
-
-        tokens, seen = evict(tokens, acc.tolist()), []
-        for t in range(n, len(keys)):
-            tokens = [*evict(tokens, acc.tolist()), t]
-            p = (of_head[:, t] @ keys[tokens].T * DIM**-0.5).softmax(-1)
-            acc[tokens] += p.mean(0).double()
-            seen.append(p @ values[tokens])
-        remaining.append(evict(tokens, acc.tolist()))
-        outputs.append(torch.stack(seen))
-    return remaining, torch.cat(outputs, 1)
-
-
-def run(stage, part, query: Tensor, kv: KV, n: int) -> tuple[FakeSlots, Tensor]:
-    """A prompt of ``n`` tokens, then the others one by one."""
-    kept, step = compressed(stage, query[:, :n], kv.select(torch.arange(n)))
-    slots, outputs = FakeSlots(kept, step, room=len(kv) - n), []
-    for t in range(n, len(kv)):
-        if part is not None:
-            part.step(slots, 0)
-        slots.write(kv.keys[:, t], kv.values[:, t])
-        outputs.append(slots.attend(query[:, t]))
-    return slots, torch.stack(outputs)
-
-
-@pytest.mark.parametrize(("share", "recent"), [(0.2, 0.5), (0.3, 0.25), (0.25, 0.0), (0.2, 0.9)])
-def test_h2o_equals_a_literal_implementation(share, recent) -> None:
-    n = 48
-    query, kv = tensors(n + 32, seed=3)
-    stage = H2O(share, recent=recent)
-    budget = int(share * n)
-    slots, outputs = run(stage, Answer(stage), query, kv, n)
-    assert slots.max_length == budget + 1
-    Answer(stage).step(slots, 0)
-    assert slots.length.tolist() == [budget, budget]
-    remaining, wanted = literal_h2o(query, kv, n, budget, int(recent * budget))
-    assert [row.tolist() for row in slots.sorted("order")] == remaining
-    close(outputs, wanted, terms=DIM + n)
-    # Control: without eviction during the answer, other outputs.
-    _, growing = run(replace(stage, decode=False), None, query, kv, n)
-    apart(outputs, growing, terms=DIM + n)
-
-
-def test_h2o_keep_1_lets_the_answer_grow() -> None:
-    query, kv = tensors(40)
-    stage = H2O(1.0)
-    slots, _ = run(stage, Answer(stage), query, kv, 30)
-    assert slots.max_length == 40
 
 
 def test_h2o_without_decode_counts_nothing() -> None:
@@ -433,21 +315,6 @@ def test_lightest_slot_is_evicted() -> None:
 # --- StreamingLLM --------------------------------------------------------------------------------
 
 
-def literal_slot_rope(query: Tensor, kv: KV, n: int, budget: int, sinks: int) -> Tensor:
-    """Keys and queries without rotary ids; all are rotated by slot in every step."""
-    heads, group, outputs = len(kv.keys), len(query) // len(kv.keys), []
-    for t in range(n, len(kv)):
-        tokens = list(range(t + 1))
-        if len(tokens) > budget:
-            tokens = tokens[:sinks] + tokens[len(tokens) - (budget - sinks) :]
-        slots = torch.arange(len(tokens)).expand(heads, -1)
-        keys = rotate(kv.keys[:, tokens], slots)
-        turned = rotate(query[:, t : t + 1], slots[:1, -1:])[:, 0].unflatten(0, (heads, group))
-        p = (turned @ keys.transpose(1, 2) * DIM**-0.5).softmax(-1)
-        outputs.append((p @ kv.values[:, tokens]).flatten(0, 1))
-    return torch.stack(outputs)
-
-
 def baked(query: Tensor, kv: KV, start: int = 0) -> tuple[Tensor, KV]:
     """The same under rotary ids that count up from ``start``."""
     ids = start + torch.arange(len(kv))
@@ -455,31 +322,6 @@ def baked(query: Tensor, kv: KV, start: int = 0) -> tuple[Tensor, KV]:
         kv, keys=rotate(kv.keys, ids.expand(len(kv.keys), -1)), position=ids + kv.order * 0
     )
     return rotate(query, ids.expand(len(query), -1)), turned
-
-
-@pytest.mark.parametrize(("sinks", "start"), [(4, 0), (1, 7), (0, 0)])
-def test_streaming_is_slot_rope(sinks, start) -> None:
-    """Logits as if all keys had the ids of their slots, over 32 steps."""
-    n, share = 48, 0.25
-    query, kv = tensors(n + 32, seed=2)
-    kv = replace(kv, keys=3 * kv.keys)
-    stage = StreamingLLM(share, sinks=sinks)
-    turned, cached = baked(query, kv, start)
-    slots, outputs = run(stage, Slide(stage), turned, cached, n)
-    budget = int(share * n)
-    assert slots.max_length == budget
-    wanted = [*range(sinks), *range(80 - budget + sinks, 80)]
-    assert [row.tolist() for row in slots.sorted("order")] == [wanted] * 2
-    exact = literal_slot_rope(query, kv, n, budget, sinks)
-    close(outputs, exact, terms=DIM + budget)
-
-    if sinks:  # control: sinks that stay where they were
-        kept, step = compressed(stage, turned, cached.select(torch.arange(n)))
-        step.rotate = lambda keys, delta: keys
-        slots = FakeSlots(kept, step, room=1)
-        Slide(stage).step(slots, 0)
-        slots.write(cached.keys[:, n], cached.values[:, n])
-        apart(slots.attend(turned[:, n]), exact[0], terms=DIM + budget)
 
 
 def test_streaming_moves_only_the_sinks() -> None:
@@ -518,13 +360,6 @@ def test_streaming_in_half_precision_does_not_drift() -> None:
     error = (slots.keys[:, :4].float() - exact).abs().max()
     assert error < 2 * (exact.bfloat16().float() - exact).abs().max()
     assert (again.float() - exact).abs().max() > 3 * error
-
-
-def test_streaming_keep_1_lets_the_answer_grow() -> None:
-    query, kv = baked(*tensors(40))
-    stage = StreamingLLM(1.0)
-    slots, _ = run(stage, Slide(stage), query, kv, 30)
-    assert slots.max_length == 40
 
 
 def test_streaming_refuses_three_rotary_ids() -> None:

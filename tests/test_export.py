@@ -32,11 +32,6 @@ def exported(folder: Path) -> VLM:
     return VLM.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def tiny() -> VLM:
-    return VLM.from_pretrained("tiny")
-
-
 def test_bos_is_there_once_in_every_route(exported: VLM, tiny: VLM, tmp_path: Path) -> None:
     """In the processor, in a chat route that adds no special tokens, and in `ask`."""
     processor, shown = exported.processor, image()[0]

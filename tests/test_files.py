@@ -6,9 +6,6 @@ import errno
 import os
 import secrets
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +15,6 @@ import pytest
 import torch
 
 import eval_fakes as fakes
-import vlmfast
 from vlmfast import Recipe, VLMFastError
 from vlmfast.core import snapshot
 from vlmfast.core.files import (
@@ -28,7 +24,6 @@ from vlmfast.core.files import (
     replace_text,
     replacing,
 )
-from vlmfast.core.weights import save_weights
 from vlmfast.eval.data import read_subtitles
 from vlmfast.eval.report import write_difference, write_report
 from vlmfast.eval.results import write_json
@@ -203,25 +198,6 @@ def test_folders_are_created_or_refused(tmp_path: Path) -> None:
     refused(lambda: make_folder(tmp_path / "file"), tmp_path / "file", "File exists")
 
 
-def test_failed_write_keeps_the_old_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(value: float) -> None:
-        module = torch.nn.Linear(2, 2)
-        torch.nn.init.constant_(module.weight, value)
-        save_weights(tmp_path / "weights", "atp", module, {}, [0.0], {"value": value})
-
-    save(1.0)
-    before = {file.name: file.read_bytes() for file in (tmp_path / "weights").iterdir()}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(FULL))
-        with pytest.raises(VLMFastError, match="cannot be written: No space left on device"):
-            save(2.0)
-    assert {f.name: f.read_bytes() for f in (tmp_path / "weights").iterdir()} == before
-    save(2.0)
-    assert (tmp_path / "weights" / "stage.json").read_bytes() != before["stage.json"]
-
-
 @pytest.mark.parametrize("what", ["report", "difference"])
 def test_failed_write_keeps_old_reports_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -248,44 +224,3 @@ def test_failed_write_keeps_old_reports_and_plots(
             refused(report, out / failing, "No space left on device")
         assert set(before) == {file.name for file in out.iterdir()}
         assert all((out / name).stat().st_size for name in before)
-
-
-LIMITED = """
-    import resource, signal, sys
-    from pathlib import Path
-    import eval_fakes as fakes
-    from vlmfast.errors import VLMFastError
-    from vlmfast.eval.runner import evaluate
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for limit in map(int, sys.argv[2:]):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            evaluate(fakes.FakeVLM(), "shapes", out=Path(sys.argv[1]), limit=1)
-        except VLMFastError as error:
-            print(error)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit on the size of a file is Linux's")
-def test_evaluation_on_a_full_disk_resumes_later(tmp_path: Path) -> None:
-    root = Path(vlmfast.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
-    code = textwrap.dedent(LIMITED)
-    limits = ("100", "2000")  # full at once, and in the middle of the answers
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "out"), *limits],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == len(limits)
-    for line in done.stdout.splitlines():
-        assert line.endswith("cannot be written: File too large")
-        assert str(tmp_path / "out") in line
-    run = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "out", limit=1)
-    whole = evaluate(fakes.FakeVLM(), "shapes", out=tmp_path / "whole", limit=1)
-    samples = "samples.jsonl"
-    assert (run.path / samples).read_bytes() == (whole.path / samples).read_bytes() != b""

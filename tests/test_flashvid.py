@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from closeness import close
 from helpers_layout import DIM, REQUEST, TOWER, image_arguments, prompt, stats_of
-from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.tokens.flashvid import FlashVID, calibrated, means, segments
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 from vlmfast.kernels.diversity import cosine, max_min
 
@@ -122,17 +119,3 @@ def test_deeper_features_merge_the_same_way() -> None:
     kept = FlashVID(0.3).reduce(tokens, as_video(stats), REQUEST)
     close(kept.extra[0], 2 * kept.features, terms=len(tokens))
     assert (kept.layout.weight > 1).any()
-
-
-def test_recipe_round_trips() -> None:
-    assert FlashVID().saliencies() == (SaliencyRequest("features"),)
-    tokens, stats = prompt({"tiles": (2, 2)})
-    assert FlashVID(budget=1.0).reduce(tokens, as_video(stats), REQUEST) is tokens
-    for text in (
-        "flashvid",
-        "flashvid:0.2,alpha=0.5,proportional_attention=true",
-        "flashvid:budget=0.1,least=1",
-    ):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    with pytest.raises(RecipeError, match=r"flashvid: least=0 is out of range"):
-        Recipe.parse("flashvid:least=0")

@@ -21,70 +21,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
+import golden_budgets as budgets
+import golden_dart as dart
+import golden_divprune as divprune
+import golden_eagle as eagle
+import golden_evict as evict
+import golden_fastv as fastv
+import golden_lookm as lookm
+import golden_mustdrop as mustdrop
+import golden_prumerge as prumerge
+import golden_pyramiddrop as pyramiddrop
+import golden_quant as quant
+import golden_sparsevlm as sparsevlm
+import golden_spec as spec
+import golden_stats
+import golden_tome as tome
+import golden_tree as tree
+import golden_visionzip as visionzip
+import golden_zipvl as zipvl
 from closeness import close
-from golden_budgets import adjust_case as cake_adjust
-from golden_budgets import cake_case, fastkv_case, vlcache_case
 from golden_case import Reader, done, parameters
-from golden_dart import choice as dart_choice
-from golden_divprune import choice as divprune_choice
-from golden_eagle import (
-    eagle3_case,
-    eagle_case,
-    losses_case,
-    msd_case,
-    ttt_case,
-    vispec_case,
-)
-from golden_eagle import tree_case as eagle_tree
-from golden_evict import (
-    h2o_answer,
-    h2o_grouped,
-    h2o_mask,
-    pyramidkv,
-    quickprefill,
-    snapkv,
-    streamingllm,
-)
-from golden_fastv import choice as fastv_choice
-from golden_fastv import end_to_end as fastv_end_to_end
-from golden_lookm import gqa_case as lookm_gqa
-from golden_lookm import merge_case as lookm_merge
-from golden_lookm import text_case as lookm_text
-from golden_lookm import textprior_case as lookm_textprior
-from golden_mustdrop import cache_case as mustdrop_cache
-from golden_mustdrop import clip_case as mustdrop_clip
-from golden_mustdrop import filter_case as mustdrop_filter
-from golden_mustdrop import llm_case as mustdrop_llm
-from golden_mustdrop import merge_case as mustdrop_merge
-from golden_prumerge import case as prumerge_case
-from golden_pyramiddrop import end_to_end as pyramiddrop_end_to_end
-from golden_pyramiddrop import rank_case as pyramiddrop_rank
-from golden_quant import decode as decode_mixed
-from golden_quant import kivi, zipcache_mixed, zipcache_quant, zipcache_saliency
-from golden_sparsevlm import choice as sparsevlm_choice
-from golden_sparsevlm import cluster as sparsevlm_cluster
-from golden_spec import (
-    chain_rejection,
-    eagle_buffers,
-    exact_law,
-    medusa_buffers,
-    medusa_greedy,
-    multiround,
-    other_prompts,
-    posterior_greedy,
-    posterior_sample,
-    posterior_vispec,
-    prompt_lookup,
-    ragged_batch,
-    recycling,
-)
-from golden_stats import colstats_case
-from golden_tome import case as tome_case
-from golden_tome import sized_case as tome_sized
-from golden_tree import tree_case
-from golden_visionzip import clip_case as visionzip_clip
-from golden_visionzip import zip_case as visionzip_zip
-from golden_zipvl import tau_case as zipvl_tau
 from helpers_layout import make_image, stats_of
 from vlmfast.compressors.select import best
 from vlmfast.compressors.tokens.hired import (
@@ -321,373 +277,86 @@ class Runner(NamedTuple):
     run : callable
     spoil : callable
         A small change of a file's inputs, which must be detected.
-    expected : str
-        Names of results; a wrong value in any of them must be detected.
     """
 
     run: Check
     spoil: Callable[[Data], Data]
-    expected: str
 
 
 # By folder and prefix.
 RUNNERS: dict[str, dict[str, Runner]] = {
     "reducers": {
-        "hired-next": Runner(
-            hired_next,
-            rolled("cls_attn_layer22"),
-            "kept_per_partition mask packed_token_id packed_token_id_all feature_lens "
-            "feature_lens_all",
-        ),
-        "hired-llava15": Runner(
-            hired_llava15,
-            rolled("mask"),
-            "cls_attn_layer22 kept_index mask",
-        ),
-        "hired-merge": Runner(
-            hired_merge,
-            reordered("image_features"),
-            "final_embedding final_attention_mask final_position_ids",
-        ),
-        "fastv-k": Runner(
-            fastv_choice,
-            rolled("attn_last_row"),
-            "image_scores keep_index position_ids_after cache_position_after",
-        ),
-        "fastv-e2e": Runner(
-            fastv_end_to_end,
-            rolled("inputs_embeds"),
-            "last_hidden keep_index",
-        ),
-        "pyramiddrop-rank": Runner(
-            pyramiddrop_rank,
-            rolled("k_proj"),
-            "scores kept_seq_index out_features out_position_ids out_labels "
-            "scores_sample0 kept_seq_index_sample0 out_attention_mask",
-        ),
-        "pyramiddrop-e2e": Runner(
-            pyramiddrop_end_to_end,
-            rolled("inputs_embeds"),
-            "prefill_hidden cache_lengths kept_image_index_stage0 "
-            "decode_position_per_layer decode_hidden",
-        ),
-        "mustdrop-spatialmerge": Runner(
-            mustdrop_merge,
-            rolled("hidden_states"),
-            "out size source r",
-        ),
-        "mustdrop-clip-e2e": Runner(
-            mustdrop_clip,
-            rolled("embeddings_after_pre_layrnorm"),
-            "num_tokens last_hidden features_select key_token_index",
-        ),
-        "mustdrop-dualattn": Runner(
-            mustdrop_filter,
-            rolled("attn_text_rows"),
-            "global_score individual_score important_indices",
-        ),
-        "mustdrop-llm-e2e": Runner(
-            mustdrop_llm,
-            rolled("inputs_embeds"),
-            "prefill_hidden kept_seq_index_stage0 filter_kept_stage0 cache_lengths "
-            "cache_key_layer0",
-        ),
-        "dart-": Runner(
-            dart_choice,
-            reordered("hidden_after_final_norm", 1),
-            "kept_sorted",
-        ),
-        "divprune-": Runner(
-            divprune_choice,
-            reordered("visual_tokens"),
-            "selected_in_order kept_sorted",
-        ),
-        "prumerge-": Runner(
-            prumerge_case,
-            rolled("features_penultimate"),
-            "cls_attn topk_index out",
-        ),
-        "sparsevlm-cluster": Runner(
-            sparsevlm_cluster,
-            rolled("out"),
-            "out",
-        ),
-        "sparsevlm-topk": Runner(
-            sparsevlm_choice,
-            rolled("attn_text_rows"),
-            "rater_score rater_index_in_text visual_score keep_mask",
-        ),
-        "tome-": Runner(
-            tome_case,
-            rolled("x"),
-            "source out size unmerged out2 size2",
-        ),
-        "visionzip-d": Runner(
-            visionzip_zip,
-            reordered("metric_mean_keys", 1),
-            "all_indices out",
-        ),
-        "visionzip-clip-e2e": Runner(
-            visionzip_clip,
-            rolled("embeddings_after_pre_layrnorm"),
-            "all_indices out",
-        ),
+        "hired-next": Runner(hired_next, rolled("cls_attn_layer22")),
+        "hired-llava15": Runner(hired_llava15, rolled("mask")),
+        "hired-merge": Runner(hired_merge, reordered("image_features")),
+        "fastv-k": Runner(fastv.choice, rolled("attn_last_row")),
+        "fastv-e2e": Runner(fastv.end_to_end, rolled("inputs_embeds")),
+        "pyramiddrop-rank": Runner(pyramiddrop.rank_case, rolled("k_proj")),
+        "pyramiddrop-e2e": Runner(pyramiddrop.end_to_end, rolled("inputs_embeds")),
+        "mustdrop-spatialmerge": Runner(mustdrop.merge_case, rolled("hidden_states")),
+        "mustdrop-clip-e2e": Runner(mustdrop.clip_case, rolled("embeddings_after_pre_layrnorm")),
+        "mustdrop-dualattn": Runner(mustdrop.filter_case, rolled("attn_text_rows")),
+        "mustdrop-llm-e2e": Runner(mustdrop.llm_case, rolled("inputs_embeds")),
+        "dart-": Runner(dart.choice, reordered("hidden_after_final_norm", 1)),
+        "divprune-": Runner(divprune.choice, reordered("visual_tokens")),
+        "prumerge-": Runner(prumerge.case, rolled("features_penultimate")),
+        "sparsevlm-cluster": Runner(sparsevlm.cluster, rolled("out")),
+        "sparsevlm-topk": Runner(sparsevlm.choice, rolled("attn_text_rows")),
+        "tome-": Runner(tome.case, rolled("x")),
+        "visionzip-d": Runner(visionzip.zip_case, reordered("metric_mean_keys", 1)),
+        "visionzip-clip-e2e": Runner(visionzip.clip_case, rolled("embeddings_after_pre_layrnorm")),
     },
     "kv": {
-        "cake-": Runner(
-            cake_case,
-            rolled("q0"),
-            "hh_score0 disp0 var0 pref_scores layer_budget k_out0 v_out0",
-        ),
-        "cake-adjust_budgets": Runner(
-            cake_adjust,
-            rolled("in0"),
-            "out0 out2",
-        ),
-        "fastkv-": Runner(
-            fastkv_case,
-            rolled("q"),
-            "kept tsp_indices k_out v_out",
-        ),
-        "h2o-gqa": Runner(
-            h2o_grouped,
-            rolled("q"),
-            "kept k_out v_out",
-        ),
-        "h2o-localmask": Runner(
-            h2o_mask,
-            rolled("logits"),
-            "mask_bottom",
-        ),
-        "h2o-realdrop": Runner(
-            h2o_answer,
-            rolled("q"),
-            "k_after_prefill v_after_prefill score_after_prefill k_after_decode "
-            "v_after_decode score_after_decode",
-        ),
-        "kivi-": Runner(
-            kivi,
-            rolled("k"),
-            "k_code k_scale k_min k_dequant v_code v_scale v_min v_dequant",
-        ),
-        "lookm-gqa": Runner(
-            lookm_gqa,
-            rolled("k"),
-            "k_out v_out",
-        ),
-        "lookm-pivot": Runner(
-            lookm_merge("pivot"),
-            rolled("k"),
-            "col_sum k_out v_out",
-        ),
-        "lookm-text": Runner(
-            lookm_text,
-            rolled("image_mask"),
-            "k_evict v_evict k_pivot v_pivot k_weighted v_weighted",
-        ),
-        "lookm-weighted": Runner(
-            lookm_merge("weighted"),
-            rolled("k"),
-            "col_sum k_out v_out",
-        ),
-        "mustdrop-decodecache": Runner(
-            mustdrop_cache,
-            rolled("final_indices_0"),
-            "final_indices_1 layer_len_in layer_len_out kpos_l2",
-        ),
-        "mustdrop-filter": Runner(
-            mustdrop_filter,
-            rolled("attn"),
-            "keep",
-        ),
-        "mustdrop-merge": Runner(
-            mustdrop_merge,
-            rolled("x"),
-            "y size",
-        ),
-        "oracle-colstats": Runner(
-            colstats_case,
-            rolled("k"),
-            "lse rowmax_logit col_sum col_sumsq col_max entropy_sum nnz",
-        ),
-        "oracle-decode-mixed": Runner(
-            decode_mixed,
-            rolled("v4"),
-            "out lse",
-        ),
-        "oracle-tau": Runner(
-            zipvl_tau,
-            rolled("k"),
-            "mass nnz norm budget important",
-        ),
-        "oracle-textprior": Runner(
-            lookm_textprior,
-            rolled("score"),
-            "keep_capped keep_overrun",
-        ),
-        "oracle-tree": Runner(
-            tree_case,
-            rolled("k_ctx"),
-            "out lse parents depth",
-        ),
-        "pyramidkv-": Runner(
-            pyramidkv,
-            rolled("q"),
-            "layer_len kept_l0",
-        ),
-        "quickprefill-": Runner(
-            quickprefill,
-            reordered("k", 2),
-            "mask_key_norms_small mask_key_norms mask_vector_norms "
-            "mask_query_attention_weights mask_query_attention_weights_by_value_norm "
-            "mask_output_norms",
-        ),
-        "snapkv-gqa": Runner(
-            snapkv,
-            rolled("q"),
-            "kept k_out v_out",
-        ),
-        "snapkv-mha": Runner(
-            snapkv,
-            rolled("q"),
-            "kept k_out v_out",
-        ),
-        "streamingllm-": Runner(
-            streamingllm,
-            reordered("k", 2),
-            "k_call v_call k_space v_space k_range",
-        ),
-        "tome-": Runner(
-            tome_sized,
-            rolled("x"),
-            "y size_out source",
-        ),
-        "vlcache-": Runner(
-            vlcache_case,
-            rolled("q0"),
-            "sparsity budget sorted_idx k_out0 v_out0",
-        ),
-        "zipcache-mixed": Runner(
-            zipcache_mixed,
-            reordered("important", 1),
-            "k_deq k_imp_q k_imp_min k_imp_step k_un_q v_deq v_imp_q v_imp_min v_imp_step "
-            "v_un_q v_chanscale",
-        ),
-        "zipcache-quant": Runner(
-            zipcache_quant,
-            rolled("v"),
-            "chan2_q chan2_min chan2_step chan2_deq tok4_q tok4_deq cst8_q cst8_step "
-            "cst8_deq cst2_chanscale",
-        ),
-        "zipcache-saliency": Runner(
-            zipcache_saliency,
-            rolled("k"),
-            "saliency unimportant",
-        ),
+        "cake-": Runner(budgets.cake_case, rolled("q0")),
+        "cake-adjust_budgets": Runner(budgets.adjust_case, rolled("in0")),
+        "fastkv-": Runner(budgets.fastkv_case, rolled("q")),
+        "h2o-gqa": Runner(evict.h2o_grouped, rolled("q")),
+        "h2o-localmask": Runner(evict.h2o_mask, rolled("logits")),
+        "h2o-realdrop": Runner(evict.h2o_answer, rolled("q")),
+        "kivi-": Runner(quant.kivi, rolled("k")),
+        "lookm-gqa": Runner(lookm.gqa_case, rolled("k")),
+        "lookm-pivot": Runner(lookm.merge_case("pivot"), rolled("k")),
+        "lookm-text": Runner(lookm.text_case, rolled("image_mask")),
+        "lookm-weighted": Runner(lookm.merge_case("weighted"), rolled("k")),
+        "mustdrop-decodecache": Runner(mustdrop.cache_case, rolled("final_indices_0")),
+        "mustdrop-filter": Runner(mustdrop.filter_case, rolled("attn")),
+        "mustdrop-merge": Runner(mustdrop.merge_case, rolled("x")),
+        "oracle-colstats": Runner(golden_stats.colstats_case, rolled("k")),
+        "oracle-decode-mixed": Runner(quant.decode, rolled("v4")),
+        "oracle-tau": Runner(zipvl.tau_case, rolled("k")),
+        "oracle-textprior": Runner(lookm.textprior_case, rolled("score")),
+        "oracle-tree": Runner(tree.tree_case, rolled("k_ctx")),
+        "pyramidkv-": Runner(evict.pyramidkv, rolled("q")),
+        "quickprefill-": Runner(evict.quickprefill, reordered("k", 2)),
+        "snapkv-gqa": Runner(evict.snapkv, rolled("q")),
+        "snapkv-mha": Runner(evict.snapkv, rolled("q")),
+        "streamingllm-": Runner(evict.streamingllm, reordered("k", 2)),
+        "tome-": Runner(tome.sized_case, rolled("x")),
+        "vlcache-": Runner(budgets.vlcache_case, rolled("q0")),
+        "zipcache-mixed": Runner(quant.zipcache_mixed, reordered("important", 1)),
+        "zipcache-quant": Runner(quant.zipcache_quant, rolled("v")),
+        "zipcache-saliency": Runner(quant.zipcache_saliency, rolled("k")),
     },
     "spec": {
-        "eagle12_": Runner(
-            eagle_case,
-            rolled("w.fc.weight"),
-            "drafter_out draft_tokens tree_mask tree_position_ids retrieve_indices "
-            "r2_draft_tokens r2_tree_mask",
-        ),
-        "eagle1_multiround_": Runner(
-            multiround,
-            rolled("tree_logits"),
-            "accept_length best_candidate candidates cart_candidates_prob op_0 ss_prob "
-            "sample_p tree_attn_mask tree_candidates tree_indices tree_position_ids "
-            "uniforms_consumed",
-        ),
-        "eagle2_tree_": Runner(
-            eagle_tree,
-            rolled("logits_step0"),
-            "draft_tokens tree_mask tree_position_ids retrieve_indices "
-            "draft_call0_input_ids draft_call0_tree_mask draft_call0_position_ids",
-        ),
-        "eagle3_tiny_": Runner(
-            eagle3_case,
-            rolled("w.fc.weight"),
-            "drafter_out_prenorm draft_logits draft_tokens r2_draft_tokens w.t2d",
-        ),
-        "eagle3_ttt_": Runner(
-            ttt_case,
-            rolled("w.self_attn.q_proj.weight"),
-            "ttt0_hidden_out ttt3_hidden_out input_ids",
-        ),
-        "eagle_posterior_greedy_": Runner(
-            posterior_greedy,
-            rolled("tree_logits"),
-            "accept_length candidates sample_p uniforms_consumed",
-        ),
-        "eagle_posterior_sample_": Runner(
-            posterior_sample,
-            rolled("tree_logits"),
-            "accept_length candidates sample_p uniforms_consumed",
-        ),
-        "eagle_static_": Runner(
-            eagle_buffers,
-            rolled("tree_indices"),
-            "tree_attn_mask tree_indices tree_position_ids retrieve_indices",
-        ),
-        "ebay_": Runner(
-            ragged_batch,
-            rolled("k_in_1"),
-            "k_out_0 v_out_1 new_generated_ids new_padding_lengths matched_tokens_incl_bonus",
-        ),
-        "exact_law_": Runner(
-            exact_law,
-            rolled("q0"),
-            "joint_first3 chain_gamma2_level_accept topk2x2_tree_level_accept "
-            "multiround_root_accept_K1..4 multiround_root_law_K4",
-        ),
-        "hf_speculative_": Runner(
-            chain_rejection,
-            rolled("new_logits"),
-            "n_matches next_token_distribution valid_tokens_argmax",
-        ),
-        "losses": Runner(
-            losses_case,
-            rolled("predicted_features"),
-            "eagle_vloss eagle_ploss eagle_total vispec_stage2_loss vispec_stage1_vloss "
-            "vispec_stage1_ploss_with_rank",
-        ),
-        "medusa_buffers_": Runner(
-            medusa_buffers,
-            rolled("tree_indices"),
-            "medusa_attn_mask tree_indices medusa_position_ids retrieve_indices",
-        ),
-        "medusa_posterior_": Runner(
-            medusa_greedy,
-            rolled("medusa_logits"),
-            "accept_length tree_candidates candidates",
-        ),
-        "msd_": Runner(
-            msd_case,
-            rolled("w.fc.weight"),
-            "kv_k kv_v draft_tokens tree_mask",
-        ),
-        "prompt_lookup_": Runner(
-            prompt_lookup,
-            other_prompts,
-            "",
-        ),
-        "token_recycling_": Runner(
-            recycling,
-            rolled("adjacency"),
-            "attention_mask candi_index father_index position_ids search_path tree_input_ids",
-        ),
-        "vispec_posterior_": Runner(
-            posterior_vispec,
-            rolled("tree_logits"),
-            "accept_length candidates sample_p",
-        ),
-        "vispec_tiny_": Runner(
-            vispec_case,
-            rolled("w.fc.weight"),
-            "shifted_embeds drafter_out_scattered adaptor_out_for_rows_3_11_of_shifted "
-            "global_feature kv_k kv_v kv_next_position draft_tokens r2_draft_tokens",
-        ),
+        "eagle12_": Runner(eagle.eagle_case, rolled("w.fc.weight")),
+        "eagle1_multiround_": Runner(spec.multiround, rolled("tree_logits")),
+        "eagle2_tree_": Runner(eagle.tree_case, rolled("logits_step0")),
+        "eagle3_tiny_": Runner(eagle.eagle3_case, rolled("w.fc.weight")),
+        "eagle3_ttt_": Runner(eagle.ttt_case, rolled("w.self_attn.q_proj.weight")),
+        "eagle_posterior_greedy_": Runner(spec.posterior_greedy, rolled("tree_logits")),
+        "eagle_posterior_sample_": Runner(spec.posterior_sample, rolled("tree_logits")),
+        "eagle_static_": Runner(spec.eagle_buffers, rolled("tree_indices")),
+        "ebay_": Runner(spec.ragged_batch, rolled("k_in_1")),
+        "exact_law_": Runner(spec.exact_law, rolled("q0")),
+        "hf_speculative_": Runner(spec.chain_rejection, rolled("new_logits")),
+        "losses": Runner(eagle.losses_case, rolled("predicted_features")),
+        "medusa_buffers_": Runner(spec.medusa_buffers, rolled("tree_indices")),
+        "medusa_posterior_": Runner(spec.medusa_greedy, rolled("medusa_logits")),
+        "msd_": Runner(eagle.msd_case, rolled("w.fc.weight")),
+        "prompt_lookup_": Runner(spec.prompt_lookup, spec.other_prompts),
+        "token_recycling_": Runner(spec.recycling, rolled("adjacency")),
+        "vispec_posterior_": Runner(spec.posterior_vispec, rolled("tree_logits")),
+        "vispec_tiny_": Runner(eagle.vispec_case, rolled("w.fc.weight")),
     },
 }
 
@@ -767,27 +436,6 @@ def _unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLMFAST_CLOSENESS", raising=False)
 
 
-def wrong(value: Any) -> Any:
-    """A tensor with one entry changed."""
-    flat = value.flatten().clone()
-    if value.dtype == torch.bool:
-        flat[0] = ~flat[0]
-    elif value.is_floating_point():
-        at = flat.abs().nan_to_num(0.0, 0.0, 0.0).argmax()
-        flat[at] = flat[at] * 1.5 + (flat[at] == 0)
-    else:
-        flat[flat.argmin()] += 1
-    return flat.view_as(value)
-
-
-def passes(run: Check, data: Data, meta: Meta) -> bool:
-    try:
-        replay(run, data, meta)
-    except AssertionError:
-        return False
-    return True
-
-
 @pytest.mark.usefixtures("_unrecorded")
 @pytest.mark.parametrize("found", FIRST, ids=kind)
 def test_golden_detects_other_inputs(found: tuple[str, str]) -> None:
@@ -795,22 +443,6 @@ def test_golden_detects_other_inputs(found: tuple[str, str]) -> None:
     data, meta = load(FIRST[found])
     with pytest.raises(AssertionError):
         replay(runner.run, runner.spoil(data), meta)
-
-
-@pytest.mark.usefixtures("_unrecorded")
-@pytest.mark.parametrize(
-    "found",
-    [pytest.param(found, marks=[pytest.mark.slow] * ("e2e" in found[1])) for found in FIRST],
-    ids=kind,
-)
-def test_golden_detects_wrong_results(found: tuple[str, str]) -> None:
-    """Every result that a file of this kind has."""
-    runner = RUNNERS[found[0]][found[1]]
-    data, meta = load(FIRST[found])
-    names = [name for name in runner.expected.split() if name in data]
-    assert names or found == ("spec", "prompt_lookup_")  # whose results are within its cases
-    missed = [name for name in names if passes(runner.run, data | {name: wrong(data[name])}, meta)]
-    assert not missed
 
 
 @pytest.mark.usefixtures("_unrecorded")
@@ -826,26 +458,3 @@ def test_golden_names_unknown_keys(found: tuple[str, str]) -> None:
 def test_golden_files_exist() -> None:
     assert ROOT.is_dir(), f"no golden files: {ROOT} is not a folder"
     assert RUNNABLE, f"no golden file below {ROOT} has a runner"
-
-
-def test_tables_do_not_overlap() -> None:
-    for folder in FOLDERS:
-        words = [*RUNNERS[folder], *NOT_BUILT[folder], *REPLACED[folder]]
-        assert len(words) == len(set(words))
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("reducers/hired-next-x.safetensors", ("reducers", "hired-next")),
-        ("kv/spec/losses.json", ("spec", "losses")),
-        ("spec/more/eagle1_multiround_04.safetensors", ("spec", "eagle1_multiround_04")),
-        ("spec/eagle1_multiround_00.safetensors", ("spec", "eagle1_multiround_")),
-        ("kv/hired-next-x.safetensors", None),
-        ("reducers/hired-next-x.npz", None),
-        ("reducers/unheard-of.safetensors", None),
-        ("losses.safetensors", None),
-    ],
-)
-def test_classify(path: str, found: tuple[str, str] | None) -> None:
-    assert classify(Path("/golden") / path) == found

@@ -6,7 +6,6 @@ a tensor of the step has moved, and what Python would have computed again is sta
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +14,14 @@ import torch
 
 import vlmfast
 from cpu_graph import CPUGraphs
+from driven import run_of
 from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.api.request import sequence_of_request, submitted
 from vlmfast.core import buffers
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine import kv_layer
+from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.graphs import Graphs, StepGraphs, rounded
 from vlmfast.engine.kv_layer import KVLayer
@@ -148,12 +148,7 @@ def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 
 def test_stand_in_detects_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced after its capture does not run."""
-    from driven import Driven
-    from vlmfast.engine.attention import switched
-    from vlmfast.engine.prefill import Inputs
-
-    tensors = vlm.inputs("what ?", images=[make_image(seed=0)])
-    run = Driven(vlm.adapter, Inputs(tensors, [(64, 64)], "what ?"), Recipe(), 0.0)
+    run = run_of(vlm)
     with torch.no_grad(), switched(vlm.model):
         run.start(8)
         run.next(torch.tensor([[5]]))
@@ -307,101 +302,6 @@ def test_invalid_choices_are_refused() -> None:
     assert vlmfast.VLM(model, processor).adapter.decoding == "auto"
 
 
-# --- random schedules ----------------------------------------------------------------------------
-
-SCHEDULED = [
-    *(recipe for recipe in RECIPES if recipe != "pyramiddrop"),
-    "snapkv:keep=0.7,window=4",
-    "pyramiddrop:layers=1,positions=compact",
-]
-LENGTHS = (3, 9, 17, 26)
-
-
-class Schedules:
-    """Requests that join and leave the engine at random steps, against their answers alone."""
-
-    def __init__(self) -> None:
-        self.plain = VLM(*build_llava(layers=2, dtype=torch.float64))
-        self.alone: dict[tuple[str, int], list[int]] = {}
-
-    def wanted(self, recipe: str, images: int) -> list[int]:
-        """The longest answer, computed without graphs in the default attention."""
-        if (recipe, images) not in self.alone:
-            request = self.request(recipe, images, max(LENGTHS))
-            (answer,) = self.plain.ask_many([request])
-            self.alone[recipe, images] = answer.token_ids
-        return self.alone[recipe, images]
-
-    def request(self, recipe: Any, images: int, tokens: int) -> Request:
-        given = [make_image(seed=images + j) for j in range(images)]
-        generation = {"max_new_tokens": tokens, "eos_token_id": None}
-        return Request("what is here ?", given, recipe=recipe, generation=generation)
-
-    def run(self, vlm: VLM, seed: int) -> None:
-        """One schedule, whose steps are captured; every answer is checked."""
-        draw, engine = random.Random(seed), vlm.engine
-        recipes = draw.sample(SCHEDULED, 2)
-        waiting = []
-        for _ in range(draw.randint(3, 6)):
-            recipe, images = draw.choice(recipes), draw.randint(1, 3)
-            tokens = draw.choice(LENGTHS)
-            expected, stages = self.wanted(recipe, images), Recipe.of(recipe)
-            if draw.random() < 0.4:
-                stages = stages + Knows(answer=tuple(expected), wrong=0.3)
-            request = self.request(stages, images, tokens)
-            waiting.append((draw.randint(0, 12), request, expected[:tokens]))
-        waiting.sort(key=lambda of: of[0])
-        opened, steps, gone = [], 0, set()
-        while waiting or engine._unfinished:
-            while waiting and (waiting[0][0] <= steps or not engine._unfinished):
-                _, request, expected = waiting.pop(0)
-                sequence = sequence_of_request(vlm.adapter, request, {})
-                opened.append((submitted(vlm.adapter, sequence), expected))
-            if opened and draw.random() < 0.03:  # leaves before its end
-                number = draw.randrange(len(opened))
-                if not opened[number][0].done:
-                    opened[number][0].cancel()
-                    gone.add(number)
-            left = [draw.randint(1, 4)]
-            steps += left[0]
-
-            def until(left: list[int] = left) -> bool:
-                left[0] -= 1
-                return left[0] < 0 or not engine._unfinished
-
-            engine.run(until)
-        for number, (handle, expected) in enumerate(opened):
-            if number not in gone:
-                assert handle.result().token_ids == expected
-
-
-@pytest.fixture(scope="module")
-def schedules() -> Schedules:
-    return Schedules()
-
-
-@pytest.fixture
-def captured(monkeypatch) -> VLM:
-    """Captured steps on small buffers, which answers outgrow."""
-    monkeypatch.setattr(kv_layer, "FREE_SLOTS", 4)
-    monkeypatch.setattr(buffers, "_SMALLEST", 32)
-    return captured_by_stand_in(VLM(*build_llava(layers=2, dtype=torch.float64)), monkeypatch)
-
-
-@pytest.mark.parametrize("first", [pytest.param(n, marks=SLOW) for n in range(0, 50, 5)])
-def test_random_schedules_give_the_answers_alone(
-    schedules: Schedules, captured: VLM, first: int
-) -> None:
-    """Five schedules after one another, which reuse buffers of those before."""
-    for seed in range(first, first + 5):
-        schedules.run(captured, seed)
-    graphs = captured.adapter.kept["graphs"]
-    assert graphs.reused > 0
-    # All that schedules consist of has happened.
-    keys = [key for each in graphs._idle for key in each._replays]
-    assert len({rows for rows, *_ in keys}) > 1 and {width for _, width, *_ in keys} > {1}
-
-
 # --- controls ------------------------------------------------------------------------------------
 
 
@@ -416,71 +316,10 @@ def test_a_length_of_the_capture_is_detected(plain: VLM, vlm: VLM, monkeypatch) 
     assert got[:2] == wanted[:2] and got != wanted
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("part", ["_inputs", "_outputs"])
-def test_moved_inputs_and_outputs_are_detected(captured: VLM, part: str) -> None:
-    given = {"images": make_image(seed=0), "max_new_tokens": 4}
-    captured.ask("what is here ?", **given)
-    (steps,) = captured.adapter.kept["graphs"]._idle
-    found = getattr(steps, part)
-    if part == "_inputs":
-        found.update({key: tuple(x.clone() for x in own) for key, own in found.items()})
-    else:
-        (output,) = found.values()
-        output.logits = output.logits.clone()
-    with pytest.raises(AssertionError, match="moved"):
-        captured.ask("what is here ?", **given)
-
-
-class Wrapped(torch.nn.Module):
-    """A part of a model that does something else, too."""
-
-    def __init__(self, own: torch.nn.Module, act) -> None:
-        super().__init__()
-        self.own, self.act = own, act
-
-    def forward(self, *args, **kwargs):
-        self.act(self, *args)
-        return self.own(*args, **kwargs)
-
-
-def keeps(module, x) -> None:
-    if x.shape[1] == 1:
-        module.last = x + 1
-
-
-FAULTS = {
-    "reads": (lambda module, x: x.sum().item(), "_local_scalar_dense"),
-    "copies": (lambda module, x: x + torch.tensor([1.0]), "lift_fresh"),
-    "chooses": (lambda module, x: x[x > 0], "by a mask|nonzero"),
-    "keeps": (keeps, "keeps what aten.add.Tensor"),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_steps_that_cannot_be_captured_are_detected(captured: VLM, fault: str) -> None:
-    act, message = FAULTS[fault]
-    layer = captured.adapter.decoder.layers[1]
-    layer.mlp = Wrapped(layer.mlp, act)
-    with pytest.raises(AssertionError, match=message):
-        captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
-
-
 def replaced(vlm: VLM) -> None:
     """Other memory for a weight, with other values."""
     weight = vlm.adapter.decoder.layers[0].mlp.up_proj.weight
     weight.data = -weight.data
-
-
-def test_freed_memory_is_detected(captured: VLM) -> None:
-    """A step whose weights were replaced."""
-    captured.ask("what is here ?", images=make_image(seed=0), max_new_tokens=4)
-    (steps,) = captured.adapter.kept["graphs"]._idle
-    replaced(captured)
-    (replay,) = steps._replays.values()
-    with pytest.raises(AssertionError, match="memory that was freed"):
-        replay()
 
 
 # --- changes of the model ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_layout import REQUEST, image_arguments, make_image, prompt, stats_of
-from vlmfast.compressors.select import apportion, best, count
+from vlmfast.compressors.select import apportion, count
 from vlmfast.compressors.tokens.hired import (
     HiRED,
     content_by_area,
@@ -19,9 +19,7 @@ from vlmfast.compressors.tokens.hired import (
     view_budgets,
 )
 from vlmfast.core.layout import Kind, VisualTokens
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.errors import RecipeError
 
 stages = st.builds(
     HiRED,
@@ -239,18 +237,6 @@ def test_keep_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
         assert newlines(kept) == newlines(tokens)
 
 
-@given(stages, image_arguments(), st.floats(0.02, 1))
-@settings(max_examples=40, deadline=None)
-def test_higher_keep_selects_a_superset(stage: HiRED, arguments: dict, rate: float) -> None:
-    low, high = sorted([stage.keep, rate])
-    words = {"alpha": stage.alpha, "rule": stage.rule, "newline": stage.newline}
-    fewer = reduced(HiRED(low, **words), arguments)[1]
-    more = reduced(HiRED(high, **words), arguments)[1]
-    assert len(fewer) <= len(more)
-    if fewer.layout.patches.sum() > 1:  # a single one may be the fallback of an empty choice
-        assert set(orders(fewer)) <= set(orders(more))
-
-
 @given(to_budget, image_arguments())
 @settings(max_examples=80, deadline=None)
 def test_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
@@ -277,14 +263,6 @@ def test_budget_is_met_exactly(stage: HiRED, arguments: dict) -> None:
             assert target == 1 or not (is_open & tokens.layout.patches & ~mine).any()
 
 
-@given(image_arguments(), st.integers(0, 5))
-@settings(max_examples=20, deadline=None)
-def test_keep_1_is_identity(arguments: dict, seed: int) -> None:
-    tokens, stats = prompt(arguments, arguments, seed=seed)
-    for stage in (HiRED(1.0), HiRED(1), HiRED(budget=1.0)):
-        assert stage.reduce(tokens, stats, REQUEST) is tokens
-
-
 # --- counting ------------------------------------------------------------------------------------
 
 
@@ -307,46 +285,3 @@ def test_apportion_by_largest_remainder() -> None:
     assert apportion(10, [8, 1, 1], [4, 10, 10]) == [4, 3, 3]
     assert apportion(5, [0, 0], [1, 9]) == [1, 4]
     assert apportion(9, [1, 1], [2, 3]) == [2, 3]
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
-def test_best_breaks_ties_by_index(scores: list[int], data: st.DataObject) -> None:
-    k = data.draw(st.integers(0, len(scores)))
-    expected = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
-    for dtype in (torch.float32, torch.float16):
-        mask = best(torch.tensor([scores], dtype=dtype), [k])[0]
-        assert mask.nonzero().flatten().tolist() == sorted(expected)
-
-
-# --- errors --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("hired:1.5", r"hired: keep=1.5 is out of range, allowed is > 0 and <= 1"),
-        ("hired:0", r"keep=0(\.0)? is out of range"),
-        ("hired:-0.1", r"keep=-0.1 is out of range"),
-        ("hired:keep=nan", r"keep=nan is out of range"),
-        ("hired:keep=inf", r"keep=inf is out of range"),
-        ("hired:alpha=-1", r"alpha=-1(\.0)? is out of range"),
-        ("hired:budget=0", r"budget=0(\.0)? is out of range"),
-        ("hired:budget=2", r"budget=2(\.0)? is out of range"),
-        ("hired:much", r"keep='much' cannot be read as float"),
-        ("hired:grid_compat=maybe", r"grid_compat='maybe' cannot be read as bool"),
-        ("hired:rule=math", r"rule=math is out of range, allowed is one of paper, code"),
-        ("hired:newline=some", r"newline=some .* one of drop, keep, rows"),
-        ("hired:positions=odd", r"positions=odd .* one of keep, compact"),
-        ("hired:alfa=0.5", r"no parameter 'alfa' \(did you mean 'alpha'\?\); parameters: keep, "),
-        ("hirde", r"unknown method 'hirde' \(did you mean 'hired'\?\); nearest are hired,"),
-    ],
-)
-def test_invalid_recipes_are_refused(word: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(word)
-
-
-@pytest.mark.parametrize("values", [{"keep": 1.5}, {"keep": 0.0}, {"keep": float("nan")}])
-def test_invalid_values_in_python_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(RecipeError, match="keep"):
-        HiRED(**values)

@@ -238,34 +238,6 @@ def test_blocks_of_rows_give_equal_statistics(case, monkeypatch):
             assert len(sizes) > 1
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 24),
-    st.data(),
-)
-def test_received_attention_sums_to_the_rows(heads, groups, s, data):
-    """Received attention sums to the number of rows that see any key."""
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    query = torch.randn(heads * groups, s, 4, generator=generator) * 3
-    key = torch.randn(heads, s, 4, generator=generator)
-    rows = data.draw(st.lists(st.integers(0, s - 1), min_size=1, max_size=s, unique=True))
-    start = data.draw(st.integers(0, s - 1))
-    rows = torch.tensor(sorted(rows))
-    got = col_stats(query, key, rows, start=start, threshold=1.0)
-    giving = int((rows >= start).sum())
-    total = got["sum"].sum(-1)
-    # A row's weights sum to one, for any error of its logits.
-    slack = float(tolerance(torch.float32, s + len(rows), max(giving, 1)))
-    close(total, torch.full_like(total, giving), terms=s + len(rows))
-    assert (got["sumsq"] <= got["sum"] + slack).all() and (got["max"] <= got["sum"] + slack).all()
-    assert (got["entropy"] >= -slack).all()
-    assert (got["count"].sum(-1) >= giving).all()  # each row's largest reaches the threshold
-    assert not got["sum"][..., :start].any() and not got["nnz"][:start].any()
-    assert (got["sum"] <= got["nnz"] + slack).all()
-
-
 def test_empty_selection_of_rows_is_refused():
     query, key, *_ = inputs("grouped")
     with pytest.raises(VLMFastError, match="at least one of each"):

@@ -7,7 +7,6 @@ operation of PyTorch may launch several kernels.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from driven import Driven
+from driven import run_of
 from fake_cuda import launches
 from tiny_families import builders
-from tiny_models import make_image
 from vlmfast import VLM
-from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch
-from vlmfast.engine.prefill import Inputs
 
 pytest.importorskip("triton")
 
@@ -55,10 +51,8 @@ def steps(family: str, layers: int) -> list[Counter[str]]:
     if getattr(decoder.config, "layer_types", None) is not None:
         decoder.config.layer_types = decoder.config.layer_types[:layers]
     vlm, batch = VLM(model.to(torch.bfloat16), processor), Batch()
-    image = make_image()
     with torch.no_grad(), switched(model):
-        inputs = Inputs(vlm.inputs("what ?", images=image), [(image.height, image.width)], "what ?")
-        run = Driven(vlm.adapter, inputs, Recipe.of(()), time.perf_counter())
+        run = run_of(vlm)
         run.start(8)
         batch.join(run.decoder)
         for _ in range(2):  # a prompt leaves space for one token in a window

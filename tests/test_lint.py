@@ -5,27 +5,20 @@ No GPU is needed: every tensor becomes a fake tensor on ``cuda``, see `fake_cuda
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import rope_types
-from driven import Driven
+from driven import run_of
 from fake_cuda import Watch, shapes, steps
-from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
-from vlmfast.core.recipe import Recipe
-from vlmfast.engine import attention
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch
-from vlmfast.engine.prefill import Inputs
 
 STEPS = 10  # two pages
 
@@ -98,10 +91,7 @@ def decoder(
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
             # Prompts of different lengths.
-            images = [make_image(seed=10 * number + i) for i in range(number + 1)]
-            tensors = vlm.inputs("what is here ?", images=images)
-            inputs = Inputs(tensors, [(p.height, p.width) for p in images], "what ?")
-            run = Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
+            run = run_of(vlm, recipe, range(10 * number, 11 * number + 1))
             run.start(max_new_tokens)
             runs.append(run)
         joined = Batch()
@@ -240,23 +230,7 @@ def test_data_dependent_operations_are_detected(case):
     )
 
 
-def test_lengths_read_by_the_host_are_detected(monkeypatch):
-    """Hugging Face's own rotary module."""
-    monkeypatch.setattr(attention, "rotary_by_length", lambda decoder: nullcontext())
-    with pytest.raises(DataDependentOutputException):
-        steps(*decoder([()], rope_type="dynamic"), 1)
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("case", COMPLAINS)
 def test_host_tensors_are_detected(case):
     assert watched([(Uneven(), Does(COMPLAINS[case]))], 2).complaints
-
-
-def test_device_tensors_are_not_complained_about():
-    assert not watched([(Uneven(), Does())], 2).complaints
-
-
-def test_growing_shapes_are_detected():
-    watch = watched([(Uneven(), Does(lambda slots: slots.keys[:, : slots.max_length] + 1))], 4)
-    assert watch.complaints == [] and changes(watch) == [1, 2, 3]

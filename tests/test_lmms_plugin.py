@@ -16,7 +16,6 @@ from lmms_eval import models
 from lmms_eval.api.instance import Instance
 from lmms_eval.protocol import ChatMessages
 
-from vlmfast import VLM
 from vlmfast.errors import MediaError, RecipeError, VLMFastError
 from vlmfast.eval.likelihood import likelihoods
 from vlmfast.eval.lmms_model import VLMFast, VLMFastSimple, chat_of, content_of, generation_of
@@ -64,11 +63,6 @@ def questions() -> list[dict]:
             key = number if len(rows) % 3 else number + 1
             rows.append({"seed": seed, "question": qa.question, "choices": choices, "answer": key})
     return rows
-
-
-@pytest.fixture(scope="module")
-def tiny() -> VLM:
-    return VLM.from_pretrained("tiny", device="cpu")
 
 
 @pytest.mark.parametrize("recipe", ["none", "hired:0.3;positions=keep"])
@@ -228,40 +222,6 @@ def test_videos_are_supported_and_audio_is_refused():
     assert content_of(str(image), 7) == {"type": "image", "image": str(image)}
     with pytest.raises(MediaError, match="a dict of array, sampling_rate"):
         content_of({"array": [], "sampling_rate": 16000}, 7)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
-        ({"temperature": 0, "do_sample": True}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
-        # lmms-eval's default is a blank line; a task's own strings are kept.
-        ({"until": ["\n\n"]}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
-        ({"until": "\n\n"}, ({"max_new_tokens": 1024, "do_sample": False}, [])),
-        (
-            {"until": ["\n\n", "\n", "</s>"], "max_new_tokens": 3},
-            (
-                {"max_new_tokens": 3, "do_sample": False, "stop_strings": ["\n", "</s>"]},
-                ["\n", "</s>"],
-            ),
-        ),
-        (
-            {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 3, "until": "x"},
-            (
-                {
-                    "max_new_tokens": 3,
-                    "do_sample": True,
-                    "temperature": 0.5,
-                    "top_p": 0.9,
-                    "stop_strings": ["x"],
-                },
-                ["x"],
-            ),
-        ),
-    ],
-)
-def test_generation_arguments_are_mapped(arguments, expected):
-    assert generation_of(arguments) == expected
 
 
 def test_unsupported_arguments_are_refused():

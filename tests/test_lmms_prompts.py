@@ -107,20 +107,30 @@ def test_batches_equal_single_questions_and_results_name_the_version(vlm, folder
 
 
 @pytest.mark.parametrize(
-    ("until", "stops", "scored"),
+    ("arguments", "changes", "stops"),
     [
-        # lmms-eval's few-shot delimiter, which it adds where a task states nothing.
-        (["\n\n"], None, "Two bars.\n\nThe answer is B.\nDone"),
-        ("\n\n", None, "Two bars.\n\nThe answer is B.\nDone"),
-        (["\n\n", "\nDone"], ["\nDone"], "Two bars.\n\nThe answer is B."),
-        ("\n", ["\n"], "Two bars."),
-        (None, None, "Two bars.\n\nThe answer is B.\nDone"),
+        ({}, {}, []),
+        ({"temperature": 0, "do_sample": True, "until": None}, {}, []),
+        # A blank line is lmms-eval's default; a task's own strings are kept.
+        ({"until": ["\n\n"]}, {}, []),
+        ({"until": "\n\n"}, {}, []),
+        ({"until": ["\n\n", "\n", "</s>"], "top_k": 9}, {}, ["\n", "</s>"]),
+        ({"max_new_tokens": 3}, {"max_new_tokens": 3}, []),
+        ({"temperature": 0.5, "top_p": 0.9, "until": "x"},
+         {"do_sample": True, "temperature": 0.5, "top_p": 0.9}, ["x"]),
     ],
-)
-def test_blank_lines_end_no_answer(until, stops, scored):
-    generation, left = generation_of({"until": until, "max_new_tokens": 64})
-    assert generation.get("stop_strings") == stops
-    assert cut("Two bars.\n\nThe answer is B.\nDone", left) == scored
+)  # fmt: skip
+def test_generation_arguments_are_mapped(arguments, changes, stops):
+    expected = {"max_new_tokens": 1024, "do_sample": False} | changes
+    expected |= {"stop_strings": stops} if stops else {}
+    assert generation_of(arguments) == (expected, stops)
+
+
+def test_answers_are_cut_at_the_first_stop_string():
+    answer = "Two bars.\n\nThe answer is B.\nDone"
+    assert cut(answer, []) == answer
+    assert cut(answer, ["\nDone"]) == "Two bars.\n\nThe answer is B."
+    assert cut(answer, ["\nDone", "\n"]) == "Two bars."
 
 
 def test_arguments_of_tasks_without_effect():

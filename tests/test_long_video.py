@@ -38,11 +38,7 @@ NEW = 6
 QUIET = {"max_new_tokens": NEW, "progress": False}
 
 
-def frames_of(count: int, size: int = 40) -> list:
-    return [make_image(size, size, seed) for seed in range(count)]
-
-
-FRAMES = frames_of(40)
+FRAMES = [make_image(40, 40, seed) for seed in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -200,20 +196,6 @@ def test_no_layer_ever_exceeds_the_cap(vlm, lengths, cap, recipe):
     assert answer.stats.kv_bytes == 2 * 2 * 16 * 4 * sum(answer.stats.kv_tokens_per_layer)
 
 
-def test_cap_includes_the_answer(vlm, lengths):
-    for new in (1, 60, 120):
-        lengths.clear()
-        answer = vlm.ask(
-            QUESTION,
-            video=FRAMES,
-            max_kv_tokens=230,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            progress=False,
-        )
-        assert len(answer.token_ids) == new and max(lengths) <= 230
-
-
 def test_text_is_kept_and_frames_share_the_rest(vlm, monkeypatch):
     kept, put, append = [], KVLayer.put, KVLayer.append
     monkeypatch.setattr(KVLayer, "put", lambda s, kv: (kept.append((s, kv)), put(s, kv))[1])
@@ -361,8 +343,11 @@ def test_sliding_window_limits_the_prompt_not_the_cap():
             QUESTION, video=FRAMES[:frames], max_new_tokens=new, progress=False, **cap
         ).token_ids
 
-    length = windowed.inputs(QUESTION, video=FRAMES[:4])["input_ids"].shape[1]
+    inputs = windowed.inputs(QUESTION, video=FRAMES[:4])
+    length = inputs["input_ids"].shape[1]
     max_new_tokens = 200 - length
+    wanted = windowed.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    assert ask(4, max_new_tokens) == wanted[0, length:].tolist()
     assert ask(4, max_new_tokens, max_kv_tokens=1000) == ask(4, max_new_tokens)
     for frames, new in ((4, max_new_tokens + 1), (40, 1)):
         for cap in ({}, {"max_kv_tokens": 1000}, {"max_kv_tokens": 250}):
@@ -545,25 +530,6 @@ def test_unreadable_frame_in_the_middle(vlm, case):
     assert vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=300, **QUIET).token_ids
 
 
-def test_damaged_file_in_the_middle(vlm, tmp_path):
-    """The damage shows long after its beginning was decoded."""
-    from media_fixtures import damaged
-
-    path = write_video(tmp_path / "clip.mp4", 40, bf="0")
-    broken = tmp_path / "broken.mp4"
-    broken.write_bytes(damaged(path, 31))
-    before = threads()
-    started, prefill = [], Prefiller.prefill
-    Prefiller.prefill = lambda *args, **kwargs: (started.append(1), prefill(*args, **kwargs))[1]
-    try:
-        with pytest.raises(MediaError, match=r"broken\.mp4"):
-            vlm.ask(QUESTION, video=broken, num_frames=40, max_kv_tokens=300, **QUIET)
-    finally:
-        Prefiller.prefill = prefill
-    assert started
-    assert threads() == before
-
-
 @dataclass(frozen=True)
 class Breaks(CacheStage):
     """Fails in the third block."""
@@ -716,11 +682,11 @@ for path in paths:
 """
 
 
-def drawn(path: Path, seconds: int, size: tuple[int, int] = (240, 320)) -> Path:
+def drawn(path: Path, seconds: int) -> Path:
     """A video of one frame per second, in which a bar moves."""
     import av
 
-    height, width = size
+    height, width = 240, 320
     with av.open(str(path), "w") as output:
         stream = output.add_stream("libx264", rate=1)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
@@ -746,17 +712,6 @@ def measured(cap: int, *videos: Path) -> list[dict]:
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
-
-
-@pytest.mark.slow
-@linux
-def test_memory_does_not_grow_with_the_video(tmp_path):
-    short = drawn(tmp_path / "short.mp4", 50)
-    long = drawn(tmp_path / "long.mp4", 150)
-    few, many = measured(700, short, long)
-    assert (few["tokens"], many["tokens"]) == (50 * 16, 150 * 16)
-    assert few["cached"] <= 700 and many["cached"] <= 700
-    assert many["kilobytes"] < 1.1 * few["kilobytes"]
 
 
 @linux

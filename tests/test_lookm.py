@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,10 +14,10 @@ import tiny_families
 from closeness import apart, close, tolerance
 from fake_slots import compressed, prompt_kv, prompt_step, rotate
 from tiny_models import make_image
-from vlmfast import VLM, Recipe
+from vlmfast import VLM
 from vlmfast.compressors.cache.lookm import LookM, sizes
 from vlmfast.core.kv import KV
-from vlmfast.core.statistics import ColumnRequest, ColumnStats
+from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
 from vlmfast.kernels import merge as kernel
 from vlmfast.kernels.merge import merge_into
@@ -86,20 +85,6 @@ def test_merging_equals_plain_loops(h: int, n: int, s: int, mode: str, seed: int
             close(mine[head], right.double(), torch.float32, n + 4, scale=largest)
         other = by_hand(keys[head], values[head], keep[head].tolist(), mode, set())
         assert not torch.equal(other[2], got[2][head])  # control: slots were merged
-
-
-@given(st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
-def test_average_conserves_the_weighted_sum(seed: int) -> None:
-    """Times the weight of each slot, sums over slots are unchanged."""
-    keys, values = noise(2, 30, 8, seed=seed), noise(2, 30, 8, seed=seed + 100)
-    keep = torch.arange(0, 30, 4).expand(2, -1)
-    for mode, conserved in (("avg", True), ("pivot", False)):
-        k, v, weight = merge_into(keys, values, keep, mode)
-        assert weight.sum(1).tolist() == [30.0, 30.0]
-        for new, old in ((k, keys), (v, values)):
-            sums = (new * weight[..., None]).sum(1), old.sum(1)
-            (close if conserved else apart)(*sums, terms=30 + 8)
 
 
 def test_only_tokens_above_the_mean_are_averaged() -> None:
@@ -170,40 +155,6 @@ def test_merging_in_blocks_is_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> 
     for one, two, three in zip(whole, again, blocks, strict=True):
         assert torch.equal(one, two)
         close(one, three, terms=200 + 8)
-
-
-@pytest.mark.parametrize("rule", ["all", "token", "slot"])
-def test_padding_slots_are_not_merged(rule: str) -> None:
-    """Heads of different lengths, each as if alone; padding contains NaN."""
-    lengths, counts = (12, 7), (5, 3)
-    keys, values = noise(2, 12, 4), noise(2, 12, 4, seed=1)
-    keys[1, 7:], values[1, 7:] = torch.nan, torch.nan
-    keep = torch.tensor([[0, 2, 5, 8, 11], [1, 3, 6, 0, 0]])
-    valid = torch.arange(12) < torch.tensor(lengths)[:, None]
-    got = merge_into(
-        keys, values, keep, "pivot", rule=rule, valid=valid, lengths=torch.tensor(counts)
-    )
-    if rule == "slot":  # which couples the heads
-        assert all(bool(x[head, :c].isfinite().all()) for x in got for head, c in enumerate(counts))
-        return
-    for head, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-        alone = merge_into(
-            keys[head : head + 1, :n],
-            values[head : head + 1, :n],
-            keep[head : head + 1, :count],
-            "pivot",
-            rule=rule,
-        )
-        for mine, right in zip(got, alone, strict=True):
-            close(mine[head, :count], right[0], terms=12 + 4)
-
-
-def test_merging_nothing_changes_nothing() -> None:
-    keys, values = noise(2, 6, 4), noise(2, 6, 4, seed=1)
-    k, v, weight = merge_into(keys, values, torch.arange(6).expand(2, -1), "pivot")
-    assert torch.equal(k, keys)
-    assert torch.equal(v, values)
-    assert torch.equal(weight, torch.ones(2, 6))
 
 
 # --- LOOK-M --------------------------------------------------------------------------------------
@@ -364,22 +315,6 @@ def test_bias_stays_with_its_pivot_and_repair_counts_merges() -> None:
     close(plain.bias.exp().sum(1), [40.0, 40.0], terms=40)
 
 
-def test_repair_of_equal_tokens_is_exact() -> None:
-    """Counted averages of equal tokens: attention is as before."""
-    n, copies = 8, 5
-    keys = noise(1, n, 8).repeat_interleave(copies, 1)
-    values = noise(1, n, 8, seed=1).repeat_interleave(copies, 1)
-    index = torch.arange(0, n * copies, copies)[None]
-    k, v, weight = merge_into(keys, values, index, "avg")
-    query = noise(8, seed=3)
-    full = (keys[0] @ query / math.sqrt(8)).softmax(0) @ values[0]
-    logits = k[0] @ query / math.sqrt(8)
-    terms = 8 + n * copies
-    close((logits + weight[0].log()).softmax(0) @ v[0], full, terms=terms)
-    skewed = merge_into(keys, values, index, "avg", weight=torch.ones(1, n * copies).cumsum(1))[2]
-    apart((logits + skewed[0].log()).softmax(0) @ v[0], full, terms=terms)
-
-
 def test_rope_aware_merging_ignores_positions() -> None:
     """Keys that differ only by their rotation merge without error."""
     visual = mixed(40, 4)
@@ -394,16 +329,6 @@ def test_rope_aware_merging_ignores_positions() -> None:
     close(kept.keys, expected, terms=40, scale=scale)
     plain, _ = compressed(LookM(0.5), query, kv, visual=visual)
     apart(plain.keys, expected, terms=40, scale=scale)  # control: rotated keys blur
-
-
-def test_recipe_round_trips() -> None:
-    assert Recipe.parse("lookm:0.3") == Recipe((LookM(0.3),))
-    assert LookM().text_stats(3) == dict.fromkeys(range(3), ColumnRequest("all"))
-    assert not LookM.query_dependent
-    with pytest.raises(RecipeError, match="merge=mean is out of range, allowed is one of pivot"):
-        Recipe.parse("lookm:merge=mean")
-    with pytest.raises(RecipeError, match="recent=1 is out of range, allowed is >= 0 and < 1"):
-        Recipe.parse("lookm:recent=1")
 
 
 def test_rope_aware_merging_needs_one_rotary_id() -> None:

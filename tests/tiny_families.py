@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import nn
 
 PATCH = 8
+SQUARE = {"height": 4 * PATCH, "width": 4 * PATCH}
+EDGE, LARGE = {"longest_edge": 4 * PATCH}, {"longest_edge": 8 * PATCH}
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -33,7 +37,6 @@ def tokenizer(*more: str, **named: str) -> Any:
     ``named`` are special tokens that the processor accesses by name.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     special = tuple(dict.fromkeys(("<pad>", "<s>", "</s>", "<unk>", *named.values(), *more)))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,7 +48,7 @@ def tokenizer(*more: str, **named: str) -> Any:
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
         bos_token="<s>",
@@ -68,8 +71,11 @@ def template(image: str, video: str = "") -> str:
     )
 
 
-def filled(model_class: type, config: Any, special: int, seed: int = 0) -> nn.Module:
+def filled(config: transformers.PreTrainedConfig, special: int, seed: int = 0) -> nn.Module:
     """A model with every weight overwritten; the first ``special`` tokens are never generated."""
+    name = type(config).__name__.replace("Config", "ForConditionalGeneration")
+    model_class = getattr(transformers, name)
+    config.tie_word_embeddings = False
     with torch.random.fork_rng(devices=[]):
         model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -115,7 +121,7 @@ QWEN3_VISION = {
 }
 
 
-def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
+def _qwen(tokens: Any) -> dict[str, Any]:
     start, end, image, video = ids(tokens, *QWEN.values())
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     text = {**TEXT, "vocab_size": len(tokens), "rope_parameters": rope}
@@ -125,7 +131,6 @@ def _qwen(tokens: Any, heads: int = 4) -> dict[str, Any]:
         "video_token_id": video,
         "vision_start_token_id": start,
         "vision_end_token_id": end,
-        "tie_word_embeddings": False,
     }
 
 
@@ -141,14 +146,6 @@ def build_qwen2_5_vl(
     tower
         Other values of the vision tower's configuration.
     """
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
     tokens = tokenizer(**QWEN)
     vision = {
         "depth": 4,
@@ -161,41 +158,33 @@ def build_qwen2_5_vl(
         "out_hidden_size": 64,
         **tower,
     }
-    config = Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
+    config = transformers.Qwen2_5_VLConfig(**_qwen(tokens), vision_config=vision)
     size = {"shortest_edge": 16 * 16, "longest_edge": largest}
     sizes = {"patch_size": patch, "size": size}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        video_processor=Qwen2VLVideoProcessor(**sizes),
+    processor = transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+        video_processor=transformers.Qwen2VLVideoProcessor(**sizes),
         tokenizer=tokens,
         chat_template=QWEN_TEMPLATE,
     )
-    return filled(Qwen2_5_VLForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 def build_qwen3_vl(seed: int = 0) -> tuple[nn.Module, Any]:
     """Features of the vision blocks 0 and 2 are added after the first two layers."""
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
-
     tokens = tokenizer(**QWEN)
-    config = Qwen3VLConfig(**_qwen(tokens), vision_config=QWEN3_VISION)
+    config = transformers.Qwen3VLConfig(**_qwen(tokens), vision_config=QWEN3_VISION)
     size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
     sizes = {"patch_size": PATCH, "size": size, "merge_size": 2, "temporal_patch_size": 2}
-    processor = Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        video_processor=Qwen3VLVideoProcessor(
+    processor = transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+        video_processor=transformers.Qwen3VLVideoProcessor(
             **{**sizes, "size": {"shortest_edge": 16 * 16 * 4, "longest_edge": 64 * 64 * 6}}
         ),
         tokenizer=tokens,
         chat_template=QWEN_TEMPLATE,
     )
-    return filled(Qwen3VLForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 def open_clip_models(**more: Any) -> dict[str, Any]:
@@ -216,7 +205,6 @@ def _llava(tokens: Any) -> dict[str, Any]:
         "image_token_id": image,
         "video_token_id": video,
         "image_grid_pinpoints": PINPOINTS,
-        "tie_word_embeddings": False,
     }
 
 
@@ -225,49 +213,33 @@ PINPOINTS = [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]
 
 def build_llava_next_video(seed: int = 0) -> tuple[nn.Module, Any]:
     """A frame costs 2 x 2 tokens."""
-    from transformers import (
-        LlavaNextImageProcessor,
-        LlavaNextVideoConfig,
-        LlavaNextVideoForConditionalGeneration,
-        LlavaNextVideoProcessor,
-        LlavaNextVideoVideoProcessor,
-    )
-
     tokens = tokenizer(image_token="<image>", video_token="<video>")
-    config = LlavaNextVideoConfig(
+    config = transformers.LlavaNextVideoConfig(
         **_llava(tokens),
         text_config={**TEXT, "model_type": "llama", "vocab_size": len(tokens)},
         vision_config=open_clip_models(model_type="clip_vision_model", projection_dim=32),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
     )
-    size, crop = {"shortest_edge": 4 * PATCH}, {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = LlavaNextVideoProcessor(
-        image_processor=LlavaNextImageProcessor(
-            size=size, crop_size=crop, image_grid_pinpoints=PINPOINTS
+    crop = {"size": {"shortest_edge": 4 * PATCH}, "crop_size": SQUARE}
+    processor = transformers.LlavaNextVideoProcessor(
+        image_processor=transformers.LlavaNextImageProcessor(
+            **crop, image_grid_pinpoints=PINPOINTS
         ),
-        video_processor=LlavaNextVideoVideoProcessor(size=size, crop_size=crop),
+        video_processor=transformers.LlavaNextVideoVideoProcessor(**crop),
         tokenizer=tokens,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         chat_template=template("<image>\n", "<video>\n"),
     )
-    return filled(LlavaNextVideoForConditionalGeneration, config, 6, seed), processor
+    return filled(config, 6, seed), processor
 
 
 def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
     """A single image costs a base view and crops of at most two views."""
-    from transformers import (
-        LlavaOnevisionConfig,
-        LlavaOnevisionForConditionalGeneration,
-        LlavaOnevisionImageProcessor,
-        LlavaOnevisionProcessor,
-        LlavaOnevisionVideoProcessor,
-    )
-
     tokens = tokenizer(image_token="<image>", video_token="<video>")
-    config = LlavaOnevisionConfig(
+    config = transformers.LlavaOnevisionConfig(
         **_llava(tokens),
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
         vision_config=open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
@@ -275,36 +247,29 @@ def build_llava_onevision(seed: int = 0) -> tuple[nn.Module, Any]:
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
     )
-    size = {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = LlavaOnevisionProcessor(
-        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+    processor = transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(
+            size=SQUARE, image_grid_pinpoints=PINPOINTS
+        ),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(size=SQUARE),
         tokenizer=tokens,
         num_image_tokens=16,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_2",
         chat_template=template("<image>\n", "<video>\n"),
     )
-    return filled(LlavaOnevisionForConditionalGeneration, config, 6, seed), processor
+    return filled(config, 6, seed), processor
 
 
 def build_internvl(seed: int = 0) -> tuple[nn.Module, Any]:
     """Two or three crops and the whole image; a view costs 2 x 2 tokens."""
-    from transformers import (
-        GotOcr2ImageProcessor,
-        InternVLConfig,
-        InternVLForConditionalGeneration,
-        InternVLProcessor,
-        InternVLVideoProcessor,
-    )
-
     tokens = tokenizer(
         start_image_token="<img>",
         end_image_token="</img>",
         context_image_token="<IMG_CONTEXT>",
         video_token="<video>",
     )
-    config = InternVLConfig(
+    config = transformers.InternVLConfig(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
         vision_config=open_clip_models(
             model_type="internvl_vision",
@@ -315,19 +280,17 @@ def build_internvl(seed: int = 0) -> tuple[nn.Module, Any]:
         image_token_id=ids(tokens, "<IMG_CONTEXT>")[0],
         image_seq_length=4,
         downsample_ratio=0.5,
-        tie_word_embeddings=False,
     )
-    size = {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(
-            size=size, crop_to_patches=True, min_patches=1, max_patches=3
+    processor = transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3
         ),
-        video_processor=InternVLVideoProcessor(size=size),
+        video_processor=transformers.InternVLVideoProcessor(size=SQUARE),
         tokenizer=tokens,
         image_seq_length=4,
         chat_template=template("<IMG_CONTEXT>\n", "<video>\n"),
     )
-    return filled(InternVLForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 _IDEFICS = (
@@ -344,78 +307,50 @@ def _idefics(tokens: Any) -> dict[str, Any]:
         "image_token_id": ids(tokens, "<image>")[0],
         "scale_factor": 2,
         "pad_token_id": 0,
-        "tie_word_embeddings": False,
     }
 
 
 def build_idefics3(seed: int = 0) -> tuple[nn.Module, Any]:
     """Views of 4 x 4 patches, 2 x 2 tokens; images are split into up to 2 x 2 crops."""
-    from transformers import (
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessor,
-        Idefics3Processor,
-    )
-
     tokens = tokenizer(*_IDEFICS, image_token="<image>")
-    config = Idefics3Config(
+    config = transformers.Idefics3Config(
         **_idefics(tokens), vision_config=open_clip_models(model_type="idefics3_vision")
     )
-    edge = {"longest_edge": 4 * PATCH}
-    processor = Idefics3Processor(
-        image_processor=Idefics3ImageProcessor(
-            size={"longest_edge": 8 * PATCH}, max_image_size=edge
-        ),
+    processor = transformers.Idefics3Processor(
+        image_processor=transformers.Idefics3ImageProcessor(size=LARGE, max_image_size=EDGE),
         tokenizer=tokens,
         image_seq_len=4,
         chat_template=template("<image>"),
     )
-    return filled(Idefics3ForConditionalGeneration, config, len(tokens) - 256, seed), processor
+    return filled(config, len(tokens) - 256, seed), processor
 
 
 def build_smolvlm(seed: int = 0) -> tuple[nn.Module, Any]:
     """As Idefics3, with videos. Its processor needs the package num2words."""
-    from transformers import (
-        SmolVLMConfig,
-        SmolVLMForConditionalGeneration,
-        SmolVLMImageProcessor,
-        SmolVLMProcessor,
-        SmolVLMVideoProcessor,
-    )
-
+    pytest.importorskip("num2words")
     tokens = tokenizer(*_IDEFICS, image_token="<image>", video_token="<video>")
-    config = SmolVLMConfig(
+    config = transformers.SmolVLMConfig(
         **_idefics(tokens), vision_config=open_clip_models(model_type="smolvlm_vision")
     )
-    edge = {"longest_edge": 4 * PATCH}
-    processor = SmolVLMProcessor(
-        image_processor=SmolVLMImageProcessor(
-            size={"longest_edge": 8 * PATCH}, max_image_size=edge
-        ),
-        video_processor=SmolVLMVideoProcessor(
-            size=edge, max_image_size=edge, num_frames=8, fps=1, do_sample_frames=False
+    processor = transformers.SmolVLMProcessor(
+        image_processor=transformers.SmolVLMImageProcessor(size=LARGE, max_image_size=EDGE),
+        video_processor=transformers.SmolVLMVideoProcessor(
+            size=EDGE, max_image_size=EDGE, num_frames=8, fps=1, do_sample_frames=False
         ),
         tokenizer=tokens,
         image_seq_len=4,
         chat_template=template("<image>", "<video>"),
     )
-    return filled(SmolVLMForConditionalGeneration, config, len(tokens) - 256, seed), processor
+    return filled(config, len(tokens) - 256, seed), processor
 
 
 def build_gemma3(seed: int = 0, window: int = 256) -> tuple[nn.Module, Any]:
     """Three layers with a window and one without; 4 x 4 tokens per image."""
-    from transformers import (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        Gemma3ImageProcessor,
-        Gemma3Processor,
-    )
-
     tokens = tokenizer(
         boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
     )
     boi, eoi, image = ids(tokens, "<start_of_image>", "<end_of_image>", "<image_soft_token>")
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config={
             **TEXT,
             "vocab_size": len(tokens),
@@ -430,28 +365,22 @@ def build_gemma3(seed: int = 0, window: int = 256) -> tuple[nn.Module, Any]:
         boi_token_index=boi,
         eoi_token_index=eoi,
         image_token_id=image,
-        tie_word_embeddings=False,
     )
-    processor = Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size={"height": 8 * PATCH, "width": 8 * PATCH}),
+    processor = transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(
+            size={"height": 8 * PATCH, "width": 8 * PATCH}
+        ),
         tokenizer=tokens,
         image_seq_length=16,
         chat_template=template("<start_of_image>"),
     )
-    return filled(Gemma3ForConditionalGeneration, config, 7, seed), processor
+    return filled(config, 7, seed), processor
 
 
 def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
     """A square of 256 pixels costs 4 x 4 tokens."""
-    from transformers import (
-        CLIPImageProcessor,
-        FastVlmConfig,
-        FastVlmForConditionalGeneration,
-        LlavaProcessor,
-    )
-
     tokens = tokenizer(image_token="<image>")
-    config = FastVlmConfig(
+    config = transformers.FastVlmConfig(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
         vision_config={
             "model_type": "timm_wrapper",
@@ -462,10 +391,9 @@ def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
         },
         image_token_id=ids(tokens, "<image>")[0],
         image_seq_length=16,
-        tie_word_embeddings=False,
     )
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(
+    processor = transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessor(
             size={"shortest_edge": 256}, crop_size={"height": 256, "width": 256}
         ),
         tokenizer=tokens,
@@ -474,19 +402,11 @@ def build_fast_vlm(seed: int = 0) -> tuple[nn.Module, Any]:
         num_additional_image_tokens=0,
         chat_template=template("<image>\n"),
     )
-    return filled(FastVlmForConditionalGeneration, config, 5, seed), processor
+    return filled(config, 5, seed), processor
 
 
 def build_qwen2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
     """As Qwen2.5-VL; all blocks attend to the whole image."""
-    from transformers import (
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
     tokens = tokenizer(**QWEN)
     vision = {
         "depth": 4,
@@ -496,27 +416,25 @@ def build_qwen2_vl(seed: int = 0) -> tuple[nn.Module, Any]:
         "num_heads": 2,
         "patch_size": PATCH,
     }
-    config = Qwen2VLConfig(**_qwen(tokens), vision_config=vision)
+    config = transformers.Qwen2VLConfig(**_qwen(tokens), vision_config=vision)
     sizes = {"patch_size": PATCH, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
-    processor = Qwen2VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        video_processor=Qwen2VLVideoProcessor(**sizes),
+    processor = transformers.Qwen2VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+        video_processor=transformers.Qwen2VLVideoProcessor(**sizes),
         tokenizer=tokens,
         chat_template=QWEN_TEMPLATE,
     )
-    return filled(Qwen2VLForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 def build_qwen3_vl_moe(seed: int = 0) -> tuple[nn.Module, Any]:
     """As Qwen3-VL; each token takes two of four experts."""
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
     _, processor = build_qwen3_vl(seed)
     given = _qwen(processor.tokenizer)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     given["text_config"] |= experts
-    config = Qwen3VLMoeConfig(**given, vision_config=QWEN3_VISION)
-    return filled(Qwen3VLMoeForConditionalGeneration, config, 8, seed), processor
+    config = transformers.Qwen3VLMoeConfig(**given, vision_config=QWEN3_VISION)
+    return filled(config, 8, seed), processor
 
 
 GLM = {
@@ -530,8 +448,6 @@ GLM = {
 
 
 def _glm(kind: str, seed: int, sections: list[int], **text: Any) -> tuple[nn.Module, Any]:
-    import transformers
-
     tokens = tokenizer(**GLM)
     named = {
         f"{name}_id": token for name, token in zip(GLM, ids(tokens, *GLM.values()), strict=True)
@@ -548,7 +464,6 @@ def _glm(kind: str, seed: int, sections: list[int], **text: Any) -> tuple[nn.Mod
             "patch_size": PATCH,
             "out_hidden_size": 64,
         },
-        tie_word_embeddings=False,
         **named,
     )
     sizes = {
@@ -566,8 +481,7 @@ def _glm(kind: str, seed: int, sections: list[int], **text: Any) -> tuple[nn.Mod
             "<|begin_of_video|><|video|><|end_of_video|>",
         ),
     )
-    model_class = getattr(transformers, f"{kind}ForConditionalGeneration")
-    return filled(model_class, config, 10, seed), processor
+    return filled(config, 10, seed), processor
 
 
 def build_glm4v(seed: int = 0) -> tuple[nn.Module, Any]:
@@ -590,15 +504,8 @@ def build_glm4v_moe(seed: int = 0) -> tuple[nn.Module, Any]:
 
 def build_mistral3(seed: int = 0) -> tuple[nn.Module, Any]:
     """Pixtral's tower; 2 x 2 patches per token, a token of text after each row."""
-    from transformers import (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        PixtralImageProcessor,
-        PixtralProcessor,
-    )
-
     tokens = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    config = Mistral3Config(
+    config = transformers.Mistral3Config(
         text_config={
             **TEXT,
             "model_type": "mistral",
@@ -616,18 +523,17 @@ def build_mistral3(seed: int = 0) -> tuple[nn.Module, Any]:
         },
         image_token_index=ids(tokens, "[IMG]")[0],
         spatial_merge_size=2,
-        tie_word_embeddings=False,
     )
-    processor = PixtralProcessor(
-        image_processor=PixtralImageProcessor(
-            size={"longest_edge": 8 * PATCH}, patch_size={"height": PATCH, "width": PATCH}
+    processor = transformers.PixtralProcessor(
+        image_processor=transformers.PixtralImageProcessor(
+            size=LARGE, patch_size={"height": PATCH, "width": PATCH}
         ),
         tokenizer=tokens,
         patch_size=PATCH,
         spatial_merge_size=2,
         chat_template=template("[IMG]"),
     )
-    return filled(Mistral3ForConditionalGeneration, config, 7, seed), processor
+    return filled(config, 7, seed), processor
 
 
 def _cohere(tokens: Any) -> dict[str, Any]:
@@ -636,60 +542,45 @@ def _cohere(tokens: Any) -> dict[str, Any]:
         "text_config": text,
         "vision_config": open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
         "downsample_factor": 2,
-        "tie_word_embeddings": False,
     }
 
 
 def build_cohere2_vision(seed: int = 0) -> tuple[nn.Module, Any]:
     """Up to three crops and the whole image; a view costs 2 x 2 tokens."""
-    from transformers import (
-        Cohere2VisionConfig,
-        Cohere2VisionForConditionalGeneration,
-        Cohere2VisionImageProcessor,
-        Cohere2VisionProcessor,
-    )
-
     tokens = tokenizer(
         boi_token="<|START_OF_IMG|>",
         eoi_token="<|END_OF_IMG|>",
         image_token="<|IMG_PATCH|>",
         img_line_break_token="<|IMG_LINE_BREAK|>",
     )
-    config = Cohere2VisionConfig(
+    config = transformers.Cohere2VisionConfig(
         **_cohere(tokens),
         alignment_intermediate_size=64,
         image_token_id=ids(tokens, "<|IMG_PATCH|>")[0],
     )
-    size = {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = Cohere2VisionProcessor(
+    processor = transformers.Cohere2VisionProcessor(
         # Its `patch_size` is the number of tokens in a row of a view.
-        image_processor=Cohere2VisionImageProcessor(size=size, max_patches=3, patch_size=2),
+        image_processor=transformers.Cohere2VisionImageProcessor(
+            size=SQUARE, max_patches=3, patch_size=2
+        ),
         tokenizer=tokens,
         chat_template=template("<|IMG_PATCH|>"),
     )
-    return filled(Cohere2VisionForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 def build_aya_vision(seed: int = 0) -> tuple[nn.Module, Any]:
     """Two or three crops and the whole image; a view costs 2 x 2 tokens."""
-    from transformers import (
-        AyaVisionConfig,
-        AyaVisionForConditionalGeneration,
-        AyaVisionProcessor,
-        GotOcr2ImageProcessor,
-    )
-
     marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
     tokens = tokenizer("<image>", *marks, *(f"TILE_{i}" for i in (1, 2, 3)), "TILE_GLOBAL")
-    config = AyaVisionConfig(
+    config = transformers.AyaVisionConfig(
         **_cohere(tokens),
         alignment_intermediate_size=64,
         image_token_index=ids(tokens, "<|IMG_PATCH|>")[0],
     )
-    size = {"height": 4 * PATCH, "width": 4 * PATCH}
-    processor = AyaVisionProcessor(
-        image_processor=GotOcr2ImageProcessor(
-            size=size, crop_to_patches=True, min_patches=1, max_patches=3
+    processor = transformers.AyaVisionProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(
+            size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3
         ),
         tokenizer=tokens,
         patch_size=PATCH,
@@ -697,71 +588,53 @@ def build_aya_vision(seed: int = 0) -> tuple[nn.Module, Any]:
         downsample_factor=2,
         chat_template=template("<image>"),
     )
-    return filled(AyaVisionForConditionalGeneration, config, len(tokens) - 256, seed), processor
+    return filled(config, len(tokens) - 256, seed), processor
 
 
 def build_ovis2(seed: int = 0) -> tuple[nn.Module, Any]:
     """The whole image and two or three crops; a view costs 2 x 2 tokens."""
-    from transformers import (
-        Ovis2Config,
-        Ovis2ForConditionalGeneration,
-        Ovis2ImageProcessor,
-        Ovis2Processor,
-    )
-
     marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
     tokens = tokenizer("<image>", "<IMG_ATOM>", *marks)
-    config = Ovis2Config(
+    config = transformers.Ovis2Config(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(tokens)},
         vision_config=open_clip_models(vocab_size=64, hidden_stride=2),
         image_token_id=ids(tokens, "<IMG_ATOM>")[0],
         visual_indicator_token_ids=ids(tokens, *marks),
         vocab_size=len(tokens),
         hidden_size=64,
-        tie_word_embeddings=False,
     )
-    processor = Ovis2Processor(
-        image_processor=Ovis2ImageProcessor(
-            size={"height": 4 * PATCH, "width": 4 * PATCH}, crop_to_patches=True, max_patches=3
+    processor = transformers.Ovis2Processor(
+        image_processor=transformers.Ovis2ImageProcessor(
+            size=SQUARE, crop_to_patches=True, max_patches=3
         ),
         tokenizer=tokens,
         image_seq_length=4,
         chat_template=template("<image>"),
     )
-    return filled(Ovis2ForConditionalGeneration, config, 11, seed), processor
+    return filled(config, 11, seed), processor
 
 
 def build_paligemma(seed: int = 0) -> tuple[nn.Module, Any]:
     """4 x 4 tokens per image; the whole prompt attends to itself."""
-    from transformers import (
-        PaliGemmaConfig,
-        PaliGemmaForConditionalGeneration,
-        PaliGemmaProcessor,
-        SiglipImageProcessor,
-    )
-
     tokens = tokenizer(image_token="<image>")
-    config = PaliGemmaConfig(
+    config = transformers.PaliGemmaConfig(
         text_config={**TEXT, "model_type": "gemma", "vocab_size": len(tokens)},
         vision_config=open_clip_models(model_type="siglip_vision_model", vision_use_head=False),
         image_token_index=ids(tokens, "<image>")[0],
         vocab_size=len(tokens),
         projection_dim=64,
         hidden_size=64,
-        tie_word_embeddings=False,
     )
-    images = SiglipImageProcessor(size={"height": 4 * PATCH, "width": 4 * PATCH})
+    images = transformers.SiglipImageProcessor(size=SQUARE)
     images.image_seq_length = 16
-    processor = PaliGemmaProcessor(
+    processor = transformers.PaliGemmaProcessor(
         image_processor=images, tokenizer=tokens, chat_template=template("<image>")
     )
-    return filled(PaliGemmaForConditionalGeneration, config, 5, seed), processor
+    return filled(config, 5, seed), processor
 
 
 def build_qwen3_5(seed: int = 0) -> tuple[nn.Module, Any]:
     """The first and the last layer have linear attention."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
     _, processor = build_qwen3_vl(seed)
     given = _qwen(processor.tokenizer)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -774,8 +647,8 @@ def build_qwen3_5(seed: int = 0) -> tuple[nn.Module, Any]:
         "rope_parameters": {**rope, "partial_rotary_factor": 0.5},
     }
     vision = {key: value for key, value in QWEN3_VISION.items() if "deepstack" not in key}
-    config = Qwen3_5Config(**given, vision_config=vision)
-    return filled(Qwen3_5ForConditionalGeneration, config, 8, seed), processor
+    config = transformers.Qwen3_5Config(**given, vision_config=vision)
+    return filled(config, 8, seed), processor
 
 
 def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, Any]:
@@ -783,13 +656,6 @@ def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, An
 
     ``splits``: large images become up to six tiles of 4 x 4 tokens.
     """
-    from transformers import (
-        Lfm2VlConfig,
-        Lfm2VlForConditionalGeneration,
-        Lfm2VlImageProcessor,
-        Lfm2VlProcessor,
-    )
-
     tokens = tokenizer(
         image_token="<image>",
         image_start_token="<|image_start|>",
@@ -799,7 +665,7 @@ def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, An
     kinds = ["conv", "full_attention", "full_attention", "conv"]
     text = {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
     vision = {key: v for key, v in open_clip_models().items() if key != "image_size"}
-    config = Lfm2VlConfig(
+    config = transformers.Lfm2VlConfig(
         text_config={**TEXT, **text, "model_type": "lfm2", "vocab_size": len(tokens)},
         vision_config={
             **vision,
@@ -809,10 +675,9 @@ def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, An
         },
         image_token_id=ids(tokens, "<image>")[0],
         projector_hidden_size=64,
-        tie_word_embeddings=False,
     )
-    processor = Lfm2VlProcessor(
-        image_processor=Lfm2VlImageProcessor(
+    processor = transformers.Lfm2VlProcessor(
+        image_processor=transformers.Lfm2VlImageProcessor(
             encoder_patch_size=PATCH,
             tile_size=8 * PATCH,
             min_image_tokens=4,
@@ -823,7 +688,7 @@ def build_lfm2_vl(seed: int = 0, *, splits: bool = False) -> tuple[nn.Module, An
         tokenizer=tokens,
         chat_template="<s>" + template("<image>"),  # its tokenizer adds none
     )
-    return filled(Lfm2VlForConditionalGeneration, config, 8, seed), processor
+    return filled(config, 8, seed), processor
 
 
 # Towers and language models that Transformers puts into a LLaVA, and where they differ from the
@@ -869,8 +734,6 @@ def llava_around(
     added to the configs. A tower without special rows projects all of its rows, others all but the
     first.
     """
-    import transformers
-
     tokens = tokenizer(image_token="<image>", video_token="<video>")
     words = {"model_type": decoder, "vocab_size": len(tokens)}
     views = {"model_type": tower, **open_clip_models(), **TOWERS.get(tower, {})}
@@ -890,8 +753,7 @@ def llava_around(
         },
         **how,
     )
-    edge = {"height": 4 * PATCH, "width": 4 * PATCH}
-    crop = {"size": {"shortest_edge": 4 * PATCH}, "crop_size": edge}
+    crop = {"size": {"shortest_edge": 4 * PATCH}, "crop_size": SQUARE}
     if family == "llava":
         images = transformers.CLIPImageProcessor(**crop)
         more: dict[str, Any] = {"patch_size": PATCH}
@@ -900,9 +762,9 @@ def llava_around(
         more = {"patch_size": PATCH}
     else:
         images = transformers.LlavaOnevisionImageProcessor(
-            size=edge, image_grid_pinpoints=PINPOINTS
+            size=SQUARE, image_grid_pinpoints=PINPOINTS
         )
-        videos = transformers.LlavaOnevisionVideoProcessor(size=edge)
+        videos = transformers.LlavaOnevisionVideoProcessor(size=SQUARE)
         more = {"video_processor": videos, "num_image_tokens": 16 + int(strategy == "default")}
     processor = getattr(transformers, f"{name}Processor")(
         image_processor=images,
@@ -911,9 +773,7 @@ def llava_around(
         **more,
         **how,
     )
-    return filled(
-        getattr(transformers, f"{name}ForConditionalGeneration"), config, 6, seed
-    ), processor
+    return filled(config, 6, seed), processor
 
 
 # Families with code of their own for the most part. Others share it with one of these: the kit and

@@ -27,8 +27,6 @@ def build_llava(folder: Path) -> None:
 
 
 def build_onevision(folder: Path) -> None:
-    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
-
     model, processor = tiny_families.build_llava_onevision()
     config = model.config.to_dict()
     config["vision_aspect_ratio"] = processor.vision_aspect_ratio = "anyres_max_9"
@@ -39,8 +37,7 @@ def build_onevision(folder: Path) -> None:
         "hidden_size": 2 * HEAD,
     }
     config["vision_config"] |= {"num_attention_heads": 2, "hidden_size": 2 * HEAD}
-    new = LlavaOnevisionConfig(**config)
-    tiny_families.filled(LlavaOnevisionForConditionalGeneration, new, 6, 0).save_pretrained(folder)
+    tiny_families.filled(type(model.config)(**config), 6).save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
@@ -55,8 +52,7 @@ def build_internvl(folder: Path) -> None:
         "hidden_size": 2 * HEAD,
     }
     config["vision_config"] |= {"num_attention_heads": 2, "hidden_size": 2 * HEAD}
-    kind = type(model)
-    tiny_families.filled(kind, kind.config_class(**config), 8, 0).save_pretrained(folder)
+    tiny_families.filled(type(model.config)(**config), 8).save_pretrained(folder)
     processor.save_pretrained(folder)
 
 
@@ -80,9 +76,7 @@ def build_qwen(name: str, folder: Path) -> None:
         vision["out_hidden_size"] = 2 * HEAD
     if name == "qwen3_vl":
         text["rope_parameters"]["mrope_interleaved"] = True
-    kind = type(model)
-    new = tiny_families.filled(kind, kind.config_class(**config), 8, 0)
-    new.save_pretrained(folder)
+    tiny_families.filled(type(model.config)(**config), 8).save_pretrained(folder)
     processor.image_processor.size = {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
     processor.save_pretrained(folder)
 
