@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -44,11 +44,19 @@ class Driven:
         self.sequence = reading(adapter, inputs, recipe, begin)
 
     @classmethod
-    def of(cls, vlm: VLM, recipe: Any, images: list[Any], **more: Any) -> Driven:
-        """A short question about images."""
-        tensors = vlm.inputs("what is here ?", images=images)
+    def of(
+        cls,
+        vlm: VLM,
+        recipe: Any = (),
+        images: Iterable[Any] | None = None,
+        question: str = "what is here ?",
+        **more: Any,
+    ) -> Driven:
+        """A short question about images, one by default."""
+        images = [make_image(seed=0)] if images is None else list(images)
         sizes = [np.asarray(image).shape[:2] for image in images]
-        return cls(vlm.adapter, Inputs(tensors, sizes, "q", **more), Recipe.of(recipe))
+        tensors = vlm.inputs(question, images=images)
+        return cls(vlm.adapter, Inputs(tensors, sizes, question, **more), Recipe.of(recipe))
 
     @property
     def recipe(self) -> Recipe:
@@ -105,13 +113,3 @@ class Driven:
 
     def release(self) -> None:
         self.engine.prefiller.release(self.sequence)
-
-
-def run_of(
-    vlm: VLM, recipe: Any = (), seeds: Sequence[int] = (0,), question: str = "what is here ?"
-) -> Driven:
-    """The sequence of a question about an image of each seed."""
-    images = [make_image(seed=seed) for seed in seeds]
-    sizes = [(image.height, image.width) for image in images]
-    inputs = Inputs(vlm.inputs(question, images=images), sizes, question)
-    return Driven(vlm.adapter, inputs, Recipe.of(recipe))

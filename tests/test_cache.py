@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batched import CountingPool, Together, joined_caches
 from closeness import apart, close, network
-from driven import Driven, run_of
+from driven import Driven
 from test_cache_methods import Dense, everything
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
@@ -74,7 +74,7 @@ def sums(vlm: VLM, n: int) -> int:
 
 
 def started(vlm: VLM, recipe=(), seeds=(0,)) -> Driven:
-    run = run_of(vlm, recipe, seeds)
+    run = Driven.of(vlm, recipe, [make_image(seed=seed) for seed in seeds])
     with torch.no_grad(), switched(vlm.model):
         run.start(12)
     return run
@@ -419,7 +419,7 @@ def test_cropping_into_an_uncompressed_prompt(grouped):
     run = started(grouped)
     ids = run.inputs.tensors["input_ids"][0, -5:].tolist()
     with torch.no_grad(), switched(grouped.model):
-        expected = run_of(grouped).start(5)
+        expected = Driven.of(grouped).start(5)
     run.cache.crop(5)
     run.position.sub_(5)
     terms = sums(grouped, run.prompt.full_length)
@@ -670,7 +670,7 @@ def test_memory_falls_layer_by_layer(grouped):
     """During the prefill, at most one layer is uncompressed."""
 
     def stored(recipe) -> list[int]:
-        run, sizes = run_of(grouped, recipe, range(12)), []
+        run, sizes = Driven.of(grouped, recipe, [make_image(seed=seed) for seed in range(12)]), []
         cache = KVCache(grouped.adapter.depth)
         hooks = [
             layer.register_forward_hook(lambda *args: sizes.append(cache.held_bytes()))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
-import driven
 from batched import Together
 from closeness import apart, close, network
 from driven import Driven
@@ -61,7 +60,7 @@ def sums(vlm: VLM, prompt: int) -> int:
 
 def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
-    return driven.run_of(vlm, recipe, seeds, question)
+    return Driven.of(vlm, recipe, [make_image(seed=seed) for seed in seeds], question)
 
 
 def prompt_kv(vlm: VLM, recipe: str, prompt: int) -> tuple[list[KV], dict]:

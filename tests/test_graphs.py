@@ -14,7 +14,7 @@ import torch
 
 import vlmfast
 from cpu_graph import CPUGraphs
-from driven import run_of
+from driven import Driven
 from fake_drafters import Knows
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
@@ -148,7 +148,7 @@ def test_captured_batches_and_sessions(plain: VLM, vlm: VLM) -> None:
 
 def test_stand_in_detects_a_moved_buffer(vlm: VLM) -> None:
     """Control: a step whose buffers were replaced after its capture does not run."""
-    run = run_of(vlm)
+    run = Driven.of(vlm)
     with torch.no_grad(), switched(vlm.model):
         run.start(8)
         run.next(torch.tensor([[5]]))

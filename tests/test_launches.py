@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from driven import run_of
+from driven import Driven
 from fake_cuda import launches
 from tiny_families import builders
 from vlmfast import VLM
@@ -52,7 +52,7 @@ def steps(family: str, layers: int) -> list[Counter[str]]:
         decoder.config.layer_types = decoder.config.layer_types[:layers]
     vlm, batch = VLM(model.to(torch.bfloat16), processor), Batch()
     with torch.no_grad(), switched(model):
-        run = run_of(vlm)
+        run = Driven.of(vlm)
         run.start(8)
         batch.join(run.decoder)
         for _ in range(2):  # a prompt leaves space for one token in a window

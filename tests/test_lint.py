@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import rope_types
-from driven import run_of
+from driven import Driven
 from fake_cuda import Watch, shapes, steps
+from tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.engine.attention import switched
@@ -91,7 +92,8 @@ def decoder(
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
             # Prompts of different lengths.
-            run = run_of(vlm, recipe, range(10 * number, 11 * number + 1))
+            images = [make_image(seed=of) for of in range(10 * number, 11 * number + 1)]
+            run = Driven.of(vlm, recipe, images)
             run.start(max_new_tokens)
             runs.append(run)
         joined = Batch()
