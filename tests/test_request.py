@@ -97,6 +97,8 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"epsilon_cutoff": "x"}, "epsilon_cutoff='x' must be a number"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be"),
         ({"encoder_no_repeat_ngram_size": 10**9}, "encoder_no_repeat_ngram_size=1000000000"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight cannot be given"),
+        ({"decoder_start_token_id": "a"}, "decoder_start_token_id='a'"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"strict": "x"}, "strict='x' must be"),
         ({"stop_strings": 3}, "stop_strings=3 must be a text"),

@@ -36,6 +36,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
             "assistant_early_exit",
+            "assistant_ensemble_weight",
             "assistant_model",
             "assistant_tokenizer",
             "constraints",
@@ -403,6 +404,7 @@ _CHECKS: dict[str, _Check] = {
     "eos_token_id": _eos,
     "pad_token_id": _id(inside=False),
     "bos_token_id": _ends,
+    "decoder_start_token_id": _ends,
     "forced_bos_token_id": _id(inside=True),
     "forced_eos_token_id": _ids(inside=True),
     "bad_words_ids": _bad_words,
