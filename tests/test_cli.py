@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -178,6 +179,7 @@ def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
     for name, method in found.items():
         assert listed[name].endswith(f"  {method['summary']}")
         assert f"  {method['tier']} " in listed[name]
+    assert "presets: none, faithful, balanced, fast" in lines
     assert len(lines) < 70
 
 
@@ -191,6 +193,12 @@ def test_methods_shows_the_details_of_a_name(capsys: pytest.CaptureFixture[str])
     (keep,) = (line for line in second.splitlines() if line.strip().startswith("keep=0.2 "))
     assert "float, > 0 and <= 1; fraction of the patches" in keep
     assert "rule=paper" in second and "one of paper, code" in second
+    assert main(["methods", "fast", "hired"]) == 0
+    first, again = capsys.readouterr().out.split("\n\n")
+    assert first == "fast  (preset)\n  recipe: downsample:budget=0.33+scope:budget=0.33"
+    assert again == second
+    (row,) = run_json(capsys, ["methods", "none", "--json"])
+    assert row == {"name": "none", "recipe": "none"}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +236,16 @@ def test_method_of_another_package_has_a_place(
     monkeypatch.setattr(registry, "stage_names", lambda: names)
     (method,) = run_json(capsys, ["methods", "h2o", "--json"])
     assert method["place"] == "cache"
+
+
+def test_types_of_parameters_without_postponed_annotations() -> None:
+    from vlmfast.compressors import Reducer, param
+    from vlmfast.core.methods import _method
+
+    own = [("cell", int, param(2, "side of a cell")), ("least", float | None, param(None, "floor"))]
+    cls = dataclasses.make_dataclass("Cells", own, bases=(Reducer,), frozen=True)
+    types = {p["name"]: p["type"] for p in _method(cls)["parameters"]}
+    assert (types["cell"], types["least"], types["keep"]) == ("int", "float | None", "float")
 
 
 def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

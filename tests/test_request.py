@@ -120,6 +120,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"vlmfast_run": 3}, "vlmfast_run cannot be given: names that begin with vlmfast_"),
         ({"input_ids": torch.zeros(1, 3)}, "input_ids cannot be given"),
         ({"temprature": 0.5}, "unknown argument temprature (did you mean 'temperature'?)"),
+        ({"max_tokens": 3}, "unknown argument max_tokens (did you mean 'max_new_tokens'?)"),
         ({"qqq": 1}, "unknown argument qqq"),
     ],
 )

@@ -256,6 +256,9 @@ def test_the_type_of_an_object_is_not_taken_for_its_field() -> None:
         messages = json.dumps([{"role": "user", "content": [content]}])
         found = refusal(chat_body(messages=messages))
         assert found.param == f"messages[0].content[0].{name}"
+    text = '[{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]'
+    message = refusal(chat_body(messages=text)).message
+    assert message.endswith('image_url must be an object such as {"url": "..."}')
 
 
 # --- connections ---------------------------------------------------------------------------------

@@ -603,7 +603,9 @@ def _known(
         )
     if name in elsewhere:
         raise VLMFastError(f"{name} cannot be given here: {elsewhere[name]}")
-    meant = nearest(name, sorted({*names, *settings, *_OF_CALL}))
+    known = sorted({*names, *settings, *_OF_CALL})
+    # OpenAI's name, which is spelled more like max_kv_tokens.
+    meant = nearest("max_new_tokens" if name == "max_tokens" else name, known)
     raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")
 
 

@@ -108,7 +108,7 @@ def methods(parser: argparse.ArgumentParser) -> None:
         f"vlmfast methods {_HUB}   # which of them run",
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="METHOD", help="show the details of these (default: list all)")
+    add("names", nargs="*", metavar="METHOD", help="show these methods or presets (default: all)")
     where = "only those that act there"
     _add_several(parser, "--where", where, metavar=None, choices=tuple(PLACES))
     add_model(parser, default=None, about="test which methods run on this model: ")

@@ -39,19 +39,21 @@ _PLACE_OF_PROTOCOL = {
 
 
 def run(args: argparse.Namespace, load: Callable[[], VLM]) -> None:
-    """Print methods; ``load`` loads the model of ``--model``."""
+    """Print methods and presets; ``load`` loads the model of ``--model``."""
     from vlmfast.core.methods import methods
+    from vlmfast.core.recipe import PRESETS
     from vlmfast.core.registry import stage_class
 
     if args.model is None:
-        args.names = [stage_class(name).name for name in args.names]
+        args.names = [name if name in PRESETS else stage_class(name).name for name in args.names]
     found = [_placed(method) for method in methods()]
     found = [method for method in found if not args.where or method["place"] in args.where]
     if args.model is not None:
         _print_supported(args, load, {method["name"] for method in found})
         return
     if args.names:
-        by_name = {method["name"]: method for method in found}
+        presets = [{"name": name, "recipe": text or "none"} for name, text in PRESETS.items()]
+        by_name = {row["name"]: row for row in [*presets, *found]}
         found = [by_name[name] for name in dict.fromkeys(args.names) if name in by_name]
     if args.json:
         print_json(found)
@@ -83,6 +85,7 @@ def _placed(method: dict[str, Any]) -> dict[str, Any]:
 
 def _print_list(found: list[dict[str, Any]]) -> None:
     """One line a method, by place and tier; shortened to the width of a terminal."""
+    from vlmfast.core.recipe import PRESETS
     from vlmfast.core.stage import TIERS
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
@@ -103,6 +106,7 @@ def _print_list(found: list[dict[str, Any]]) -> None:
             print(line if len(line) <= width else f"{line[: width - 1]}…")
     print()
     print("T: needs trained weights   Q: depends on the question   M: runs another model")
+    print(f"presets: {', '.join(PRESETS)}")
     print("'vlmfast methods NAME' shows the parameters, their defaults and the paper")
 
 
@@ -120,6 +124,9 @@ def _shortest(method: dict[str, Any]) -> str:
 
 
 def _print_details(method: dict[str, Any]) -> None:
+    if "place" not in method:
+        print(f"{method['name']}  (preset)\n  recipe: {method['recipe']}")
+        return
     traits = [
         method["tier"],
         method["place"],

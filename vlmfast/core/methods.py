@@ -31,7 +31,8 @@ def _method(cls: type[Stage]) -> dict[str, Any]:
         "parameters": [
             {
                 "name": recipe_name(f),
-                "type": str(f.type),
+                # Text, or a type where the module does not postpone its annotations.
+                "type": f.type.__name__ if isinstance(f.type, type) else str(f.type),
                 "default": None if f.default is MISSING else f.default,
                 **{key: value for key, value in f.metadata.items() if key != "word"},
             }

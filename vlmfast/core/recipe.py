@@ -132,8 +132,10 @@ class Recipe(Stages):
             raise RecipeError(f"recipe {quoted(text)} has an empty method name")
         for preset in items if len(items) > 1 else ():
             if preset in PRESETS:
+                text = PRESETS[preset]
                 raise RecipeError(
-                    f"preset {preset!r} must be the whole recipe, not joined with methods"
+                    f"preset {preset!r} must be the whole recipe, not joined with methods; "
+                    + (f"write {text} in its place" if text else "leave it out")
                 )
         recipe = cls(tuple(_stage(item) for item in items))
         names = [item.partition(":")[0].strip() for item in items]

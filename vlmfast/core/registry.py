@@ -109,9 +109,9 @@ def unknown_method(name: str, more: tuple[str, ...] = ()) -> RecipeError:
     """The error for a name that no method has, with the nearest names; ``more`` are known, too."""
     if name in (skipped := _outside().skipped):
         return RecipeError(skipped[name])
-    names = list(stage_names())
+    names = [*stage_names(), *more]
     near = difflib.get_close_matches(name[:80].lower(), names, n=3, cutoff=0)
     return RecipeError(
-        f"unknown method {quoted(name)}{nearest(name, [*names, *more])}; nearest are "
+        f"unknown method {quoted(name)}{nearest(name, names)}; nearest are "
         f"{listed(near)}; `vlmfast methods` lists all"
     )

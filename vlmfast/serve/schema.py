@@ -330,6 +330,9 @@ def _message(param: str, error: Any) -> str:
             return f"{param or 'an empty name'} is not supported{error['ctx']['meant']}"
         case "none_required":
             return f"{param} is not supported: leave it out"
+        case "model_type" | "model_attributes_type":
+            shape = ' such as {"url": "..."}' if param.endswith("_url") else ""
+            return f"{param or 'the body'} must be an object{shape}"
         case "union_tag_not_found":
             return f"{param} needs {'a role' if 'role' in text else 'a type'}"
         case "union_tag_invalid":
