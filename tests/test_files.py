@@ -28,7 +28,7 @@ from vlmfast.core.files import (
     replace_text,
     replacing,
 )
-from vlmfast.core.weights import save_weights
+from vlmfast.core.weights import StageWeights
 from vlmfast.eval.data import read_subtitles
 from vlmfast.eval.report import write_difference, write_report
 from vlmfast.eval.results import write_json
@@ -209,7 +209,8 @@ def test_failed_write_keeps_the_old_weights(
     def save(value: float) -> None:
         module = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(module.weight, value)
-        save_weights(tmp_path / "weights", "atp", module, {}, [0.0], {"value": value})
+        weights = StageWeights("atp", {}, [0.0], {"value": value}, module.state_dict())
+        weights.save_pretrained(tmp_path / "weights")
 
     save(1.0)
     before = {file.name: file.read_bytes() for file in (tmp_path / "weights").iterdir()}
