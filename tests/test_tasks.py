@@ -560,10 +560,6 @@ def test_mmmu_with_the_shipped_model(college, tmp_path, capsys):
     assert numbers["metrics"]["mmmu_acc"] == round(right / len(MMMU), 3)
     assert numbers["groups"]["subject"]["Accounting"]["n"] == 2
     assert "mmmu_acc_expected" in capsys.readouterr().out
-    theirs = json.loads((out / "mmmu" / "none" / "results.json").read_text())
-    assert theirs["results"]["mmmu_val"]["mmmu_acc,none"] == numbers["metrics"]["mmmu_acc"]
-    assert theirs["n-samples"]["mmmu_val"]["effective"] == len(MMMU)
-    assert theirs["results"]["mmmu_val"]["mmmu_acc_stderr_clt,none"] > 0
     text, files = write_report(out, out)
     assert "| Art and Design | 3 |" in text
     assert (out / "mmmu.html") in files
@@ -595,10 +591,8 @@ def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
     assert meta["data"] == films.name
     assert {"model_revision", "dtype", "device", "versions", "batch_size", "command"} <= set(meta)
     assert meta["options"] == {"mode": "official", "num_frames": 4, "subtitles": subtitles}
-    theirs = json.loads((tmp_path / name / "none" / "results.json").read_text())["results"]
-    results = theirs["videomme_w_subtitle" if subtitles else "videomme"]
-    assert {"videomme_perception_score,none", "score_over_all,none"} <= set(results)
     text, _ = write_report(tmp_path, tmp_path / "r")
+    assert "videomme_perception_score" in text and "score_over_all" in text
     for name in ("short", "medium", "long", "Multilingual", "OCR Problems"):
         assert f"| {name} | 3 |" in text or name == "Multilingual", name
 
@@ -632,8 +626,8 @@ def test_empty_output_is_wrong(college, objects, tmp_path):
     )
     assert first.samples == again.samples
     assert not any(s["answered"] for s in first.samples.values())
-    theirs = json.loads((first.path / "results.json").read_text())["results"]["mmmu_val"]
-    assert theirs["fallbacks,none"] == sum("choices" in s for s in first.samples.values()) == 6
+    found = summarise(first)["metrics"]["fallbacks"]
+    assert found == sum("choices" in s for s in first.samples.values()) == 6
     pope = evaluate(Silent(), find_task("pope", data=objects), out=tmp_path / "p")
     assert {s["filtered_resps"][0] for s in pope.samples.values()} == {"yes"}
 
