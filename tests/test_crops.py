@@ -512,5 +512,5 @@ def test_invalid_choice_of_a_stage_raises(model, crops) -> None:
     image = make_image(128, 128)
     with pytest.raises(RecipeError, match=r"test-chooses chose the crops .* image with 4"):
         model.ask("what ?", images=image, recipe=Chooses())
-    with pytest.raises(RecipeError, match="two stages that choose the crops; only one may"):
+    with pytest.raises(RecipeError, match="which both choose the crops; only one may"):
         Recipe((Chooses(), Crops()))

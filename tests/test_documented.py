@@ -88,7 +88,6 @@ NOT_RUN_PYTHON = {
     r"\bclient\.": "asks a server; tests/serve/test_documented_server.py runs it",
     r"^# run_vlmfast": "needs VLMEvalKit; tests/test_vlmevalkit_model.py runs it",
     r'model="Qwen/': "asks a server with vLLM; plugins/vllm/tests/test_serve.py does",
-    r"push_to_hub": "online: tests/test_sharing.py uploads to a local hub",
     r'check_stage\("(large|draft-repeat)|VipLlava': "needs the package of the page, which "
     "tests/test_outside.py installs before it runs the block",
 }

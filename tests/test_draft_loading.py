@@ -18,7 +18,7 @@ from replayed import accepts_something, replay
 from test_draft_eagle import TERMS, VOCABULARY, WIDTH, cyclic, layout_of, read_of, target
 from vlmfast.core.drafting import Budget
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.core.weights import load_weights, save_weights
+from vlmfast.core.weights import StageWeights, load_weights
 from vlmfast.drafters._loading import load_published, published
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.module import EagleModule
@@ -348,7 +348,8 @@ def test_own_weights_round_trip(tmp_path: Path, kind: str) -> None:
     made = filled(VispecModule(config) if kind == "vispec" else EagleModule(config))
     stage = DraftVispec if kind == "vispec" else DraftEagle
     folder = tmp_path / "run" / "weights"
-    save_weights(folder, stage.name, made, config, signature, {"steps": 1})
+    weights = StageWeights(stage.name, config, signature, {"steps": 1}, made.state_dict())
+    weights.save_pretrained(folder)
     for place in (folder, tmp_path / "run"):  # other files in the folder are ignored
         (place / "config.json").write_text("{}")
         assert not published(place)

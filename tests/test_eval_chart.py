@@ -11,7 +11,7 @@ import pytest
 from eval_fakes import write_results
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
-from vlmfast.eval.chart import BASELINE, FULL, GROUPS, STACKS, figure, group_of, rows
+from vlmfast.eval.chart import BASELINE, FULL, STACKS, figure, group_of, rows
 from vlmfast.eval.report import write_report
 
 
@@ -47,8 +47,14 @@ def report() -> dict:
     return {"tasks": {"shapes": {"recipes": recipes, "warnings": []}}}
 
 
-def by_name(shown) -> dict:
-    return {trace.name: trace for trace in shown.data if trace.name}
+def by_name(shown, part: int = 0) -> dict:
+    """The lines of one part of the figure."""
+    axes = list(dict.fromkeys(trace.xaxis for trace in shown.data))
+    return {trace.name: trace for trace in shown.data if trace.xaxis == axes[part]}
+
+
+def titles(shown) -> list[str]:
+    return [note.text for note in shown.layout.annotations]
 
 
 def test_rows_are_those_of_the_axis(report, tmp_path: Path) -> None:
@@ -81,65 +87,44 @@ def test_points_equal_the_report(report) -> None:
     assert list(line.y) == [90.0, 93.0]
     assert list(line.error_y.array) == pytest.approx([3.0, 3.0])
     assert list(line.error_y.arrayminus) == pytest.approx([2.0, 2.0])
-    assert list(line.customdata[0]) == ["hired:budget=0.11", "90.0 % [88.0, 93.0]"]
-    assert set(shown["full model"].y) == {95.0}
+    assert list(line.hovertext) == ["hired:budget=0.11", "hired:budget=0.22"]
+    assert list(shown[FULL].y) == [95.0, 95.0]
+    assert list(shown[FULL].x) == [10.0, 100.0]
 
 
-def test_menu_has_the_data_of_every_view(report) -> None:
+def test_each_view_is_a_part(report) -> None:
     shown = figure(rows(report))
-    menu, _ = shown.layout.updatemenus
-    assert [button.label for button in menu.buttons] == ["Images", "Videos"]  # no captions
-    names = [trace.name for trace in shown.data]
-    (data,) = menu.buttons[1].args
-    assert data["y"][names.index("hired")] == [70.0, 80.0]
-    assert data["y"][names.index("full model")] == [90.0, 90.0]
-    assert not data["x"][names.index("pvc")]  # images only
-    assert {len(value) for value in data.values()} == {len(names)}
+    assert sorted(titles(shown)) == ["Images", "Videos"]  # no captions
+    images, videos = by_name(shown), by_name(shown, 1)
+    assert list(videos["hired"].y) == [70.0, 80.0]
+    assert list(videos[FULL].y) == [90.0, 90.0]
+    assert "pvc" in images and "pvc" not in videos
     json.loads(shown.to_json())  # strict JSON, as a browser reads it
 
 
 def test_baselines_are_grey_and_visible(report) -> None:
-    shown = figure(rows(report))
-    own = {trace.name: trace for trace in shown.data if trace.legendgroup in GROUPS}
-    assert {t.line.color for t in own.values() if t.legendgroup == BASELINE} == {"#8a8a8a"}
+    own = by_name(figure(rows(report)))
+    assert own["random"].line.color == "#8a8a8a" != own["hired"].line.color
     assert own["random"].visible is True and own["hired"].visible is True
     assert own["fastv"].visible == own[STACKS].visible == "legendonly"
-    assert own["hired"].line.color != "#8a8a8a"
-
-
-def test_menu_shows_a_group_beside_the_baselines(report) -> None:
-    shown = figure(rows(report))
-    _, menu = shown.layout.updatemenus
-    choices = {button.label: button.args[0]["visible"] for button in menu.buttons}
-    drawn = [trace.legendgroup for trace in shown.data]
-    for group in ("trained", "inside encoder or language model"):
-        seen = {of for of, on in zip(drawn, choices[group], strict=True) if on is True}
-        assert seen - {None} == {FULL, BASELINE, group}
-    assert set(choices["All methods"]) == {True}
-    # The first one is what the chart shows without a choice.
-    assert [trace.visible or True for trace in shown.data] == list(
-        menu.buttons[0].args[0]["visible"]
-    )
+    assert own[STACKS].mode == "markers"
 
 
 def test_lines_of_a_real_report_are_distinct() -> None:
     file = Path(__file__).parent.parent / "docs" / "results" / "report.json"
-    shown = figure(rows(file))
-    drawn = [t for t in shown.data if t.legendgroup in GROUPS and t.name != STACKS]
+    drawn = by_name(figure(rows(file)))
     assert len(drawn) > 20
-    looks = {(t.line.color, t.line.dash, t.marker.symbol) for t in drawn}
-    assert len(looks) == len(drawn)
+    assert len({(t.line.color, t.marker.symbol) for t in drawn.values()}) == len(drawn)
 
 
 def test_sessions_are_a_view_of_the_cache(report) -> None:
     shown = figure(rows(report, axis="held"))
-    buttons = {button.label: button.args for button in shown.layout.updatemenus[0].buttons}
-    assert not any("Caption" in label for label in buttons)
-    (data,) = buttons["Images, later questions of a session"]
-    names = [trace.name for trace in shown.data]
-    assert data["x"][names.index("h2o")] == [40.0]
-    assert data["y"][names.index("h2o")] == [66.0]
-    assert data["y"][names.index("snapkv")] == []  # each question prefills the image again
+    assert not any("Caption" in title for title in titles(shown))
+    assert "Images, later questions of a session" in titles(shown)
+    (later,) = (t for t in shown.data if t.name == "h2o" and list(t.y) == [66.0])
+    assert list(later.x) == [40.0]
+    # Each question prefills the image of snapkv again.
+    assert not any(t.name == "snapkv" and t.xaxis == later.xaxis for t in shown.data)
 
 
 def test_group_of() -> None:
@@ -151,10 +136,10 @@ def test_group_of() -> None:
 @pytest.mark.parametrize(
     ("of", "task", "words"),
     [
-        ("absent.json", None, r"cannot read the report .*absent\.json"),
-        ("bad.json", None, "cannot read the report"),
+        ("absent.json", None, r"the report .*absent\.json cannot be read"),
+        ("bad.json", None, "the report.* cannot be read"),
         (None, "pope", "no task pope in the report; it has: shapes"),
-        ({}, None, "it has: none"),
+        ({}, None, "the report.* cannot be read"),
         ({"tasks": {}}, None, "it has: none"),
     ],
 )

@@ -14,6 +14,7 @@ import vlmfast
 from closeness import close
 from eval_fakes import FakeVLM, run
 from vlmfast.core.exit_codes import ExitCode
+from vlmfast.core.placement import usable
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands, failures
@@ -215,7 +216,7 @@ def test_sessions(tmp_path, fake, capsys):
         assert value["recipes"]["lookm"][key] is None
     close(asked["held"], 0.2, terms=100)  # a mean over fewer samples than that
     printed = capsys.readouterr().out
-    assert printed.count("| `lookm:0.5` |") == 2
+    assert printed.count("| `lookm:0.5") == 2  # alone and in sessions
     run(*words, "--recipe", "lookm", "--share", "0.5")
     assert not fake[1].asked  # finished samples are not asked again
 
@@ -269,9 +270,9 @@ def test_missing_cuda_device_is_refused(monkeypatch):
 
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="device 'cuda' cannot be used"):
-            commands.check_device("cuda")
-    commands.check_device("cpu")
-    commands.check_device(None)
+            usable("cuda")
+    assert usable("cpu") == torch.device("cpu")
+    assert usable(None) is None
 
 
 def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):

@@ -45,10 +45,20 @@ def report(folder, tmp_path_factory) -> tuple[str, list[Path]]:
     return write_report(folder, tmp_path_factory.mktemp("report") / "new")
 
 
-def rows_of(text: str) -> dict[str, list[str]]:
-    text = text.partition("### Cost")[0]
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    return {row[0].strip("`"): row for row in cells[2:]}
+def tables_of(text: str) -> list[tuple[list[str], dict[str, list[str]]]]:
+    """The head and the rows of every table, by the first cell."""
+    found = []
+    for block in re.split(r"\n\n+", text):
+        if block.startswith("|"):
+            lines = [line.strip("| ").split(" | ") for line in block.splitlines()]
+            found.append((lines[0], {row[0].strip("`"): row[1:] for row in lines[2:]}))
+    return found
+
+
+def recipes_of(text: str) -> dict[str, dict[str, str]]:
+    """The cells of each recipe by column, of the table of all recipes."""
+    head, rows = next(table for table in tables_of(text) if table[0][0] == "recipe")
+    return {name: dict(zip(head[1:], cells, strict=True)) for name, cells in rows.items()}
 
 
 def number(cell: str) -> float:
@@ -86,7 +96,7 @@ def test_numbers_of_half_a_task(tmp_path):
     n = summarise(run, run)
     assert n["accuracy_video"] is n["accuracy_video_ci"] is n["ttft_s_video"] is None
     json.dumps(n, allow_nan=False)
-    assert rows_of(write_report(tmp_path, tmp_path)[0])["none"][2] == "–"
+    assert "videos %" not in recipes_of(write_report(tmp_path, tmp_path)[0])["none"]
 
 
 def test_perfect_score_has_an_interval(tmp_path):
@@ -120,16 +130,15 @@ def test_report(report):
     assert len(found["recipes"]) == 11
     assert files[0].read_text(encoding="utf-8") == text
     assert "`shapes.html`" in text
-    rows = rows_of(text.partition("\n\nBold: ")[2])
+    rows = recipes_of(text)
     assert next(iter(rows)) == "none"
     assert list(rows)[-1] == "none@question-only"
     assert len(rows) == 11
-    assert all(len(row) == 11 for row in rows.values())
-    assert number(rows["none"][4]) == 100
-    assert number(rows["hired:budget=0.33"][6]) == 33
-    assert re.match(r"\+\d+\.\d \[\+", rows["hired:budget=0.11"][9])
-    for name in ("none", "none@question-only", "random:budget=0.11"):
-        assert rows[name][9] == "–"
+    assert number(rows["none"]["loyalty %"]) == 100
+    assert number(rows["hired:budget=0.33"]["tokens kept %"]) == 33
+    assert rows["none"]["equivalent tokens"] == "336.0 / 544.0"
+    assert number(rows["hired:budget=0.33"]["TTFT ms"]) == 29.9
+    assert not {"peak memory MB", "later questions, images %"} & set(rows["none"])  # not measured
     warnings = re.findall(r"\*\*Warning:\*\* (.*)", text)
     few = [warning for warning in warnings if "too few for intervals" in warning]
     assert [re.sub(r"\d+", "N", w) for w in few] == [
@@ -146,37 +155,27 @@ def test_report(report):
 
 def test_methods_by_budgets_at_a_glance(report, folder, tmp_path):
     text, _ = report
-    table = text.partition("| recipe")[0]
-    rows = rows_of(table)
+    head, rows = tables_of(text)[0]
+    assert head == ["single questions, kept of the tokens", "33 %", "11 %"]
     assert list(rows) == ["hired", "hired:alpha=0.9", "downsample", "grid", "random"]
-    full = rows_of(text.partition("\n\nBold: ")[2])
-    cell = full["hired:budget=0.11"]
-    accuracies = [f"{number(cell[i]):.1f}" for i in (1, 2)]
+    cells = recipes_of(text)["hired:budget=0.11"]
+    accuracies = [f"{number(cells[f'{noun} %']):.1f}" for noun in ("images", "videos")]
     # Bold where it beats random, plain where not, a dash where not run.
-    assert rows["hired"][2] == " / ".join(f"**{a}**" for a in accuracies)
-    assert "**" not in rows["downsample"][2]
-    assert rows["hired:alpha=0.9"][1] == "–"
+    assert rows["hired"][1] == " / ".join(f"**{a}**" for a in accuracies)
+    assert "**" not in rows["downsample"][1]
+    assert rows["hired:alpha=0.9"][0] == "–"
     alone = tmp_path / "alone"
     write_results(alone, "none", 0.8, limit=LIMIT)
     write_results(alone, "hired:budget=0.2", 0.8, 0.4, limit=LIMIT)
     assert "Bold: " not in write_report(alone, alone)[0]
     write_results(alone, "random:budget=0.2", 0.8, 0.2, limit=LIMIT)
-    assert "(40.0 %)" in rows_of(write_report(alone, alone)[0])["hired"][1]
+    assert "(40.0 %)" in tables_of(write_report(alone, alone)[0])[0][1]["hired"][0]
 
 
 def tables_under(text: str, title: str) -> list[list[str]]:
     """Rows of the first table under a title, without head and rule."""
     block = text.partition(f"### {title}\n")[2].partition("\n|")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in block.split("\n")][2:]
-
-
-def test_costs(report):
-    rows = {row[0].strip("`"): row for row in tables_under(report[0], "Cost")}
-    assert len(rows) == 11
-    assert rows["none"][1] == "336.0 / 544.0"
-    assert number(rows["hired:budget=0.33"][3]) == 29.9
-    assert number(rows["hired:budget=0.33"][5]) == 33
-    assert rows["none"][6] == "– / –"  # not measured
 
 
 def test_pairs_of_methods(report):
@@ -213,33 +212,6 @@ def test_long_tables_are_folded():
     assert folded("All", long) == (
         f'<details markdown="1">\n<summary>All (13 rows)</summary>\n\n{long}\n\n</details>'
     )
-
-
-def test_stacks_are_in_the_column_of_the_product_of_their_budgets(tmp_path):
-    write_results(tmp_path, "none", 0.8, limit=2)
-    for share in (0.33, 0.11):
-        write_results(tmp_path, f"random:budget={share}", 0.5, share, limit=2)
-    for recipe, share in {
-        "grid:budget=0.33+scope:budget=0.33": 0.109,
-        "hired:budget=0.5+divprune:budget=0.67": 0.335,  # nearly a third
-        "hired:budget=0.5+scope:budget=0.44": 0.22,  # of no single method
-    }.items():
-        write_results(tmp_path, recipe, 0.7, share, limit=2)
-    write_report(tmp_path, tmp_path)
-    lines = (tmp_path / "report.md").read_text(encoding="utf-8").splitlines()
-    at = next(n for n, line in enumerate(lines) if "of the tokens" in line)
-    columns = [cell.split(" %")[0] for cell in lines[at].split("|")[2:-1]]
-    assert [column.strip() for column in columns] == ["33", "22", "11"]
-    filled = {
-        cells[1].strip(" `"): [cell.strip() != "–" for cell in cells[2:-1]]
-        for cells in (line.split("|") for line in lines[at + 2 : at + 6])
-    }
-    assert filled == {
-        "grid+scope": [False, False, True],
-        "hired+divprune": [True, False, False],
-        "hired+scope": [False, True, False],
-        "random": [True, False, True],
-    }
 
 
 def test_random_control_matches_the_measured_cost(tmp_path):
@@ -309,15 +281,6 @@ def caches(tmp_path_factory) -> Path:
     return out
 
 
-def parts_of(text: str) -> dict[str, dict[str, list[str]]]:
-    """Rows of every table, by the first word of its head."""
-    found = {}
-    for block in re.split(r"\n\n+", text.partition("### Cost")[0]):
-        if block.startswith("|"):
-            found[block.strip("| ").split(" | ")[0] + str(len(found))] = rows_of(block)
-    return found
-
-
 def test_numbers_of_a_cache(caches):
     full, alone, asked = (
         read(caches / "shapes" / name) for name in ("none", "lookm_0.1", "lookm_0.1@session")
@@ -351,30 +314,35 @@ def test_report_of_caches(cache_report):
     text, files = cache_report
     names = ["report.md", "shapes-cache.html", "report.json"]
     assert [file.name for file in files] == names
-    assert text.startswith("# Accuracy against KV cache\n")
-    alone, captions, later, table, sessions = parts_of(text).values()
-    for grid in (alone, captions, later):
+    *grids, (_, _), _ = tables_of(text)
+    views = ["single questions", "captions", "later questions in a session"]
+    assert [head[0].partition(", kept of the cache")[0] for head, _ in grids] == views
+    for head, grid in grids:
+        assert head[1:] == ["50 %", "10 %", "default"]
         assert list(grid) == ["h2o", "kivi", "lookm", "streamingllm"]
-        assert grid["kivi"][1:3] == ["–", "–"]
-        assert "(20.0 %)" in grid["kivi"][3]
-        assert grid["lookm"][3] == "–"
+        assert grid["kivi"][:2] == ["–", "–"]
+        assert "(20.0 %)" in grid["kivi"][2]
+        assert grid["lookm"][2] == "–"
         # Beats both controls on images and videos; a dozen captions are too few to show it.
-        assert grid["lookm"][1].count("**") == 4 or grid is captions
-        assert "**" not in grid["h2o"][1]
-        assert "(" not in grid["lookm"][1] + grid["h2o"][1]
-    assert list(table)[:2] == ["none", "h2o:0.5"]
-    assert {"random:budget=0.5", "streamingllm:0.1"} <= set(table)
-    row = table["lookm:0.1"]
-    assert number(row[1]) == 10
-    assert all(re.match(r"[\d.]+ \[[\d.]+, [\d.]+\]$", cell) for cell in row[2:7])
-    assert number(row[9]) < 0  # against the full model
-    assert number(row[11]) > 0 < number(row[13])  # streamingllm, random
-    assert table["none"][9:] == ["–"] * 6
-    assert table["streamingllm:0.1"][11] == "–"
-    assert set(sessions) == set(table)
-    assert sessions["lookm:0.1"][1] == "once"
-    assert "the image is processed again" in text
-    assert number(sessions["lookm:0.1"][10]) > 0 > number(sessions["h2o:0.1"][10])
+        assert grid["lookm"][0].count("**") == 4 or "captions" in head[0]
+        assert "**" not in grid["h2o"][0]
+        assert "(" not in grid["lookm"][0] + grid["h2o"][0]
+    rows = recipes_of(text)
+    assert list(rows)[:2] == ["none", "none@session"]
+    assert {"random:budget=0.5", "streamingllm:0.1"} <= set(rows)
+    alone, asked = rows["lookm:0.1"], rows["lookm:0.1@session"]
+    assert number(alone["cache %"]) == 10
+    for key in ("images %", "videos %", "captions of images %", "captions of videos %"):
+        assert re.match(r"[\d.]+ \[[\d.]+, [\d.]+\]$", alone[key])
+    assert alone["later questions, images %"] == alone["a session processes images"] == "–"
+    assert number(asked["later questions, images %"]) > 0
+    assert asked["a session processes images"] == "once"
+    pairs = {tuple(row[i].strip("`") for i in (0, 1)): row for row in tables_under(text, "Pairs")}
+    assert number(pairs["lookm:0.1", "none"][2]) < 0
+    for control in ("streamingllm:0.1", "random:budget=0.1"):
+        assert number(pairs["lookm:0.1", control][2]) > 0
+    better, poorer = (pairs[f"{of}:0.1@session", f"{of}:0.1"][2] for of in ("lookm", "h2o"))
+    assert number(better) > 0 > number(poorer)
     worse = [w for w in re.findall(r"\*\*Warning:\*\* (.*)", text) if "not better" in w]
     worse = [w for w in worse if "captions" not in w]
     assert worse
@@ -386,10 +354,9 @@ def test_report_of_caches(cache_report):
 
 def test_cache_controls_have_the_same_size(caches):
     rows = {row.run.name: row for row in compare(load(caches)["shapes"])}
-    assert "lookm:0.1@session" not in rows
     names = {word: of.run.name for word, of in rows["lookm:0.1"].controls.items()}
     assert names == {"streamingllm": "streamingllm:0.1", "random": "random:budget=0.1"}
-    asked = rows["lookm:0.1"].session.controls["random"]
+    asked = rows["lookm:0.1@session"].controls["random"]
     assert asked.run.name == "random:budget=0.1@session"
     assert not rows["kivi"].controls  # no control of similar size
     assert not rows["none"].controls
@@ -403,13 +370,11 @@ def test_caches_and_reducers_in_one_report(folder, caches, tmp_path):
     text, files = write_report(tmp_path, tmp_path / "out")
     names = ["report.md", "shapes.html", "shapes-cache.html", "report.json"]
     assert [f.name for f in files] == names
-    assert text.startswith("# Accuracy against visual tokens and KV cache\n")
-    budgets, tokens, *_, table, _ = parts_of(text).values()
-    assert "hired" in budgets
-    assert "lookm" not in str(budgets)
-    assert {"hired:budget=0.11", "random:budget=0.5"} <= set(tokens)
-    assert "lookm:0.1" not in tokens
-    assert "hired:budget=0.11" not in table
+    grids = {head[0]: rows for head, rows in tables_of(text) if "kept of the" in head[0]}
+    tokens = grids["single questions, kept of the tokens"]
+    assert "hired" in tokens and "lookm" not in tokens
+    assert "hired" not in grids["single questions, kept of the cache"]
+    assert {"hired:budget=0.11", "random:budget=0.5", "lookm:0.1"} <= set(recipes_of(text))
 
 
 def test_report_of_sessions_only(tmp_path):
@@ -417,7 +382,6 @@ def test_report_of_sessions_only(tmp_path):
         write_results(tmp_path, recipe, 0.8, held=0.2, session=True, limit=2)
     text, files = write_report(tmp_path, tmp_path)
     assert '"lookm@session"' in files[1].read_text(encoding="utf-8")  # the chart
-    assert "`lookm@session` was run in sessions only" in text
     assert "the full model is missing" in text
 
 
@@ -427,7 +391,7 @@ def test_missing_controls_are_reported(tmp_path):
     for name in ("random", "downsample"):
         assert f"the control `{name}` is missing" in text
     assert "the full model is missing" in text
-    assert rows_of(text)["hired:budget=0.11"][4] == "–"
+    assert "loyalty %" not in recipes_of(text)["hired:budget=0.11"]
 
 
 def test_full_model_alone_needs_no_controls(tmp_path):
@@ -500,14 +464,14 @@ def test_two_folders_are_compared(folder, tmp_path):
     write_results(tmp_path, "hired:budget=0.33", 0.35, 0.2, limit=9, weights_sha256="retrained")
     text, files = write_difference(folder, tmp_path, tmp_path / "d")
     assert files == [tmp_path / "d" / "difference.md"]
-    rows = rows_of(text)
+    rows = recipes_of(text)
     assert set(rows) == {"none", "hired:budget=0.33"}
-    assert rows["none"][2] == rows["none"][3] == "+0.0 [+0.0, +0.0]"
-    worse = rows["hired:budget=0.33"]
-    assert worse[1] == str(21 * 9)
-    assert number(worse[2]) < -20
-    assert float(worse[4]) < 0.01 < float(rows["none"][4]) == 1
-    assert "(-39 %)" in worse[5]
+    same, worse = rows["none"], rows["hired:budget=0.33"]
+    assert same["images, points"] == same["videos, points"] == "+0.0 [+0.0, +0.0]"
+    assert worse["samples"] == str(21 * 9)
+    assert number(worse["images, points"]) < -20
+    assert float(worse["McNemar's p"]) < 0.01 < float(same["McNemar's p"]) == 1
+    assert "(-39 %)" in worse["equivalent tokens"]
     assert f"Only in {folder}: hired:budget=0.11, hired:alpha=0.9,budget=0.11, " in text
     assert f"Only in {tmp_path}" not in text
 

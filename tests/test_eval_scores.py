@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from closeness import close
-from vlmfast.eval.scores import bootstrap, mcnemar, normalise, standard_errors, wilson
+from vlmfast.eval.scores import bootstrap, mcnemar, normalise, wilson
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,3 @@ def test_mcnemar_is_the_sign_test():
     assert mcnemar(5, 0) == mcnemar(0, 5) == 2 / 32
     close(mcnemar(8, 2), 2 * (1 + 10 + 45) / 1024, terms=10)
     assert mcnemar(3000, 2000) < 1e-40
-
-
-def test_clustered_standard_errors():
-    scores = [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-    plain, alone = standard_errors(scores, [str(i) for i in range(6)])
-    close(plain, float(np.std(scores, ddof=1) / np.sqrt(6)), terms=6)
-    close(alone, plain, terms=6)
-    # Each answer repeated three times: the naive error is too small by sqrt(3).
-    clustered = standard_errors(scores * 3, [str(i) for i in range(6)] * 3)
-    assert clustered[1] == pytest.approx(np.std(scores) / np.sqrt(6), rel=0.02)
-    assert clustered[0] < clustered[1] / 1.6
-    assert standard_errors([1.0], ["a"]) == (None, None)
-    assert standard_errors([1.0, 0.0], ["a", "a"])[1] is None
-    plain, opposed = standard_errors([1.0, 0.0] * 8, [str(i // 2) for i in range(16)])
-    assert 0 <= opposed < plain / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -200,8 +199,7 @@ def test_eval_under_launchers(launcher, tmp_path, whole):
     assert read(tmp_path / "o" / "shapes" / "none").samples == whole.samples
     # One process prints, and its table covers the questions of both.
     assert done.stdout.count("| `none` |") == 1
-    theirs = json.loads((tmp_path / "o" / "shapes" / "random" / "results.json").read_text())
-    assert theirs["n-samples"]["shapes"]["effective"] == DOCS
+    assert len(read(tmp_path / "o" / "shapes" / "random").samples) == DOCS
 
 
 @pytest.mark.slow

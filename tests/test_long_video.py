@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from media_fixtures import frame_number, write_video
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.api.long_video import LongVideo
+from vlmfast.core import progress
 from vlmfast.core.protocols import CacheStage
 from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.engine.prefiller import Prefiller
@@ -276,7 +276,7 @@ def test_every_cap_above_the_smallest_works(vlm, monkeypatch):
 
 @pytest.mark.parametrize("cap", [0, -5, 1.5, "100", True, False, [9]])
 def test_invalid_caps_are_refused(vlm, cap):
-    with pytest.raises(VLMFastError, match=r"max_kv_tokens=.* must be a whole number above 0"):
+    with pytest.raises(VLMFastError, match=r"max_kv_tokens=.* must be a whole number of at least"):
         vlm.ask(QUESTION, video=FRAMES[:4], max_kv_tokens=cap)
 
 
@@ -549,26 +549,16 @@ def test_decoding_thread_ends_when_the_model_fails(vlm):
     with pytest.raises(KeyError, match="in the middle"):
         vlm.ask(QUESTION, video=Made(400), recipe=Breaks(), max_kv_tokens=700, **QUIET)
     assert threads() == before
-    readers: list[tuple[threading.Thread, threading.Event]] = []
-    with module._ahead(iter(range(1000)), readers) as ready:
-        blocks = (block for block in ready if block is not None)
-        assert [next(blocks), next(blocks)] == [0, 1]
-    with module._ahead(iter(range(5)), readers) as ready:
-        assert [block for block in ready if block is not None] == list(range(5))
-    for reader, _ in readers:
-        reader.join(60)
-    assert threads() == before
 
 
 def test_an_interrupt_ends_the_thread_that_reads(vlm, monkeypatch):
-    """Wherever it comes while that thread is started."""
+    """Wherever it comes while that thread reads."""
     monkeypatch.setattr(interrupts, "ENGINE", module.__file__)
-    # Those of its inner functions that it runs depend on which thread is faster.
-    own = {number for *_, number in inspect.unwrap(module._ahead).__code__.co_lines()}
+    own = {number for *_, number in LongVideo.prefill.__code__.co_lines()}
     lines = [line for line in interrupts.lines_of(lambda: read_slowly(vlm)) if line[1] in own]
     before = threads()
-    assert 5 < len(lines) <= len(own)
-    for line in lines:
+    assert 20 < len(lines) <= len(own)
+    for line in lines[::5]:
         with interrupts.no_hang(), pytest.raises(KeyboardInterrupt):
             interrupts.interrupted(lambda: read_slowly(vlm), line)
         assert threads() == before, line
@@ -636,7 +626,8 @@ def test_a_video_that_waits_for_frames_counts_as_a_row(vlm, monkeypatch):
     assert len(video.answer) == 1
 
 
-def test_progress_bar_counts_the_frames(vlm, capsys):
+def test_progress_bar_counts_the_frames(vlm, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_LOG_S", 0)  # outside of a terminal
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, max_new_tokens=1)
     out, err = capsys.readouterr()
     assert "reading" in err and "40/40" in err and out == ""

@@ -205,13 +205,13 @@ def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay(merged_answer(4, [5, 15], [(0, 0, 0.5, 0.5), (0.75, 0.75, 1, 1)]))
     assert written == [
         "5 of 16 patches in 2 tokens",
-        "test: 2 of 16 visual tokens; 1 merged from 4 (blue)",
+        "test: 2 of 16 visual tokens kept; 1 merged from 4 (blue)",
     ]
     written.clear()
     none = (float("nan"),) * 4
     made = merged_answer(2, [0, 3], [none, (0.5, 0.5, 1, 1)], (Kind.SPECIAL, Kind.IMAGE))
     contact_sheet([made, made])
-    assert written[:2] == ["1 of 4 patches", "test: 2 of 4 visual tokens; 1 show a whole view"]
+    assert written[:2] == ["1 of 4 patches", "test: 2 of 4 visual tokens kept; 1 show a whole view"]
     assert sum("orange" in text for text in written) == 1
 
 

@@ -18,7 +18,7 @@ from vlmfast.compressors.encoder.pvc.module import ProgressiveEncoder, ranks, to
 from vlmfast.compressors.encoder.pvc.plan import Choice, tokens_in, tokens_out
 from vlmfast.compressors.encoder.pvc.training import TRAINING
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.core.weights import load_weights, save_weights
+from vlmfast.core.weights import StageWeights, load_weights
 
 TRAINED = {"blocks": [1, 2], "sides": [2, 4], "repeats": [1, 2, 4], "hidden": 16, "time_width": 8}
 TERMS = 8 * 512
@@ -63,7 +63,8 @@ def weights(vlm, tmp_path_factory):
     """A folder of random weights, as after training: no parameter is zero."""
     folder = tmp_path_factory.mktemp("pvc")
     config = vlm.adapter.sizes() | TRAINED
-    save_weights(folder, "pvc", module_of(vlm, True), config, vlm.adapter.signature(), {})
+    state = module_of(vlm, True).state_dict()
+    StageWeights("pvc", config, vlm.adapter.signature(), {}, state).save_pretrained(folder)
     return folder
 
 

@@ -226,25 +226,6 @@ def test_without_the_full_model_recipes_are_not_run(fake: Fake) -> None:
     assert rows()[ZIP[1], "gqa"]["reason"].startswith("KeyError: 'image'")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "vlmfast.errors.ModelError: x is not a model",
-            "the model cannot be loaded: vlmfast.errors.ModelError: x is not a model",
-        ),
-        ("OSError: [Errno 28] No space left on device", "the disk is full"),
-        ("ValueError: Model 'vlmfast' not found in available models", "vlmfast must be installed"),
-    ],
-)
-def test_errors_of_every_row_stop_the_run(fake: Fake, capsys, line: str, message: str) -> None:
-    fake.set("none", "gqa", log=["    raise ModelError(", line])
-    assert reproduce() == ExitCode.USER_ERROR
-    error = capsys.readouterr().err
-    assert message in error and "log.txt" in error
-    assert len(fake.calls) == 1
-
-
 def test_incomplete_result_is_measured_again(fake: Fake) -> None:
     fake.set(ZIP[1], "mme", n=2374, metrics={"mme_perception_score": 1524.0}, cut=40)
     assert reproduce() == ExitCode.CUT_SHORT

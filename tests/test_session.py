@@ -411,8 +411,7 @@ def test_least_recently_used_session_is_evicted():
         assert s.ask(QUESTIONS[0], **ASK).token_ids == ids
     one = sessions[0].bytes
     assert one > 0 and all(s.bytes == one for s in sessions)
-    vlm.session_bytes = 2 * one
-    assert vlm.prefix_cache.limit == vlm.session_bytes == 2 * one
+    vlm.prefix_cache.limit = 2 * one
     assert [bool(s.bytes) for s in sessions] == [False, True, True]
     for s in sessions:
         s.messages = []
@@ -425,15 +424,14 @@ def test_least_recently_used_session_is_evicted():
         assert sessions[1].ask(QUESTIONS[0], **ASK).token_ids == expected[1]
     assert count["looks"] == 0
     # A session larger than the limit still answers.
-    vlm.session_bytes = one - 1
+    vlm.prefix_cache.limit = one - 1
     for s, ids in zip(sessions, expected, strict=True):
         s.messages = []
         answer = s.ask(QUESTIONS[0], **ASK)
         assert answer.token_ids == ids and answer.stats.prompt_reused == s.bytes == 0
         assert s.reuses == "features"
     # Closed and deleted sessions do not count.
-    vlm.session_bytes = None
-    assert vlm.session_bytes > 3 * one
+    vlm.prefix_cache.limit = 4 * one
     sessions[2].close()
     del sessions, s
     gc.collect()

@@ -52,8 +52,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def weights() -> StageWeights:
-    """Shipped weights, with the card of any other weights."""
-    return replace(StageWeights.from_pretrained(ATP), card=None)
+    return StageWeights.from_pretrained(ATP)
 
 
 def files_of(weights: StageWeights, folder: Path) -> dict[str, bytes]:
@@ -79,9 +78,8 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def test_models_without_an_owner_are_refused_without_a_request(hub: FakeHub) -> None:
-    for name, hint in {"Qwen2.5-VL-3B": "Qwen/Qwen2.5-VL-3B", "any": "owner/any"}.items():
-        with pytest.raises(ModelError, match=rf"{name} is neither a folder .*as in {hint}$"):
-            vlmfast.VLM.from_pretrained(name)
+    with pytest.raises(ModelError, match=r"any is neither a folder .*as in owner/any$"):
+        vlmfast.VLM.from_pretrained("any")
     assert not hub.requests
     # The control: with an owner it is looked up.
     hub.commit("someone/vlm", {"config.json": b'{"model_type": "bert"}'})
@@ -131,17 +129,9 @@ def test_saved_weights_load_again(name: str, tmp_path: Path) -> None:
     assert equal(loaded(tmp_path / "new", name), shipped.module())
 
 
-def test_edited_card_is_kept(weights: StageWeights, tmp_path: Path) -> None:
-    weights.save_pretrained(tmp_path)
-    card = tmp_path / "README.md"
-    card.write_text(card.read_text(encoding="utf-8") + "\nOur notes.\n", encoding="utf-8")
-    again = StageWeights.from_pretrained(tmp_path)
-    again.save_pretrained(tmp_path / "copy")
-    assert (tmp_path / "copy" / "README.md").read_bytes() == card.read_bytes()
+def test_tables_are_added_to_the_card(weights: StageWeights) -> None:
     table = {"title": "Accuracy", "columns": ["kept %", "accuracy %"], "rows": [[20, 90.5]]}
-    measured = again.with_measured(table)
-    assert "Our notes" not in measured.model_card()
-    assert "| 20 | 90.5 |" in measured.model_card()
+    assert "| 20 | 90.5 |" in weights.with_measured(table).model_card()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +143,6 @@ def test_edited_card_is_kept(weights: StageWeights, tmp_path: Path) -> None:
         ("stage.json", b'{"stage": "atp", "config": {}}', "lacks the config or the signature"),
         ("model.safetensors", b"x", r"model\.safetensors cannot be used"),
         ("model.safetensors", None, r"model\.safetensors cannot be used"),
-        ("README.md", b"\xff", r"README\.md cannot be read"),
     ],
 )
 def test_damaged_folders_are_rejected(
@@ -193,7 +182,7 @@ def test_hub_id_loads_as_a_folder(hub: FakeHub, weights: StageWeights, tmp_path:
     assert equal(loaded(REPO), weights.module())
     assert StageWeights.from_pretrained(REPO).training == weights.training
     fetched = [line for line in hub.requests if line.startswith("GET") and "resolve" in line]
-    assert {line.rpartition("/")[2] for line in fetched} == FILES  # not notes.txt
+    assert {line.rpartition("/")[2] for line in fetched} == FILES - {"README.md"}
 
 
 def test_revision_selects_a_commit(hub: FakeHub, weights: StageWeights, tmp_path: Path) -> None:
@@ -227,8 +216,6 @@ def test_offline_mode_uses_the_cache(
     assert equal(loaded(REPO), weights.module())
     with pytest.raises(RecipeError, match=r"someone/other .* not in the cache.*HF_HUB_OFFLINE=1"):
         loaded("someone/other")
-    with pytest.raises(VLMFastError, match="cannot be uploaded: HF_HUB_OFFLINE=1"):
-        weights.push_to_hub(REPO)
     assert len(hub.requests) == before
 
 
@@ -321,59 +308,6 @@ def test_published_drafter_loads_from_the_hub(hub: FakeHub, tmp_path: Path) -> N
     hub.commit("authors/eagle", files)
     module = loaded("authors/eagle", "draft-eagle")
     assert torch.equal(module.fc.weight, shipped.fc.weight)
-
-
-# --- hub: upload ---------------------------------------------------------------------------------
-
-
-def test_push_to_hub(hub: FakeHub, weights: StageWeights) -> None:
-    address = weights.push_to_hub(REPO, private=True, commit_message="Add weights")
-    assert address.startswith(f"{hub.url}/{REPO}/commit/")
-    assert set(hub.repos[REPO]["main"]) == FILES
-    assert hub.private[REPO] is True
-    assert equal(loaded(REPO), weights.module())
-    card = hub.repos[REPO]["main"]["README.md"].decode()
-    assert f"atp:weights={REPO}" in card
-    assert "FOLDER" not in card
-
-
-def test_push_to_an_existing_repository(hub: FakeHub, weights: StageWeights) -> None:
-    hub.commit(REPO, {"notes.txt": b"kept"})
-    weights.push_to_hub(REPO, revision="v2")
-    assert set(hub.repos[REPO]["main"]) == {"notes.txt"}
-    assert set(hub.repos[REPO]["v2"]) == {"notes.txt", *FILES}
-    address = weights.push_to_hub(REPO, create_pr=True)
-    assert address == f"{hub.url}/{REPO}/discussions/1"
-    assert set(hub.repos[REPO]["main"]) == {"notes.txt"}
-
-
-def test_card_names_the_repository_it_is_in(
-    hub: FakeHub, weights: StageWeights, tmp_path: Path
-) -> None:
-    weights.push_to_hub("first/name")
-    moved = StageWeights.from_pretrained("first/name")
-    moved.push_to_hub("second/name")
-    assert "first/name" not in hub.repos["second/name"]["main"]["README.md"].decode()
-    edited = replace(moved, card=moved.model_card() + "\nOur notes.\n")
-    edited.push_to_hub("third/name")
-    StageWeights.from_pretrained("third/name").push_to_hub("fourth/name")
-    card = hub.repos["fourth/name"]["main"]["README.md"].decode()
-    assert "weights=fourth/name" in card
-    assert "third/name" not in card
-    assert "Our notes." in card
-
-
-@pytest.mark.parametrize("repo_id", ["name", "a/b/c", "../x", "a/b@v1"])
-def test_invalid_repository_ids_are_rejected(weights: StageWeights, repo_id: str) -> None:
-    with pytest.raises(VLMFastError, match="must be of the form owner/name"):
-        weights.push_to_hub(repo_id)
-
-
-def test_failed_upload_is_one_line(hub: FakeHub, weights: StageWeights) -> None:
-    hub.gated.add(REPO)  # the repository is created, but its files cannot be changed
-    with pytest.raises(VLMFastError, match=f"repo_id={REPO} cannot be uploaded") as caught:
-        weights.push_to_hub(REPO)
-    assert "\n" not in str(caught.value)
 
 
 # --- who may name weights ------------------------------------------------------------------------
@@ -490,7 +424,9 @@ def tool() -> ModuleType:
 @pytest.mark.parametrize("name", ["atp", "pvc", "elastic", "draft-eagle"])
 def test_shipped_cards_are_up_to_date(tool: ModuleType, name: str, tmp_path: Path) -> None:
     assert {path.name for path in SHIPPED.glob("tiny-*")} == {f"tiny-{n}" for n in tool.COMMANDS}
-    folder, wanted = SHIPPED / f"tiny-{name}", files_of(tool.shipped(name), tmp_path)
+    folder = SHIPPED / f"tiny-{name}"
+    tool.save(name, tmp_path)
+    wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for file in FILES:
         assert (folder / file).read_bytes() == wanted[file], f"run python tools/cards.py: {file}"
     card = wanted["README.md"].decode()

@@ -569,10 +569,8 @@ def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
     assert meta["data"] == films.name
     assert {"model_revision", "dtype", "device", "versions", "batch_size", "command"} <= set(meta)
     assert meta["options"] == {"mode": "official", "num_frames": 4, "subtitles": subtitles}
-    theirs = json.loads((tmp_path / name / "none" / "results.json").read_text())["results"]
-    results = theirs["videomme_w_subtitle" if subtitles else "videomme"]
-    assert {"videomme_perception_score,none", "score_over_all,none"} <= set(results)
     text, _ = write_report(tmp_path, tmp_path / "r")
+    assert "videomme_perception_score" in text and "score_over_all" in text
     for name in ("short", "medium", "long", "Multilingual", "OCR Problems"):
         assert f"| {name} | 3 |" in text or name == "Multilingual", name
 
@@ -606,8 +604,8 @@ def test_empty_output_is_wrong(college, objects, tmp_path):
     )
     assert first.samples == again.samples
     assert not any(s["answered"] for s in first.samples.values())
-    theirs = json.loads((first.path / "results.json").read_text())["results"]["mmmu_val"]
-    assert theirs["fallbacks,none"] == sum("choices" in s for s in first.samples.values()) == 6
+    found = summarise(first)["metrics"]["fallbacks"]
+    assert found == sum("choices" in s for s in first.samples.values()) == 6
     pope = evaluate(Silent(), find_task("pope", data=objects), out=tmp_path / "p")
     assert {s["filtered_resps"][0] for s in pope.samples.values()} == {"yes"}
 

@@ -432,14 +432,6 @@ def test_epochs_contain_each_sample_once(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--samples", "0"), "--samples"),
-        (("--held-out", "0"), "--held-out"),
-        (("--answer-tokens", "1"), "--answer-tokens"),
-        (("--sampled", "2"), "--sampled"),
-        (("--ttt", "0"), "--ttt"),
-        (("--clip", "0"), "--clip"),
-        (("--noise", "nan"), "--noise"),
-        (("--lr", "0"), "--lr"),
         (("--init", "nowhere"), "--init nowhere"),
         (("--compressor", "--queries", "0"), "--queries is 0; it must be at least 2"),
         (("--compressor", "--queries", "1"), "--queries is 1; it must be at least 2"),
@@ -450,6 +442,24 @@ def test_epochs_contain_each_sample_once(tmp_path) -> None:
 def test_invalid_options_raise(tmp_path, flags, message) -> None:
     with pytest.raises(VLMFastError, match=message):
         DrafterTrainer(arguments(tmp_path, *flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--samples", "0"),
+        ("--held-out", "0"),
+        ("--answer-tokens", "1"),
+        ("--sampled", "2"),
+        ("--ttt", "0"),
+        ("--clip", "0"),
+        ("--noise", "nan"),
+    ],
+)
+def test_numbers_out_of_range_are_usage_errors(tmp_path, capsys, flags) -> None:
+    with pytest.raises(SystemExit):
+        arguments(tmp_path, *flags)
+    assert f"argument {flags[0]}: " in capsys.readouterr().err
 
 
 # --- shipped drafter -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from vlmfast.core.params import weights_param
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.training import Training
 from vlmfast.core.weights import load_weights
-from vlmfast.errors import RecipeError
+from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
 from vlmfast.train.lessons import lesson
 
@@ -141,19 +141,31 @@ def test_unreadable_images_are_skipped(known, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--batch", "0"), "--batch"),
-        (("--seed", "256"), "--seed"),
-        (("--distill", "2"), "--distill"),
-        (("--lr", "0"), "--lr"),
         (("--data", "nowhere.json"), "nowhere.json"),
-        (("--minutes", "-1"), "--minutes"),
-        (("--minutes", "nan"), "--minutes"),
-        (("--device", "abacus"), "--device abacus"),
+        (("--device", "abacus"), "device 'abacus' cannot be used"),
     ],
 )
 def test_invalid_options_raise(known, tmp_path, flags, message) -> None:
-    with pytest.raises(loop.TrainingError, match=message):
+    with pytest.raises(VLMFastError, match=message):
         loop.StageTrainer("scale", arguments(tmp_path, *flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--batch", "0"), "--batch: '0' is not a whole number above 0"),
+        (("--seed", "256"), "--seed: '256' is not a whole number of at least 0 and at most 255"),
+        (("--distill", "2"), "--distill: '2' is not"),
+        (("--lr", "0"), "--lr: '0' is not a number above 0"),
+        (("--minutes", "-1"), "--minutes: '-1' is not a number of at least 0"),
+        (("--minutes", "nan"), "--minutes: 'nan' is not"),
+        (("--minutes", "inf"), "--minutes: 'inf' is not"),
+    ],
+)
+def test_numbers_out_of_range_are_usage_errors(known, tmp_path, capsys, flags, message) -> None:
+    with pytest.raises(SystemExit):
+        arguments(tmp_path, *flags)
+    assert message in capsys.readouterr().err
 
 
 # --- inputs --------------------------------------------------------------------------------------

@@ -42,23 +42,25 @@ _MEASURED = (
 
 
 def shipped(name: str) -> StageWeights:
-    """Shipped weights with their command, measurements and card."""
+    """Shipped weights with their command and measurements."""
     weights = StageWeights.from_pretrained(WEIGHTS / f"tiny-{name}")
     note = {"note": NOTES[name]} if name in NOTES else {}
     rest = {k: v for k, v in weights.training.items() if k not in ("model", "command", "note")}
     training = {"model": "tiny", "command": COMMANDS[name], **note, **rest}
     drafter = name.startswith("draft-")
     measured = weights.measured if drafter else tuple(accuracy_tables(REPORT, name, _MEASURED))
-    weights = replace(
-        weights, training=training, measured=measured, license="apache-2.0", card=None
-    )
-    recipe = name if drafter else f"{name}:0.22"
-    return replace(weights, card=weights.model_card(recipe))
+    return replace(weights, training=training, measured=measured, license="apache-2.0")
+
+
+def save(name: str, folder: Path) -> None:
+    """Write shipped weights with their card."""
+    recipe = name if name.startswith("draft-") else f"{name}:0.22"
+    shipped(name).save_pretrained(folder, recipe)
 
 
 def main() -> None:
     for name in COMMANDS:
-        shipped(name).save_pretrained(WEIGHTS / f"tiny-{name}")
+        save(name, WEIGHTS / f"tiny-{name}")
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ def curves(word: str, report: Report) -> str:
 
     drawn = chart.figure(report.shown(word))
     drawn.for_each_trace(lambda trace: trace.update(visible=True))
-    # Without the menu of groups, and with a short legend.
-    drawn.update_layout(updatemenus=drawn.layout.updatemenus[:1], height=480, margin_b=120)
+    drawn.update_layout(height=drawn.layout.height - 100, margin_b=180)  # a short legend
     return html_of(drawn, "../")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.display import Cost, plural, shortened, text_table
+from vlmfast.core.display import Cost, shortened, text_table
 from vlmfast.errors import VLMFastError
 
 if TYPE_CHECKING:
@@ -59,15 +59,6 @@ class Answer:
     def __repr__(self) -> str:
         facts = ", ".join([self.recipe, *map(str, self.stats.costs())])
         return f"{type(self).__name__}({shortened(self.text, _BRIEF)!r}, {facts})"
-
-    def _repr_html_(self) -> str:
-        from .notebook import answer_html
-
-        about = [self.recipe, *map(str, self.stats.costs())]
-        about.append(plural(self.stats.generated_tokens, "token") + " generated")
-        if self.finish_reason == "length":
-            about.append("ended by its length limit")
-        return answer_html(self.text, self.trace, " · ".join(about))
 
 
 @dataclass
@@ -152,15 +143,9 @@ class Comparison:
         text = shortened(self.answer.text, _BRIEF)
         return f"Comparison({text!r}, {self.recipe}, {', '.join(facts)})"
 
-    def _repr_html_(self) -> str:
-        return ComparisonTable([self])._repr_html_()
-
 
 class ComparisonTable(list[Comparison]):
-    """The rows of `VLM.compare`: a list whose first row is the full model.
-
-    In a notebook it is shown as a table with overlays, elsewhere as text.
-    """
+    """The rows of `VLM.compare`: a list whose first row is the full model; shown as a table."""
 
     def to_pandas(self) -> pandas.DataFrame:
         """The rows as a ``pandas.DataFrame``, with the columns of `Comparison.to_dict`.
@@ -181,12 +166,6 @@ class ComparisonTable(list[Comparison]):
             return "ComparisonTable([])"
         rows = [{k: shortened(text, _BRIEF) for k, text in row.items()} for row in self._rows()]
         return text_table(rows, left=("recipe", "answer"))
-
-    def _repr_html_(self) -> str:
-        from .notebook import comparisons_html
-
-        traces = [None if row.answer is None else row.answer.trace for row in self]
-        return comparisons_html(self._rows(), traces) if self else ""
 
     def _rows(self) -> list[dict[str, str]]:
         names = dict.fromkeys(cost.name for row in self for cost in row.costs())

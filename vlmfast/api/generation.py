@@ -148,6 +148,12 @@ def is_whole(value: Any) -> bool:
     return True
 
 
+def check_whole(name: str, value: object, low: int | None = None) -> None:
+    """Raise unless an argument is a whole number, of at least ``low``."""
+    if not is_whole(value) or (low is not None and operator.index(value) < low):  # type: ignore[arg-type]
+        raise _wrong(name, value, "a whole number" + ("" if low is None else f" of at least {low}"))
+
+
 def _whole(low: int, high: int = _MOST) -> _Check:
     def check(name: str, value: Any, context: _Context) -> int:
         if not is_whole(value) or not low <= operator.index(value) <= high:
@@ -355,8 +361,7 @@ def _streamer(name: str, value: Any, context: _Context) -> Any:
 
 
 def _seed(name: str, value: Any, context: _Context) -> int:
-    if not is_whole(value):
-        raise VLMFastError(f"{name}={shown(value)} must be a whole number, or None")
+    check_whole(name, value)
     return operator.index(value)
 
 

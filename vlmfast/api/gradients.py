@@ -1,4 +1,4 @@
-"""Forward passes with gradients with respect to the pixels of an image.
+"""Forward passes over a prompt with its answer, also with gradients to the pixels of an image.
 
 The pixels go through the model's own image processor and the engine, so that an optimized image has
 the same effect in `VLM.ask`, up to the rounding of pixels. The processor must compute with torch:
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.training import TrainingContext
 from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
-from vlmfast.engine.prefill import Inputs, Seen, look, prefill, prepare
+from vlmfast.engine.prefill import Inputs, Prompt, Seen, look, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError
 
-from .request import messages_of, render
+from .request import Rendered, messages_of, render
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from vlmfast.engine.hidden_states import Watch
 
     from .vlm import VLM
 
@@ -74,12 +76,56 @@ def inputs_of(vlm: VLM, pixels: Tensor, question: str, answer: Sequence[int] = (
             f"{kind} has no gradients: it does not compute with torch; load the processor with "
             "backend='torchvision'"
         )
-    if answer:
-        ids = torch.tensor([list(answer)], device=adapter.device)
-        tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
-        if "attention_mask" in tensors:
-            tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    return Inputs(tensors, prompt.sizes, question, prompt.frames, answer=len(answer))
+    return inputs_with(prompt, tensors, answer)
+
+
+def inputs_with(prompt: Rendered, tensors: dict[str, Tensor], answer: Sequence[int]) -> Inputs:
+    """Engine inputs of a prompt that is followed by an answer.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        The processor's output for the prompt.
+    answer : sequence of int
+        Token ids.
+    """
+    ids = tensors["input_ids"]
+    ids = torch.cat([ids, ids.new_tensor(list(answer))[None]], dim=1)
+    more = {"attention_mask": torch.ones_like(ids)} if "attention_mask" in tensors else {}
+    tensors = {**tensors, "input_ids": ids, **more}
+    return Inputs(tensors, prompt.sizes, prompt.question, prompt.frames, answer=len(answer))
+
+
+def forward(
+    vlm: VLM,
+    inputs: Inputs,
+    recipe: Recipe,
+    stats: Stats,
+    trace: Trace,
+    *,
+    seen: Seen | None = None,
+    watch: Watch | None = None,
+) -> tuple[Prompt, Tensor]:
+    """One forward pass over a prompt and its answer, as in inference.
+
+    Parameters
+    ----------
+    stats, trace, seen, watch
+        As `engine.prefill.prepare` and `engine.prefill.prefill` take them.
+
+    Returns
+    -------
+    Prompt
+    Tensor, (1, A + 1, V)
+        Logits before each token of the answer and after the last.
+    """
+    adapter = vlm.adapter
+    with switched(vlm.model):
+        prompt = prepare(adapter, inputs, recipe, stats, trace, seen=seen)
+        cache = KVCache(adapter.depth, None, adapter.windows, adapter.state_layers)
+        make = partial(TrainingContext, answer=prompt.answer)
+        more: dict[str, Any] = {"watch": watch, "make": make}
+        return prompt, prefill(adapter, prompt, recipe, cache, stats, trace, **more)
 
 
 def seen_of(vlm: VLM, inputs: Inputs, recipe: Recipe) -> Seen:
@@ -105,13 +151,8 @@ def logits_of(vlm: VLM, inputs: Inputs, seen: Seen | None = None) -> Tensor:
     seen : Seen, optional
         The image after the tower, under the empty recipe.
     """
-    adapter, recipe = vlm.adapter, Recipe()
     stats, trace = (Stats(), Trace()) if seen is None else _after(vlm, seen)
-    with switched(vlm.model):
-        prompt = prepare(adapter, inputs, recipe, stats, trace, seen=seen)
-        cache = KVCache(adapter.depth, None, adapter.windows, adapter.state_layers)
-        make = partial(TrainingContext, answer=prompt.answer)
-        return prefill(adapter, prompt, recipe, cache, stats, trace, make=make)[0].float()
+    return forward(vlm, inputs, Recipe(), stats, trace, seen=seen)[1][0].float()
 
 
 def _after(vlm: VLM, seen: Seen) -> tuple[Stats, Trace]:

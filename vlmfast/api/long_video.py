@@ -12,12 +12,10 @@ contains more tokens than there are positions.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
+from vlmfast.core.progress import Progress
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
@@ -41,7 +40,7 @@ from vlmfast.media import OpenVideo, open_video
 from vlmfast.models.base import Adapter
 
 from .answer import Answer
-from .generation import Generation, shown
+from .generation import Generation, check_whole
 from .request import (
     begun,
     check_frames,
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
 FRAMES = 16  # maximum per block, the group of QuickPrefill
 _SHARE = 4  # a block takes at most 1 / _SHARE of the cache
 HUGE = 2**62  # positions of a model without a bound
-_AHEAD = 2  # blocks prepared in advance
 
 
 @dataclass
@@ -127,17 +125,18 @@ def answer_long(
     check_frames("fps", fps)
     choose = chooser(recipe, question)
     chosen: Any = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
-    with open_video(video, **chosen, select=choose) as opened:
+    # The reader ends before the video is closed.
+    with (
+        open_video(video, **chosen, select=choose) as opened,
+        ThreadPoolExecutor(1) as reader,
+    ):
         content = [*frame_parts(adapter, opened.times), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
         begin = time.perf_counter()
-        long = LongVideo(adapter, opened, text, max_kv_tokens, progress)
+        long = LongVideo(adapter, opened, text, max_kv_tokens, reader, progress)
         inputs = Inputs({"input_ids": long.ids()}, question=question)
         sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
-        try:
-            return result_of(lambda: submitted(adapter, sequence))
-        finally:
-            long.join()
+        return result_of(lambda: submitted(adapter, sequence))
 
 
 def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
@@ -148,8 +147,7 @@ def checked(recipe: Recipe, max_kv_tokens: int) -> Recipe:
     VLMFastError, RecipeError
         For an invalid bound, and for stages that need the whole prompt at once.
     """
-    if isinstance(max_kv_tokens, bool) or not isinstance(max_kv_tokens, int) or max_kv_tokens < 1:
-        raise VLMFastError(f"max_kv_tokens={shown(max_kv_tokens)} must be a whole number above 0")
+    check_whole("max_kv_tokens", max_kv_tokens, 1)
     for stage in (part for outer in recipe for part in outer.expand()):
         if stage.protocol in ("prefill", "decode") or (
             isinstance(stage, CacheStage) and not stage.blockwise
@@ -176,10 +174,19 @@ class LongVideo:
         The rendered prompt, one placeholder per frame.
     max_kv_tokens : int
         Maximum of cached tokens per layer, including the current block and the answer.
+    reader : ThreadPoolExecutor
+        Decodes and processes the next block.
+    progress : bool
     """
 
     def __init__(
-        self, adapter: Adapter, video: OpenVideo, text: str, max_kv_tokens: int, progress: bool
+        self,
+        adapter: Adapter,
+        video: OpenVideo,
+        text: str,
+        max_kv_tokens: int,
+        reader: ThreadPoolExecutor,
+        progress: bool,
     ) -> None:
         if not adapter.blocks:
             raise ModelError(
@@ -192,7 +199,8 @@ class LongVideo:
                 f"{adapter.config.model_type} attend within a window, which needs the whole "
                 "prompt; ask without it, with fewer frames"
             )
-        self.adapter, self.video, self.cap, self.progress = adapter, video, max_kv_tokens, progress
+        self.adapter, self.video, self.cap = adapter, video, max_kv_tokens
+        self.reader, self.progress = reader, progress
         self.frames = len(video.indices)
         bos = adapter.processor.tokenizer.bos_token
         ids = adapter.processor.tokenizer(
@@ -209,7 +217,6 @@ class LongVideo:
             )
         most = adapter.max_positions
         self.most = HUGE if most is None else most
-        self._readers: list[tuple[threading.Thread, threading.Event]] = []
         first = self._processed(0, 1)
         self.per_frame = int((first.tensors["input_ids"] == adapter.image_token_id).sum())
         self.block = 1
@@ -275,13 +282,15 @@ class LongVideo:
         noted = Positions()
         whole = sum(map(len, self.pieces)) + self.frames * self.per_frame
         noting = (noted,) if whole + max_new_tokens > self.most else ()
-        with _ahead(self._blocks(), self._readers) as ready, self._bar() as bar:
-            number = 0
-            for block in ready:
-                if block is None:
+        ahead = self._blocks()
+        waiting = self.reader.submit(next, ahead, None)
+        with Progress("reading", self.frames, "frames", show=self.progress) as bar:
+            for number in range(1, blocks + 1):
+                while not waiting.done():
                     yield False
-                    continue
-                number += 1
+                block = waiting.result()
+                assert block is not None  # the plan has counted them
+                waiting = self.reader.submit(next, ahead, None)
                 self._make_room(prefiller, sequence, noted, block.tensors["input_ids"].shape[1])
                 inputs = Inputs(
                     block.tensors,
@@ -311,7 +320,7 @@ class LongVideo:
                 assert sequence.group is not None
                 kept = max(sequence.group.cache.lengths())
                 prefiller.count_block(sequence, own)
-                bar.update(len(block.sizes))
+                bar.update(done)
                 yield True
         assert sequence.prompt is not None and logits is not None
         self._make_room(prefiller, sequence, noted, len(self.pieces[-1]) + max_new_tokens)
@@ -327,13 +336,6 @@ class LongVideo:
         prefiller.count_blocks(sequence, fed, entered, flops * self.adapter.depth)
         return logits
 
-    def join(self) -> None:
-        """Wait until nothing reads the video any more; the engine does not."""
-        for reader, stop in self._readers:
-            stop.set()  # where an interrupt came before the block that does so
-            if reader.ident is not None:
-                reader.join()
-
     def _make_room(
         self, prefiller: Prefiller, sequence: Sequence, noted: Positions, tokens: int
     ) -> None:
@@ -345,55 +347,3 @@ class LongVideo:
         if new is None:
             raise too_long(sequence.prompt.next_position, tokens, self.most)
         noted.kept.update({index: [position] for index, position in enumerate(new)})
-
-    def _bar(self) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(total=self.frames, unit="frame", desc="reading", disable=not self.progress)
-
-
-@contextmanager
-def _ahead(
-    blocks: Iterator[Block], threads: list[tuple[threading.Thread, threading.Event]]
-) -> Iterator[Iterator[Block | None]]:
-    """Prepare ``blocks`` in a thread, a few in advance; the consumer gets its exceptions.
-
-    It gets ``None`` where the next block is not ready. The thread ends after the block of this
-    ``with`` statement, or the event is set that is added to ``threads`` with it.
-    """
-    waiting: queue.Queue[Any] = queue.Queue(_AHEAD)
-    stop, end = threading.Event(), object()
-
-    def put(item: Any) -> None:
-        while not stop.is_set():
-            with suppress(queue.Full):
-                waiting.put(item, timeout=0.1)
-                return
-
-    def work() -> None:
-        try:
-            while not stop.is_set() and (block := next(blocks, end)) is not end:
-                put(block)
-            put(end)
-        except BaseException as error:
-            put(error)
-
-    def read() -> Iterator[Block | None]:
-        while True:
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                item = None
-            if item is end:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    try:
-        thread = threading.Thread(target=work, daemon=True)
-        threads.append((thread, stop))
-        thread.start()
-        yield read()
-    finally:
-        stop.set()

@@ -71,29 +71,6 @@ def overlay(answer: Traced, *, size: int | None = None) -> list[Image.Image]:
     ]
 
 
-def thumbnails(trace: Trace, size: int, most: int) -> list[list[Image.Image]]:
-    """Draw small overlays without text: the panels of each image.
-
-    Parameters
-    ----------
-    trace : Trace
-    size : int
-        Longest side of a panel in pixels.
-    most : int
-        Images to draw; of more images these are spread evenly.
-    """
-    if trace.layout is None or not trace.images:
-        return []
-    tokens, last = tokens_of(trace), len(trace.images) - 1
-    chosen = {round(last * i / max(most - 1, 1)) for i in range(most)}
-    drawn = []
-    for index in sorted(chosen):
-        image = resized(trace.images[index].convert("RGB"), size)
-        views = _views(tokens.where(tokens.item == index))
-        drawn.append([_shade(image, view) for _, view in views])
-    return drawn
-
-
 def contact_sheet(answers: Sequence[Traced], *, size: int | None = None) -> Image.Image:
     """Stack the overlays of several answers to one question.
 
@@ -197,20 +174,23 @@ def _draw_item(image: Image.Image, tokens: Tokens, recipe: str, size: int | None
         if shown_by != (view.shown == 1).sum():
             count += f" in {shown_by} tokens"
         panels.append(_caption(_shade(image, view), f"{name}: {count}" if name else count))
-    total, kept = len(tokens.life), int((tokens.life == 1).sum())
-    line = f"{recipe}: {kept} of {total} visual tokens"
-    if tokens.newline.any():
-        ends = tokens.life[tokens.newline]
-        line += f" ({(ends == 1).sum()} of {len(ends)} row ends)"
-    partly = (tokens.life > 0) & (tokens.life < 1)
-    if partly.any():
-        line += f"; {tokens.life.sum():.0f} averaged over the layers"
+    return _caption(_stack(panels, across=True), f"{recipe}: {described(tokens)}")
+
+
+def described(tokens: Tokens) -> str:
+    """How many visual tokens reached the last layer, and what became of others."""
+    stayed, ends = tokens.life == 1, tokens.newline
+    text = f"{stayed.sum()} of {len(stayed)} visual tokens kept"
+    if ends.any():
+        text += f" (row ends: {(stayed & ends).sum()} of {ends.sum()})"
+    if ((tokens.life > 0) & ~stayed).any():
+        text += f"; {tokens.life.sum():.0f} averaged over the layers"
     if tokens.merged.any():
         sources = tokens.weight[tokens.merged].sum()
-        line += f"; {tokens.merged.sum()} merged from {sources:.0f} (blue)"
-    if (tokens.special & (tokens.life == 1)).any():
-        line += f"; {(tokens.special & (tokens.life == 1)).sum()} show a whole view"
-    return _caption(_stack(panels, across=True), line)
+        text += f"; {tokens.merged.sum()} merged from {sources:.0f} (blue)"
+    if (tokens.special & stayed).any():
+        text += f"; {(tokens.special & stayed).sum()} show a whole view"
+    return text
 
 
 def _views(tokens: Tokens) -> list[tuple[str, Tokens]]:
@@ -234,14 +214,8 @@ def resized(image: Image.Image, size: int | None) -> Image.Image:
 
 def _shade(image: Image.Image, tokens: Tokens) -> Image.Image:
     pixels = np.asarray(image, dtype=np.float32)
-    height, width = pixels.shape[:2]
-    life = np.full((height, width), -1.0, dtype=np.float32)
-    scale = [width, height, width, height]
-    corners = np.round(tokens.box * scale).astype(int)
-    for (left, top, right, bottom), value in zip(corners, tokens.shown, strict=True):
-        # Boxes of neighbouring crops may overlap at the border: the later drop wins.
-        patch = life[top:bottom, left:right]
-        np.maximum(patch, value, out=patch)
+    width, height = image.size
+    life, scale = lives(image, tokens), [width, height, width, height]
     gone = 1 - np.clip(life, 0, 1)[..., None]
     grey = pixels @ np.array([0.299, 0.587, 0.114], dtype=np.float32)
     dim = _BRIGHTNESS * (_COLOR * pixels + (1 - _COLOR) * grey[..., None])
@@ -253,6 +227,18 @@ def _shade(image: Image.Image, tokens: Tokens) -> Image.Image:
         group = pixels[top:bottom, left:right]
         group[_rim(np.ones(group.shape[:2], dtype=bool), thickness)] = _MERGED
     return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+
+
+def lives(image: Image.Image, tokens: Tokens) -> np.ndarray:
+    """Fraction of the layers that shows each pixel, float32, (H, W); -1 where no token does."""
+    width, height = image.size
+    life = np.full((height, width), -1.0, dtype=np.float32)
+    corners = np.round(tokens.box * [width, height, width, height]).astype(int)
+    for (left, top, right, bottom), value in zip(corners, tokens.shown, strict=True):
+        # Boxes of neighbouring crops may overlap at the border: the later drop wins.
+        patch = life[top:bottom, left:right]
+        np.maximum(patch, value, out=patch)
+    return life
 
 
 def _rim(mask: np.ndarray, thickness: int) -> np.ndarray:

@@ -597,30 +597,6 @@ def streamed(
     yield from pieces_of(lambda: submitted(adapter, sequence))
 
 
-def check_number(
-    name: str,
-    value: Any,
-    *,
-    whole: bool = False,
-    above: float | None = None,
-    least: float | None = None,
-) -> None:
-    """Raise unless an argument is a number, or ``None`` where it may be left out."""
-    if value is None and not whole:
-        return
-    kind = numbers.Integral if whole else numbers.Real
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if (
-        not fits
-        or (above is not None and not value > above)
-        or (least is not None and not value >= least)
-    ):
-        must = "a whole number" if whole else "a number"
-        limit = "" if above is None else f" above {above:g}"
-        limit += "" if least is None else f" of at least {least:g}"
-        raise VLMFastError(f"{name}={shown(value)} must be {must}{limit}")
-
-
 def check_tenant(tenant: object) -> None:
     """Raise unless the name of a tenant is a text."""
     if not isinstance(tenant, str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ def home() -> Path:
     """The user's folder for choices: ``VLMFAST_HOME``, or else one in the user's cache folder."""
     if folder := os.environ.get("VLMFAST_HOME"):
         return Path(folder).expanduser()
-    if sys.platform == "win32" and (folder := os.environ.get("LOCALAPPDATA")):
-        return Path(folder) / "vlmfast"
     # An empty or relative value is to be ignored, by the XDG specification.
     folder = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(folder) if Path(folder).is_absolute() else Path(os.path.expanduser("~/.cache"))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -55,12 +56,6 @@ class VLM:
         keys and values of the beginnings of their prompts; 0 turns it off. By default a tenth of
         the memory of the device.
 
-    Attributes
-    ----------
-    session_bytes : int
-        Another name of ``prefix_cache.limit``: sessions keep their conversations in the prefix
-        cache.
-
     Raises
     ------
     ModelError
@@ -76,6 +71,7 @@ class VLM:
         decoding: str = "auto",
         prefix_cache_bytes: int | None = None,
     ) -> None:
+        from vlmfast.engine.prefix_cache import default_limit
         from vlmfast.models import adapter_for
 
         from .session import Sessions
@@ -94,7 +90,9 @@ class VLM:
             )
         self.adapter.decoding, self.adapter.writer = decoding, processor
         self.model, self.processor = cast("Model", model), processor
-        self._limit_cache("prefix_cache_bytes", prefix_cache_bytes)
+        _check_bytes("prefix_cache_bytes", prefix_cache_bytes)
+        limit = default_limit(self.adapter) if prefix_cache_bytes is None else prefix_cache_bytes
+        self.prefix_cache.limit = int(limit)
         self._sessions = Sessions(self.adapter)
 
     @classmethod
@@ -161,20 +159,6 @@ class VLM:
         from vlmfast.engine.prefix_cache import prefix_cache_of
 
         return prefix_cache_of(self.adapter)
-
-    @property
-    def session_bytes(self) -> int:
-        return self.prefix_cache.limit
-
-    @session_bytes.setter
-    def session_bytes(self, bytes: int | None) -> None:
-        self._limit_cache("session_bytes", bytes)
-
-    def _limit_cache(self, name: str, bytes: int | None) -> None:
-        from vlmfast.engine.prefix_cache import default_limit
-
-        _check_bytes(name, bytes)
-        self.prefix_cache.limit = default_limit(self.adapter) if bytes is None else int(bytes)
 
     def recipe(self, recipe: str | Stage | Recipe | None) -> Recipe:
         """Parse a recipe for this model.
@@ -386,11 +370,14 @@ class VLM:
         VLMFastError
             For a request that cannot be answered.
         """
-        from .request import check_number, sequence_of_request, submitted
+        from .generation import check_whole, shown
+        from .request import sequence_of_request, submitted
 
-        check_number("priority", priority, whole=True)
-        check_number("deadline", deadline, above=0)
-        check_number("default_new_tokens", default_new_tokens, whole=True, least=1)
+        check_whole("priority", priority)
+        check_whole("default_new_tokens", default_new_tokens, 1)
+        timed = isinstance(deadline, Real) and not isinstance(deadline, bool)
+        if deadline is not None and not (timed and deadline > 0):
+            raise VLMFastError(f"deadline={shown(deadline)} must be a number above 0")
         start = time.monotonic()
         sequence = sequence_of_request(
             self.adapter, request, generation, default_new_tokens=default_new_tokens
@@ -515,13 +502,10 @@ class VLM:
         VLMFastError
             For the first request that cannot be answered; the message gives its number.
         """
-        from .generation import shown
+        from .generation import check_whole, shown
         from .request import answer_of, sequences_of
 
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise VLMFastError(
-                f"batch_size={shown(batch_size)} must be a whole number of at least 1"
-            )
+        check_whole("batch_size", batch_size, 1)
         if isinstance(requests, str | bytes | Request | Mapping | torch.Tensor) or not isinstance(
             requests, Iterable
         ):
@@ -681,7 +665,7 @@ class VLM:
 
 
 def _check_bytes(name: str, bytes: int | None) -> None:
-    from .request import check_number
+    from .generation import check_whole
 
     if bytes is not None:
-        check_number(name, bytes, whole=True, least=0)
+        check_whole(name, bytes, 0)

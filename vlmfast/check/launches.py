@@ -11,12 +11,12 @@ their PyTorch references, whose values go on.
 from __future__ import annotations
 
 import functools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,6 @@ SIZE = (672, 672)
 QUESTION = "How many yellow objects are there?"
 _TOKENS = 3  # of an answer: the second decode step is like later ones
 _DRAFTED = 16  # of an answer with drafts, so that several rounds check some
-_MARK = "launches: "  # before each line of the process that counts
 _CHOICES = ("attention", "fused_step")  # names of `use_triton` that are no kernels
 
 
@@ -365,46 +364,29 @@ def counted(
     VLMFastError
         For whatever the model or a recipe is refused, and where Triton is missing.
     """
-    environment = {**os.environ, "VLMFAST_KERNELS": "triton", "CUDA_VISIBLE_DEVICES": ""}
-    environment["TRITON_INTERPRET"] = "0"
-    job = json.dumps({"model": model, "recipes": list(recipes), "size": size, "dtype": dtype})
-    command = [sys.executable, "-c", f"import {__name__} as it; it.main()", job]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    found = [json.loads(line.removeprefix(_MARK)) for line in lines]
-    for each in found:
-        if "error" in each:
-            raise VLMFastError(each["error"])
-    if done.returncode:
-        raise RuntimeError(f"the process that counts ended with {done.returncode}: {done.stderr}")
-    return [_request(each) for each in found]
+    environment = {
+        "VLMFAST_KERNELS": "triton",
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    spawned = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawned) as process:
+        return process.submit(_counted, model, recipes, size, dtype).result()
 
 
-def _request(found: dict[str, Any]) -> Request:
-    """The inverse of `asdict`."""
-    made = {name: Cost(**found[name]) for name in ("first_token", "step")}
-    many = {name: [Cost(**cost) for cost in found[name]] for name in ("blocks", "layers")}
-    return Request(**{**found, **made, **many})
-
-
-def main() -> None:
-    """Print what `counted` has asked for, a line each."""
+def _counted(
+    model: str, recipes: Sequence[str], size: tuple[int, int], dtype: str
+) -> list[Request]:
     from vlmfast.api.vlm import VLM
 
     os.environ.pop("VLMFAST_KERNELS")  # it was for the import of Triton
-    job = json.loads(sys.argv[1])
-    try:
-        loaded = VLM.from_pretrained(job["model"], device="cpu", dtype=job["dtype"])
-        with pretended(kernels=True) as watch, counted_kernels(watch):
-            nn.Module.to(loaded.model, "cuda")
-            for recipe in job["recipes"]:
-                vlm = VLM(loaded.model, loaded.processor, decoding="eager")
-                found = count(vlm, recipe, watch, tuple(job["size"]))
-                _say(asdict(found))
-    except VLMFastError as error:
-        _say({"error": str(error)})
-
-
-def _say(line: dict[str, Any]) -> None:
-    sys.stdout.write(f"{_MARK}{json.dumps(line)}\n")
-    sys.stdout.flush()
+    loaded = VLM.from_pretrained(model, device="cpu", dtype=dtype)
+    found = []
+    with pretended(kernels=True) as watch, counted_kernels(watch):
+        nn.Module.to(loaded.model, "cuda")
+        for recipe in recipes:
+            vlm = VLM(loaded.model, loaded.processor, decoding="eager")
+            found.append(count(vlm, recipe, watch, size))
+    return found

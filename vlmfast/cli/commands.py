@@ -25,7 +25,6 @@ from vlmfast.core.help import examples
 from vlmfast.core.hub import check_model
 from vlmfast.errors import (
     MediaError,
-    ModelError,
     OutOfMemory,
     VLMFastError,
     is_out_of_memory,
@@ -465,9 +464,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | Non
 def _vlm(args: argparse.Namespace) -> VLM:
     if args.model != "tiny":
         check_model(args.model)
-    import torch
-
     from vlmfast.api.vlm import VLM
+    from vlmfast.core.placement import usable
     from vlmfast.core.recipe import Recipe
 
     # Before loading a checkpoint, which may take minutes. "auto" depends on the checkpoint.
@@ -476,14 +474,7 @@ def _vlm(args: argparse.Namespace) -> VLM:
     texts = [text if text == "auto" else Recipe.parse(text).text for text in texts]
     if several:
         args.recipes = texts
-    try:
-        device = None if args.device is None else torch.device(args.device)
-    except RuntimeError:
-        raise ModelError(f"device {args.device!r} is not known; use cpu, cuda or cuda:1") from None
-    if device is not None and device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ModelError(f"device {args.device!r} does not exist: PyTorch sees {count} GPUs")
+    device = usable(args.device)
     if not args.debug:
         from transformers.utils import logging
 

@@ -11,9 +11,7 @@ from .params import show
 from .stage import Stage
 
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
-# In the recipe of a card, until the hub id of the repository is known.
-FOLDER = "FOLDER"
-_REPLACE = f"Replace `{FOLDER}` with the path of this folder or with its hub id."
+FOLDER = "FOLDER"  # in the recipe of a card
 
 
 def recipe_of(stage: type[Stage], about: dict[str, Any]) -> str:
@@ -21,12 +19,6 @@ def recipe_of(stage: type[Stage], about: dict[str, Any]) -> str:
     kind = about["config"].get("kind")
     default = next((f.default for f in fields(stage) if f.name == "kind"), kind)
     return f"{stage.name}:{'' if kind == default else f'kind={kind},'}weights={FOLDER}"
-
-
-def with_hub_id(card: str, repo_id: str) -> str:
-    """The card of a repository of this id."""
-    card = card.replace(f"weights={FOLDER}", f"weights={repo_id}")
-    return card.replace(f"{_REPLACE}\n\n", "")
 
 
 def model_card(stage: type[Stage], about: dict[str, Any], recipe: str | None = None) -> str:
@@ -72,7 +64,6 @@ def model_card(stage: type[Stage], about: dict[str, Any], recipe: str | None = N
         config=config,
         recipe=recipe or recipe_of(stage, about),
         folder=FOLDER,
-        replace=_REPLACE,
         base=base,
         training=training,
         facts={k.replace("_", " "): v for k, v in training.items() if k not in apart},

@@ -1,16 +1,9 @@
-"""Costs and tables as text, and as HTML for notebooks.
-
-The HTML takes the colors of the notebook, and stays readable where styles are removed. Text from
-outside passes `escaped`.
-"""
+"""Costs and tables as text."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-_CELL = "text-align:left;vertical-align:top;padding:.15em .9em .15em 0;border:0;background:none"
 
 
 @dataclass(frozen=True)
@@ -98,21 +91,3 @@ def markdown_table(head: list[str], rows: list[list[str]]) -> str:
     """A table whose numbers, all columns but the first, are aligned to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
-
-
-# --- HTML ----------------------------------------------------------------------------------------
-
-
-def escaped(text: str) -> str:
-    return html.escape(text).encode("utf-8", "replace").decode()
-
-
-def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """A table of cells that are HTML, under column names that are text."""
-    cells = "".join(f'<th style="{_CELL};font-weight:600">{escaped(name)}</th>' for name in head)
-    found = [f"<tr>{cells}</tr>"] if cells else []
-    for row in rows:
-        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row)
-        found.append(f'<tr style="background:none">{cells}</tr>')
-    style = "border-collapse:collapse;margin:.4em 0;border:0;font-size:inherit"
-    return f'<table style="{style}"><tbody>{"".join(found)}</tbody></table>'

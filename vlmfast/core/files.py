@@ -23,6 +23,7 @@ __all__ = [
     "open_to_read",
     "read_bytes",
     "read_text",
+    "readable",
     "replace_bytes",
     "replace_text",
     "replacing",
@@ -30,9 +31,9 @@ __all__ = [
 ]
 
 _SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
-# Not on Windows. Without the second, opening a pipe waits for its other end.
-_NO_LINK, _AT_ONCE = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | getattr(os, "O_BINARY", 0)
+# Without the second, opening a pipe waits for its other end.
+_NO_LINK, _AT_ONCE = os.O_NOFOLLOW, os.O_NONBLOCK
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
 
 
 @contextlib.contextmanager
@@ -157,6 +158,32 @@ def writable(path: Path) -> Iterator[None]:
         raise _cannot(path, error) from error
 
 
+@contextlib.contextmanager
+def readable(
+    what: object,
+    error: type[VLMFastError] = VLMFastError,
+    damaged: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Convert errors of reading a file, and of parsing it, into one clear error.
+
+    Parameters
+    ----------
+    what : object
+        Named by the error: a path, or an argument.
+    error : type
+    damaged : tuple of type
+        Further exceptions that mean that the content is damaged.
+    """
+    caught: tuple[type[Exception], ...] = (OSError, ValueError, RecursionError, *damaged)
+    try:
+        yield
+    except VLMFastError:
+        raise
+    except caught as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{what} cannot be read: {reason}") from problem
+
+
 def _old(path: Path) -> os.stat_result | None:
     """The file at a path, None if there is none; an OSError if it must not be written."""
     try:
@@ -176,10 +203,9 @@ def _old(path: Path) -> os.stat_result | None:
 
 def _make_alike(handle: int, old: os.stat_result) -> None:
     """Give a file the owner, where this user may, and the permissions of another."""
-    if hasattr(os, "fchown"):
-        with contextlib.suppress(PermissionError):
-            os.fchown(handle, old.st_uid, old.st_gid)
-        os.fchmod(handle, stat.S_IMODE(old.st_mode))
+    with contextlib.suppress(PermissionError):
+        os.fchown(handle, old.st_uid, old.st_gid)
+    os.fchmod(handle, stat.S_IMODE(old.st_mode))
 
 
 def _open(path: str | Path, flags: int, *, more: int = 0, mode: int = 0o666) -> int:
@@ -199,9 +225,7 @@ def _cannot(path: Path, error: OSError) -> VLMFastError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the folder itself to the disk, where folders can be opened."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
+    """Flush the folder itself to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
 
 # For `argparse`, hence the doubled signs. tests/test_cli.py compares it with the presets.
 RECIPES = (
@@ -44,6 +46,26 @@ def count(text: str) -> int:
     if value < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value
+
+
+def within(
+    kind: Callable[[str], float], low: float, high: float = math.inf, *, above: bool = False
+) -> Callable[[str], float]:
+    """The type of an argument that is a number from ``low``, or above it, to ``high``."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
+            what = "a whole number" if kind is int else "a number"
+            least = f"above {low:g}" if above else f"of at least {low:g}"
+            most = "" if high == math.inf else f" and at most {high:g}"
+            raise ArgumentTypeError(f"{text!r} is not {what} {least}{most}")
+        return value
+
+    return read
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -8,32 +8,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import ModelError, RecipeError
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _PATIENCE = 5  # seconds
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
-
-# By the beginnings of the names of their models.
-_OWNERS = {
-    "aya": "CohereLabs",
-    "command": "CohereLabs",
-    "fastvlm": "apple",
-    "gemma": "google",
-    "glm": "zai-org",
-    "idefics": "HuggingFaceM4",
-    "internvl": "OpenGVLab",
-    "lfm": "LiquidAI",
-    "llava": "llava-hf",
-    "ministral": "mistralai",
-    "mistral": "mistralai",
-    "ovis": "AIDC-AI",
-    "paligemma": "google",
-    "qwen": "Qwen",
-    "smolvlm": "HuggingFaceTB",
-}
 
 
 def is_hub_id(weights: str) -> bool:
@@ -133,8 +113,7 @@ def check_model(
         return
     about = f"{name} is neither a folder nor in the cache"
     if "/" not in name:
-        owner = next((own for key, own in _OWNERS.items() if name.lower().startswith(key)), "owner")
-        raise ModelError(f"{about}; a hub id begins with its owner, as in {owner}/{name}")
+        raise ModelError(f"{about}; a hub id begins with its owner, as in owner/{name}")
     if constants.HF_HUB_OFFLINE or local_files_only:
         setting = "local_files_only" if local_files_only else "HF_HUB_OFFLINE=1"
         raise ModelError(f"{about}, and {setting} is set")
@@ -152,55 +131,6 @@ def reachable() -> bool:
     except Exception:  # of the client's own library
         return False
     return True
-
-
-def upload(
-    folder: Path,
-    repo_id: str,
-    *,
-    revision: str | None = None,
-    private: bool | None = None,
-    token: str | None = None,
-    commit_message: str | None = None,
-    create_pr: bool = False,
-) -> str:
-    """Upload the files of a folder to a repository, which is created if it does not exist.
-
-    See `StageWeights.push_to_hub`.
-
-    Returns
-    -------
-    str
-        Address of the commit, or of the pull request.
-
-    Raises
-    ------
-    VLMFastError
-        When ``repo_id`` is not ``owner/name``, or the upload fails.
-    """
-    from huggingface_hub import HfApi, constants
-
-    if re.fullmatch(f"{_PART}/{_PART}", repo_id) is None:
-        raise VLMFastError(f"repo_id={repo_id!r} must be of the form owner/name")
-    if constants.HF_HUB_OFFLINE:
-        raise VLMFastError(f"repo_id={repo_id} cannot be uploaded: HF_HUB_OFFLINE=1 is set")
-    api = HfApi(token=token)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        done: Any = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            create_pr=create_pr,
-            commit_message=commit_message,
-        )
-    except Exception as error:  # the client passes on errors of several libraries
-        raise VLMFastError(
-            f"repo_id={repo_id} cannot be uploaded to {constants.ENDPOINT}: {_reason(error)}"
-        ) from error
-    return str(done.pr_url or done.commit_url)
 
 
 def _reason(error: Exception) -> str:

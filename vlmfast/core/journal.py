@@ -7,6 +7,7 @@ last line.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
@@ -17,11 +18,6 @@ from typing import IO, Any
 from vlmfast.errors import VLMFastError
 
 from .files import open_to_append, read_bytes, writable
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Journal", "folder_lock", "read_lines"]
 
@@ -138,9 +134,6 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 @contextlib.contextmanager
 def folder_lock(path: Path) -> Iterator[None]:
     """One process at a time; the others wait."""
-    if fcntl is None:
-        yield
-        return
     folder = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -152,8 +145,7 @@ def folder_lock(path: Path) -> Iterator[None]:
 def _lock(file: IO[bytes], path: Path) -> None:
     """Lock a file until it is closed or the process ends."""
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise VLMFastError(f"another run is writing to {path}") from error
 

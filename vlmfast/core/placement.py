@@ -14,6 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmfast.errors import ModelError
+
+
+def usable(name: str | torch.device | None) -> torch.device | None:
+    """A device that a user has named; ``None`` stays.
+
+    Raises
+    ------
+    ModelError
+        If there is no such device, or it cannot be used.
+    """
+    if name is None:
+        return None
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"device {str(name)!r} cannot be used: {reason}") from error
+
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """The hooks of accelerate on a module itself, in their order."""

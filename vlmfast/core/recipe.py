@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vlmfast.errors import RecipeError
 
-from .files import read_text, replace_text
+from .files import read_text, readable, replace_text
 from .params import check_keys, quoted
 from .protocols import PROTOCOLS
 from .registry import method_name, stage_class, stage_names, unknown_method
@@ -28,6 +28,14 @@ PRESETS = {
         for name, (pooled, selected) in _SHARES.items()
     },
 }
+# What at most one stage of a recipe may do: an attribute of its parts, the value, and its meaning.
+_ALONE = (
+    ("protocol", "media", "choose the frames"),
+    ("chooses_crops", True, "choose the crops"),
+    ("reuses_frames", True, "reuse frames"),
+    ("protocol", "in-encoder", "modify the rows between the blocks of the vision tower"),
+    ("protocol", "decode", "modify the cache between decode steps"),
+)
 
 
 class Recipe(Stages):
@@ -57,14 +65,12 @@ class Recipe(Stages):
         for name in names:
             if names.count(name) > 1:
                 raise RecipeError(f"{name} appears twice in the recipe {text}")
-        if sum(stage.protocol == "media" for stage in self) > 1:
-            raise RecipeError(f"recipe {text} has two stages that choose the frames; only one may")
-        for flag, what in (
-            ("chooses_crops", "choose the crops"),
-            ("reuses_frames", "reuse frames"),
-        ):
-            if sum(getattr(p, flag, False) for s in self for p in s.expand()) > 1:
-                raise RecipeError(f"recipe {text} has two stages that {what}; only one may")
+        for key, value, what in _ALONE:
+            acting = [s.name for s in self if any(getattr(p, key, 0) == value for p in s.expand())]
+            if len(acting) > 1:
+                raise RecipeError(
+                    f"recipe {text} has {' and '.join(acting)}, which both {what}; only one may"
+                )
         parts = [p for s in self for p in s.expand() if p.protocol == "cache"]
         for first, second in pairwise(parts):
             if first.quantizes:
@@ -72,18 +78,6 @@ class Recipe(Stages):
                     f"recipe {text}: {first.name} quantizes the cache, so {second.name} cannot "
                     "follow it"
                 )
-        evicting = [p.name for s in self for p in s.expand() if p.protocol == "decode"]
-        if len(evicting) > 1:
-            raise RecipeError(
-                f"recipe {text} has {' and '.join(evicting)}, which both modify the cache between "
-                "decode steps; only one may"
-            )
-        inside = [s.name for s in self if any(p.protocol == "in-encoder" for p in s.expand())]
-        if len(inside) > 1:
-            raise RecipeError(
-                f"recipe {text} has {' and '.join(inside)}, which both modify the rows between the "
-                "blocks of the vision tower; only one may"
-            )
         for part in (part for stage in self for part in stage.expand()):
             if part.protocol not in PROTOCOLS:
                 raise RecipeError(
@@ -172,10 +166,8 @@ class Recipe(Stages):
         """Read a YAML file written by `save`."""
         import yaml
 
-        try:
+        with readable(f"recipe file {path}", RecipeError, (yaml.YAMLError,)):
             data = yaml.safe_load(read_text(path))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
         if not isinstance(data, dict) or not isinstance(data.get("recipe"), str):
             raise RecipeError(f"recipe file {path} has no text entry 'recipe'")
         check_keys(f"recipe file {path}", data, ("recipe",), RecipeError)

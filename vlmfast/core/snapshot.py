@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vlmfast.errors import VLMFastError, check_memory
 
-from .files import read_bytes, replace_bytes
+from .files import read_bytes, readable, replace_bytes
 
 _OPENING = b'{"__metadata__":{"digest":"'  # after the eight bytes of the header's length
 _AT = 8 + len(_OPENING)
@@ -211,10 +211,8 @@ def read(path: str | Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]
     """
     from safetensors.torch import load
 
-    try:
+    with readable(path):
         data = read_bytes(path)
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
     if data[8:_AT] != _OPENING or len(data) < _AT + _SUM:
         raise VLMFastError(f"{path} is not {what}, or its beginning is damaged")
     digest = hashlib.sha256(data[:_AT])

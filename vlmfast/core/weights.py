@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,15 @@ from torch import Tensor, nn
 from vlmfast.errors import RecipeError, check_memory
 
 from . import hub
-from .cards import FOLDER, model_card, with_hub_id
-from .files import make_folder, read_text, replace_bytes, replace_text
+from .cards import model_card
+from .files import make_folder, read_text, readable, replace_bytes, replace_text
 from .registry import stage_class
 from .stage import Stage
 
 SHIPPED = Path(__file__).parents[1] / "weights"
 CONFIG, WEIGHTS, CARD = "stage.json", "model.safetensors", "README.md"
 # `config.json` is that of published drafters.
-_ON_HUB = (CONFIG, WEIGHTS, CARD, "config.json")
+_ON_HUB = (CONFIG, WEIGHTS, "config.json")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +52,11 @@ class StageWeights:
         optionally ``note``.
     license : str, optional
         SPDX identifier in lower case, as on the hub.
-    card : str, optional
-        Text of the model card, if it was edited; by default it is generated.
 
     Examples
     --------
     >>> weights = StageWeights.from_pretrained("runs/elastic/weights")  # doctest: +SKIP
-    >>> weights.push_to_hub("owner/elastic-llava")  # doctest: +SKIP
+    >>> weights.save_pretrained("copy")  # doctest: +SKIP
     """
 
     stage: str
@@ -70,7 +66,6 @@ class StageWeights:
     state: dict[str, Tensor] = field(repr=False)
     measured: tuple[dict[str, Any], ...] = ()
     license: str | None = None
-    card: str | None = field(default=None, repr=False)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> StageWeights:
@@ -90,13 +85,6 @@ class StageWeights:
         folder = _located(name, text)
         about = _described(folder / CONFIG, f"{name}: weights={text}")
         state = _state(folder, f"{name}: weights={text}")
-        card: str | None = None
-        try:
-            card = read_text(folder / CARD)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"{name}: {folder / CARD} cannot be read: {error}") from error
         weights = cls(
             about["stage"],
             about["config"],
@@ -107,12 +95,7 @@ class StageWeights:
             about.get("license"),
         )
         weights._check(f"{name}: {folder / CONFIG}")
-        generated, edited = weights.model_card(), card
-        if card is not None and hub.is_hub_id(text):  # the next repository has another id
-            repo_id = text.partition("@")[0]
-            generated = with_hub_id(generated, repo_id)
-            edited = card.replace(f"weights={repo_id}", f"weights={FOLDER}")
-        return weights if card in (None, generated) else replace(weights, card=edited)
+        return weights
 
     def _check(self, where: str) -> None:
         if not isinstance(self.training, dict):
@@ -148,38 +131,36 @@ class StageWeights:
         return module.eval().requires_grad_(False)
 
     def with_measured(self, *tables: dict[str, Any]) -> StageWeights:
-        """The same weights with tables of measurements; the card is generated again.
+        """The same weights with tables of measurements, for the card.
 
         ``vlmfast.eval.cards.accuracy_tables`` returns those of a report.
         """
-        weights = replace(self, measured=(*self.measured, *tables), card=None)
+        weights = replace(self, measured=(*self.measured, *tables))
         weights._check("with_measured")
         return weights
 
     def model_card(self, recipe: str | None = None) -> str:
-        """Text of the model card; ``recipe`` is that of the example of a generated card."""
-        if self.card is not None:
-            return self.card
+        """Text of the model card; ``recipe`` is that of its example."""
         return model_card(stage_class(self.stage), self._about(), recipe)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, recipe: str | None = None) -> None:
         """Write weights in bfloat16, ``stage.json`` and model card, each file atomically.
 
         Parameters
         ----------
         folder : str or Path
             Created if it does not exist.
+        recipe : str, optional
+            As in `model_card`.
 
         Raises
         ------
         VLMFastError
             With the path and the reason, when a file cannot be written.
         """
-        self._save(Path(folder), self.model_card())
-
-    def _save(self, folder: Path, card: str) -> None:
         from safetensors.torch import save
 
+        folder = Path(folder)
         make_folder(folder)
         state = {
             key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None)
@@ -189,7 +170,7 @@ class StageWeights:
             folder / WEIGHTS, [save({key: value.contiguous() for key, value in state.items()})]
         )
         replace_text(folder / CONFIG, json.dumps(self._about(), indent=2) + "\n")
-        replace_text(folder / CARD, card)
+        replace_text(folder / CARD, self.model_card(recipe))
 
     def _about(self) -> dict[str, Any]:
         """The content of ``stage.json``."""
@@ -201,82 +182,6 @@ class StageWeights:
         }
         about |= {"measured": list(self.measured)} if self.measured else {}
         return about | ({"license": self.license} if self.license else {})
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        revision: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-    ) -> str:
-        """Upload weights, ``stage.json`` and model card to the hub.
-
-        Afterwards a recipe can use them: ``weights=owner/name``.
-
-        Parameters
-        ----------
-        repo_id : str
-            ``owner/name``. The repository is created if it does not exist.
-        revision : str, optional
-            Branch to commit to, created if it does not exist; by default the main branch.
-        private : bool, optional
-            Whether a new repository is private; by default that of the account.
-        token : str, optional
-            By default that of ``hf auth login`` or ``HF_TOKEN``.
-        commit_message : str, optional
-        create_pr : bool
-            Whether to open a pull request instead of committing.
-
-        Returns
-        -------
-        str
-            Address of the commit or of the pull request.
-
-        Raises
-        ------
-        VLMFastError
-            When ``repo_id`` is not ``owner/name``, or the upload fails.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            self._save(Path(folder), with_hub_id(self.model_card(), repo_id))
-            return hub.upload(
-                Path(folder),
-                repo_id,
-                revision=revision,
-                private=private,
-                token=token,
-                commit_message=commit_message,
-                create_pr=create_pr,
-            )
-
-
-def save_weights(
-    folder: str | Path,
-    name: str,
-    module: nn.Module,
-    config: dict[str, Any],
-    signature: list[float],
-    training: dict[str, Any],
-    measured: Iterable[dict[str, Any]] = (),
-) -> None:
-    """`StageWeights.save_pretrained`, for the module of a stage.
-
-    Parameters
-    ----------
-    folder : str or Path
-        Created if it does not exist.
-    name : str
-        Method name of the stage.
-    module : Module
-    config, signature, training, measured
-        As in `StageWeights`.
-    """
-    state = module.state_dict()
-    weights = StageWeights(name, config, signature, training, state, tuple(measured))
-    weights.save_pretrained(folder)
 
 
 def training(name: str) -> str:
@@ -337,8 +242,8 @@ def _located(name: str, weights: str) -> Path:
     folder = hub.download(name, weights, _ON_HUB)
     if not any((folder / file).exists() for file in (CONFIG, "config.json")):
         raise RecipeError(
-            f"{name}: the repository {weights} lacks {CONFIG}; it must contain the files of "
-            "`StageWeights.push_to_hub`, or a published drafter"
+            f"{name}: the repository {weights} lacks {CONFIG}; it must contain the files that "
+            "training wrote, or a published drafter"
         )
     if not (folder / WEIGHTS).exists():
         raise RecipeError(
@@ -359,10 +264,8 @@ def _read(folder: Path, name: str, weights: str) -> dict[str, Any]:
 
 
 def _described(file: Path, where: str) -> dict[str, Any]:
-    try:
+    with readable(where, RecipeError):
         about = json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where} cannot be read: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("stage"), str):
         raise RecipeError(f"{where} contains no weights of a stage")
     signature = about.get("signature")

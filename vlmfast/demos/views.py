@@ -87,17 +87,7 @@ def summary(answer: Answer) -> str:
     trace = answer.trace
     if trace.layout is None:
         return ""
-    tokens = overlays.tokens_of(trace)
-    stayed = tokens.life == 1
-    text = f"{stayed.sum()} of {len(stayed)} visual tokens kept"
-    if tokens.newline.any():
-        text += f" (row ends: {(stayed & tokens.newline).sum()} of {tokens.newline.sum()})"
-    if tokens.merged.any():
-        text += f"; {tokens.merged.sum()} merged from {tokens.weight[tokens.merged].sum():.0f}"
-    partly = (tokens.life > 0) & (tokens.life < 1)
-    if partly.any():
-        text += f"; {partly.sum()} dropped between layers"
-    return text
+    return overlays.described(overlays.tokens_of(trace))
 
 
 def kept_html(answer: Answer) -> str:
@@ -124,13 +114,7 @@ def _figures(figures: Sequence[str], frames: bool, below: str) -> str:
 
 def _view(image: Image.Image, tokens: overlays.Tokens, name: str) -> View:
     patches, counted = tokens.where(tokens.patch), tokens.where(~tokens.newline)
-    width, height = image.size
-    life = np.zeros((height, width), dtype=np.float32)
-    corners = np.round(patches.box * [width, height, width, height]).astype(int)
-    for (left, top, right, bottom), value in zip(corners, patches.shown, strict=True):
-        # Boxes of neighboring crops may overlap at the border: the later drop wins.
-        part = life[top:bottom, left:right]
-        np.maximum(part, value, out=part)
+    life = overlays.lives(image, patches)
     kept = int((counted.life == 1).sum())
     merged = patches.area[patches.merged]
     return View(image, 1 - life.clip(0, 1), merged, name, kept, len(counted.life))

@@ -68,6 +68,20 @@ def with_share(recipe: Recipe, share: float) -> Recipe:
     )
 
 
+def measured(recipe: Recipe) -> list[Recipe]:
+    """The variants of a cache method that a group runs at shares of short prompts.
+
+    Windows are a tenth of the kept slots, as in ports to vision-language models: with 35 slots, a
+    tenth of a small image's prompt, SnapKV's own window of 32 would leave almost nothing to
+    select. A method whose first parameter is ``bits`` has no share; it runs at 4 and 2 bits. All
+    other parameters, and methods requested by name, use their defaults.
+    """
+    (stage,) = recipe
+    if stage.lead == "bits":
+        return [with_field(recipe, "bits", bits) for bits in (4, 2)]
+    return [with_field(recipe, "window", 0.1)]  # if it has a window
+
+
 def with_field(recipe: Recipe, name: str, value: Any) -> Recipe:
     """Set one parameter in every stage that has it."""
     return Recipe(tuple(replace(s, **{name: value}) if _has(s, name) else s for s in recipe))

@@ -108,9 +108,10 @@ def bench(
     plans = [Recipe(), *(vlm.recipe(recipe) for recipe in recipes)]
     image = drawn(size or 2 * _side(vlm.adapter.config.vision_config))
     generation: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    generation["eos_token_id"] = None
     found: list[list[tuple[Any, int | None]]] = [[] for _ in plans]
     bar = Progress("bench", (repeats + 1) * len(plans), "answers", show=progress)
-    with _without_end_token(vlm.model.generation_config), vlm.prefix_cache.bypassed(), bar:
+    with vlm.prefix_cache.bypassed(), bar:
         for (plan, taken), counts in turns(list(zip(plans, found, strict=True)), repeats, warmup=1):
             forget_peak(vlm.model.device)
             answer = vlm.ask(QUESTION, images=image, recipe=plan, **generation)
@@ -119,19 +120,6 @@ def bench(
             bar.update()
     full = found[0][0][0].token_ids
     return [_row(taken, full) for taken in found]
-
-
-@contextlib.contextmanager
-def _without_end_token(config: Any) -> Iterator[None]:
-    """Remove the end token, so that all answers have the same length.
-
-    ``config`` is the model's own: ``generate`` fills the gaps of any other config from it.
-    """
-    before, config.eos_token_id = config.eos_token_id, None
-    try:
-        yield
-    finally:
-        config.eos_token_id = before
 
 
 def _row(taken: list[tuple[Any, int | None]], full: list[int]) -> Row:
@@ -568,9 +556,9 @@ def provenance(script: str, arguments: Sequence[str], device: str) -> dict[str, 
     }
 
 
-def load_average() -> list[float] | None:
-    """Of the last 1, 5 and 15 minutes, where the system has one."""
-    return list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+def load_average() -> list[float]:
+    """Of the last 1, 5 and 15 minutes."""
+    return list(os.getloadavg())
 
 
 def driver() -> str | None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import read_text
+from vlmfast.core.files import read_text, readable
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import with_values
 from vlmfast.errors import VLMFastError
@@ -36,11 +36,9 @@ def accuracy_tables(report: str | Path, stage: str, note: str = "") -> list[dict
     VLMFastError
         When the report cannot be read, contains no run of the stage, or runs with several weights.
     """
-    try:
+    with readable(f"report={report}", damaged=(KeyError, TypeError, AttributeError)):
         tasks = json.loads(read_text(report))["tasks"]
         runs = {task: _runs(found["recipes"], stage) for task, found in tasks.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise VLMFastError(f"report={report} cannot be read: {error}") from error
     weights = {recipe[0].weights for found in runs.values() for recipe, _ in found if recipe}
     if not weights:
         raise VLMFastError(f"report={report} contains no run of {stage} alone")

@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmfast.core.files import read_text, replace_text
+from vlmfast.core.files import read_text, readable, replace_text
 from vlmfast.core.protocols import PrefillStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import VLMFastError
@@ -25,28 +24,17 @@ TRAINED, BEFORE = "trained", "before the language model"
 WITHIN = "inside encoder or language model"
 STACKS, CACHE, BASELINE = "several stages", "KV cache", "baselines"
 FULL = "full model"
-GROUPS = (TRAINED, BEFORE, CACHE, BASELINE, WITHIN, STACKS)
+GROUPS = (TRAINED, BEFORE, CACHE, WITHIN, STACKS, BASELINE)
 _HIDDEN = (WITHIN, STACKS)  # until they are chosen
 
 # Okabe and Ito's colour-blind safe colours that are visible on white and on black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon", "hexagram")
-_DASHES = ("solid", "dashdot", "longdash")
-_GREYS = {"random": "dash", "grid": "dot", "downsample": "dashdot", "streamingllm": "dot"}
+# Another number than that of the colours, so that each line has its own pair of both.
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "pentagon")
 # Greys and text that have the same contrast to a white and to a dark page.
 _GREY, _INK, _LINE = "#8a8a8a", "#7f7f7f", "rgba(127, 127, 127, 0.25)"
 _TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100)
-# Below the plot, where it also fits on a phone; long ones scroll.
-_LEGEND: dict[str, Any] = {
-    "orientation": "h",
-    "yref": "container",
-    "y": 0,
-    "yanchor": "bottom",
-    "maxheight": 230,
-    "groupclick": "toggleitem",
-    "tracegroupgap": 4,
-    "font": {"size": 12},
-}
+_ROW, _LEGEND = 380, 150  # pixels
 _COST = {
     "kept": "visual tokens kept, mean of layers (%)",
     "held": "size of the KV cache (%)",
@@ -55,7 +43,7 @@ _COST = {
 
 @dataclass(frozen=True)
 class View:
-    """What the y axis shows: accuracy on some of the questions.
+    """One part of the figure: accuracy on some of the questions.
 
     Parameters
     ----------
@@ -164,22 +152,15 @@ def rows(
 
 
 def _recipes(report: Path | dict[str, Any], task: str | None) -> dict[str, dict[str, Any]]:
-    if isinstance(report, dict):
-        data = report
-    else:
-        try:
-            data = json.loads(read_text(report))
-        except (OSError, ValueError) as error:
-            raise VLMFastError(f"cannot read the report {report}: {error}") from error
-    tasks: dict[str, Any] = {}
-    try:
-        tasks = data["tasks"]
-        return tasks[task if task is not None else next(iter(tasks))]["recipes"]
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
-        known = ", ".join(tasks)
+    name = "the report" if isinstance(report, dict) else f"the report {report}"
+    with readable(name, damaged=(KeyError, TypeError, AttributeError)):
+        data = report if isinstance(report, dict) else json.loads(read_text(report))
+        tasks = {name: about["recipes"] for name, about in data["tasks"].items()}
+    if not tasks or task not in (None, *tasks):
         raise VLMFastError(
-            f"no task {task or 'at all'} in the report; it has: {known or 'none'}"
-        ) from error
+            f"no task {task or 'at all'} in the report; it has: {', '.join(tasks) or 'none'}"
+        )
+    return tasks[task or next(iter(tasks))]
 
 
 def group_of(recipe: Recipe) -> str:
@@ -201,11 +182,11 @@ def group_of(recipe: Recipe) -> str:
 
 
 def figure(rows: Sequence[Measured]) -> Figure:
-    """One line per method with 95 % intervals, and the full model as a horizontal line.
+    """One line per method with 95 % intervals, beside that of the full model.
 
-    One menu switches between images, videos and captions, another one selects a group of methods.
-    A click on the legend hides or shows one method. Text and lines are readable on light and on
-    dark pages, and the background is transparent.
+    Images, videos and captions have a part each. A click on the legend hides or shows a method, and
+    a double click shows it alone; methods inside the models and stacks are hidden at first. Text
+    and lines are readable on light and on dark pages, and the background is transparent.
 
     Parameters
     ----------
@@ -218,36 +199,74 @@ def figure(rows: Sequence[Measured]) -> Figure:
         If plotly is not installed, or no row has an accuracy.
     """
     try:
-        from plotly.graph_objects import Figure
+        from plotly import express
+        from pyarrow import Table
     except ImportError as error:
         raise VLMFastError(
-            "the chart needs plotly, which is not installed: pip install 'vlmfast[eval]'"
+            "the chart needs plotly and pyarrow: pip install 'vlmfast[eval]'"
         ) from error
 
     axis = rows[0].axis if rows else "kept"
-    views = [view for view in _VIEWS[axis] if any(row.point(view) for row in rows)]
-    if not views:
+    points = [point for view in _VIEWS[axis] for point in _points(rows, view)]
+    if not points:
         raise VLMFastError("the chart has nothing to show: no recipe of the report has an accuracy")
-    drawn = [_traces(rows, view) for view in views]
-    shown = Figure(drawn[0])
-    costs = [p[0] for row in rows if row.group != FULL for view in views if (p := row.point(view))]
-    ends = min(costs, default=100) / 1.2, max([*costs, 50]) * 1.2
-    grid = {"gridcolor": _LINE, "linecolor": _LINE, "zeroline": False}
-    shown.update_xaxes(title=_COST[axis], type="log", range=list(map(log10, ends)), **grid)
-    shown.update_xaxes(tickvals=_TICKS, title_standoff=8)
-    shown.update_yaxes(title="accuracy (%)", **grid)
-    shown.update_layout(
+    groups = {point["method"]: point["group"] for point in points}
+    order = sorted(groups, key=lambda method: (FULL, *GROUPS).index(groups[method]))
+    greys = {method: _GREY for method, group in groups.items() if group == BASELINE}
+    views = list(dict.fromkeys(point["view"] for point in points))
+    shown = express.line(
+        Table.from_pylist(points),
+        x="cost",
+        y="accuracy",
+        error_y="above",
+        error_y_minus="below",
+        color="method",
+        symbol="method",
+        facet_col="view",
+        facet_col_wrap=2,
+        log_x=True,
+        hover_name="recipe",
+        labels={"cost": _COST[axis], "accuracy": "accuracy (%)", "method": ""},
+        category_orders={"method": order, "view": views},
+        color_discrete_sequence=COLORS,
+        color_discrete_map={**greys, FULL: _INK},
+        symbol_sequence=_SYMBOLS,
         template="none",
-        paper_bgcolor="rgba(0, 0, 0, 0)",
-        plot_bgcolor="rgba(0, 0, 0, 0)",
-        font={"color": _INK, "size": 13, "family": "system-ui, sans-serif"},
-        height=760,
-        margin={"l": 56, "r": 12, "t": 88, "b": _LEGEND["maxheight"] + 52},
-        hoverlabel={"align": "left"},
-        legend=_LEGEND,
+        height=_ROW * -(-len(views) // 2) + _LEGEND,
     )
-    shown.update_layout(updatemenus=[_view_menu(views, drawn), _group_menu(shown.data)])
+    shown.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    for trace in shown.data:
+        trace.update(
+            mode="markers" if trace.name == STACKS else "lines+markers",
+            visible="legendonly" if groups[trace.name] in _HIDDEN else True,
+            error_y={"thickness": 1, "width": 0},
+        )
+    shown.update_xaxes(tickvals=_TICKS, gridcolor=_LINE, linecolor=_LINE, showticklabels=True)
+    shown.update_yaxes(gridcolor=_LINE, linecolor=_LINE, zeroline=False)
+    clear = "rgba(0, 0, 0, 0)"
+    shown.update_layout(
+        paper_bgcolor=clear,
+        plot_bgcolor=clear,
+        font={"color": _INK, "size": 13, "family": "system-ui, sans-serif"},
+        margin={"l": 56, "r": 12, "t": 32, "b": _LEGEND + 52},
+        # Below the plot, where it also fits on a phone.
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+    )
     return shown
+
+
+def _points(rows: Sequence[Measured], view: View) -> list[dict[str, Any]]:
+    """The points of a part by increasing cost; the full model's is a line over all of them."""
+    found = [(point, row) for row in rows if (point := row.point(view))]
+    least = min((cost for (cost, *_), _ in found), default=0.0)
+    points = []
+    for (cost, mean, low, high), row in found:
+        about: dict[str, Any] = {"view": view.title, "recipe": row.recipe, "group": row.group}
+        about["method"] = {STACKS: STACKS, FULL: FULL}.get(row.group, row.method)
+        about |= {"accuracy": mean, "above": high - mean, "below": mean - low}
+        ends = {least, cost} if row.group == FULL else {cost}
+        points += [about | {"cost": end} for end in ends]
+    return sorted(points, key=lambda point: point["cost"])
 
 
 CONFIG = {"responsive": True, "displaylogo": False}
@@ -277,129 +296,3 @@ def write_page(shown: Figure, file: Path, title: str) -> None:
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
     )
     replace_text(file, f"<!doctype html>\n<html><head>{head}</head>\n{chart}\n</html>\n")
-
-
-def _traces(rows: Sequence[Measured], view: View) -> list[Any]:
-    """All traces of a view; views have the same traces in the same order."""
-    from plotly.graph_objects import Scatter
-
-    traces: list[Any] = []
-    full = next((row for row in rows if row.group == FULL), None)
-    if full is not None:
-        _, mean, low, high = full.point(view) or (None,) * 4
-        about = f"<b>none</b><br>{_score(mean, low, high)}<extra></extra>"
-        ends, own = (0.1, 200), {"legendgroup": FULL, "hovertemplate": about}
-        traces.append(
-            Scatter(
-                x=[*ends, *ends[::-1]], y=[low, low, high, high], fill="toself", mode="none"
-            ).update(fillcolor="rgba(127, 127, 127, 0.18)", showlegend=False, hoverinfo="skip")
-        )
-        traces.append(
-            Scatter(x=ends, y=[mean, mean], mode="lines", name="full model", **own).update(
-                line={"color": _INK, "width": 2}
-            )
-        )
-    number = 0  # of lines in colour, which differ across groups
-    for group in GROUPS:
-        grouped = [row for row in rows if row.group == group]
-        lines: dict[str, list[Measured]] = {}
-        for row in grouped:
-            lines.setdefault(STACKS if group == STACKS else row.method, []).append(row)
-        for place, (name, points) in enumerate(lines.items()):
-            trace = _line(points, view, name, place if group == BASELINE else number, group)
-            trace.legendgrouptitle = None if group == STACKS else {"text": f"<b>{group}</b>"}
-            number += group != BASELINE
-            traces.append(trace)
-    return traces
-
-
-def _line(points: list[Measured], view: View, name: str, number: int, group: str) -> Any:
-    """One method, by increasing cost."""
-    from plotly.graph_objects import Scatter
-
-    found = [(p, row) for row in points if (p := row.point(view))]
-    found.sort(key=lambda pair: pair[0])
-    x, y, low, high = ([p[i] for p, _ in found] for i in range(4))
-    color = _GREY if group == BASELINE else COLORS[number % len(COLORS)]
-    dash = _DASHES[number // len(COLORS) % len(_DASHES)]
-    if group == BASELINE:
-        dash = _GREYS.get(name.partition(":")[0], "dash")
-    about = [[row.recipe, _score(*p[1:])] for p, row in found]
-    return Scatter(
-        x=x,
-        y=y,
-        name=name,
-        mode="markers" if group == STACKS else "lines+markers",
-        line={"color": color, "width": 2, "dash": dash},
-        marker={"symbol": _SYMBOLS[number % len(_SYMBOLS)], "size": 8, "color": color},
-        error_y={
-            "array": [h - m for m, h in zip(y, high, strict=True)],
-            "arrayminus": [m - l for m, l in zip(y, low, strict=True)],
-            "color": _transparent(color),
-            "thickness": 1.5,
-            "width": 0,
-        },
-        customdata=about,
-        hovertemplate=(
-            "<b>%{customdata[0]}</b><br>%{x:.1f} % kept<br>%{customdata[1]}<extra></extra>"
-        ),
-        legendgroup=group,
-    )
-
-
-def _score(mean: float | None, low: float | None, high: float | None) -> str:
-    return "not measured" if mean is None else f"{mean:.1f} % [{low:.1f}, {high:.1f}]"
-
-
-def _view_menu(views: list[View], drawn: list[list[Any]]) -> dict[str, Any]:
-    """A menu of views, which replaces the data and keeps what is hidden."""
-    keys = ("x", "y", "customdata", "hovertemplate", "error_y.array", "error_y.arrayminus")
-    choices = {
-        view.title: {key: [_value(trace, key) for trace in traces] for key in keys}
-        for view, traces in zip(views, drawn, strict=True)
-    }
-    return _menu(choices, above=44)
-
-
-def _group_menu(traces: Sequence[Any]) -> dict[str, Any]:
-    """A menu of groups; the baselines and the full model are always visible."""
-    present = [group for group in GROUPS if any(t.legendgroup == group for t in traces)]
-    methods = [group for group in present if group != BASELINE]
-    shown = {"Selected methods": {*methods} - {*_HIDDEN}}
-    if len(methods) > 1:
-        shown |= {"All methods": {*methods}}
-        shown |= {group: {group} for group in methods}
-    choices = {
-        label: {
-            "visible": [
-                "legendonly" if t.legendgroup in {*methods} - groups else True for t in traces
-            ]
-        }
-        for label, groups in shown.items()
-    }
-    for trace, visible in zip(traces, choices["Selected methods"]["visible"], strict=True):
-        trace.visible = visible
-    return _menu(choices, above=4)
-
-
-def _menu(choices: dict[str, dict[str, Any]], above: int) -> dict[str, Any]:
-    """A menu that is ``above`` pixels over the plot; each choice updates the traces."""
-    buttons = [
-        {"label": label, "method": "restyle", "args": [args]} for label, args in choices.items()
-    ]
-    place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "pad": {"b": above}}
-    style = {"bgcolor": "rgba(127, 127, 127, 0.15)", "bordercolor": _LINE, "font": {"size": 12}}
-    return {"buttons": buttons, "showactive": True, "active": 0, **place, **style}
-
-
-def _value(trace: Any, key: str) -> Any:
-    """A value of a trace as JSON: tuples are lists."""
-    value = trace.to_plotly_json()
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _transparent(color: str) -> str:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.4)"

@@ -16,9 +16,9 @@ from vlmfast.core.files import writable
 from vlmfast.core.help import RECIPES, add_dtype, count, examples
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.errors import ModelError, RecipeError, VLMFastError
+from vlmfast.errors import RecipeError, VLMFastError
 
-from .axes import shrinks_cache, takes_budget, with_budget, with_field, with_share
+from .axes import measured, shrinks_cache, takes_budget, with_budget, with_field, with_share
 from .draws import DRAWS, with_draws
 from .failures import note_failures
 from .results import named, slug, variant_of, write_json
@@ -127,6 +127,8 @@ def run_eval(
     program : str
         What is typed before the arguments. Results record it.
     """
+    from vlmfast.core.placement import usable
+
     from .runner import part_of, weights_sha256
     from .tasks import find_task
     from .workers import chosen, own_device, part_ways
@@ -153,7 +155,7 @@ def run_eval(
         check_folder(args.json.parent)
         if args.json.is_dir():
             raise VLMFastError(f"--json {args.json} is a folder; it must be a file")
-    check_device(args.device)
+    usable(args.device)
 
     vlm = _load(args.model, args.device or own_device(), args.dtype)
     explicit = [text for text in args.recipe or () if text not in GROUPS]
@@ -266,7 +268,7 @@ def _run_task(
 
     Those in ``refused`` are not run; their reasons are among the failures.
     """
-    from .report import failure_table, metrics_table, on_common_samples, tables
+    from .report import failure_table, metrics_table, on_common_samples, table
     from .runner import TooManyErrors
     from .summary import compare
 
@@ -295,9 +297,8 @@ def _run_task(
         # Other parts of a shard may have fewer samples.
         rows = compare(on_common_samples(own)[0] if own and args.part is not None else own)
         if is_first():
-            texts = tables(rows), metrics_table(rows), failure_table(reasons)
+            texts = table(rows), metrics_table(rows), failure_table(reasons)
             print("\n\n".join(filter(None, texts)))
-        rows += [row.session for row in rows if row.session]
         numbers = {row.run.name: row.numbers for row in rows}
         first = [str(recipe) for recipe in recipes if str(recipe) in numbers] or [*numbers, ""]
         about = {
@@ -433,39 +434,12 @@ def _every_cache_method(at_shares: Sequence[float]) -> list[Recipe]:
 GROUPS = {"all": _every_method, "cache": _every_cache_method}
 
 
-def measured(recipe: Recipe) -> list[Recipe]:
-    """The variants of a cache method that a group runs at shares of short prompts.
-
-    Windows are a tenth of the kept slots, as in ports to vision-language models: with 35 slots, a
-    tenth of a small image's prompt, SnapKV's own window of 32 would leave almost nothing to
-    select. A method whose first parameter is ``bits`` has no share; it runs at 4 and 2 bits. All
-    other parameters, and methods requested by name, use their defaults.
-    """
-    (stage,) = recipe
-    if stage.lead == "bits":
-        return [with_field(recipe, "bits", bits) for bits in (4, 2)]
-    return [with_field(recipe, "window", 0.1)]  # if it has a window
-
-
 def check_folder(folder: Path) -> None:
     """Raise an error early if a folder cannot be written."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-
-
-def check_device(name: str | None) -> None:
-    """Raise an error if a device is not available."""
-    import torch
-
-    if name is None:
-        return
-    try:
-        torch.empty(0, device=torch.device(name))
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"device {name!r} cannot be used: {reason}") from error
 
 
 def add_report(parser: ArgumentParser) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from vlmfast.core.display import markdown_table
 from vlmfast.core.files import make_folder, replace_text
@@ -31,6 +29,7 @@ from .summary import (
     kept_cache,
     mean_tokens,
     median_time,
+    of_modality,
     reduces,
     rereads,
     shrinks,
@@ -87,46 +86,36 @@ def write_report(folder: Path, out: Path) -> tuple[str, list[Path]]:
     For each task and axis, ``<task>.html`` is an interactive chart, which loads
     ``plotly.min.js`` from the same folder.
     """
-    parts, charts, axes, numbers = [], [], [], {}
+    parts, charts, numbers = [], [], {}
     for task, runs in load(folder).items():
         common, notes = on_common_samples(runs)
         failed = failures_of(runs)
         rows = compare(common)
         parts.append(f"## {task}\n\n{_about(common)}\n")
-        tokens, cache = by_tokens(rows), by_cache(rows)
+        caches = any(map(shrinks, rows))
+        if caches:
+            parts.append(f"{_ABOUT_CACHE}\n")
         known = any(row.numbers[f"accuracy_{m}"] is not None for row in rows for m in MODALITIES)
-        if tokens and known:
-            parts.append(f"Interactive chart: `{task}.html`\n")
-            charts.append((task, "kept", out / f"{task}.html"))
-            axes.append("visual tokens")
-        if tokens:
-            parts.append(f"{glance(tokens)}{folded('All recipes', _written(_BY_TOKENS, tokens))}\n")
-        if cache:
-            parts.append(f"### KV cache\n\n{_ABOUT_CACHE}\n")
-            if known:
-                parts.append(f"Interactive chart: `{task}-cache.html`\n")
-                charts.append((task, "held", out / f"{task}-cache.html"))
-            parts.append(f"{cache_glance(cache)}{folded('All recipes', cache_table(cache))}\n")
-            axes.append("KV cache")
-        if any(row.session for row in rows):
-            long = folded("All sessions", session_table(rows))
-            parts.append(f"### Sessions\n\n{_ABOUT_SESSIONS}\n\n{long}\n")
+        if known:
+            axes = {"kept": task} if not caches or any(map(_is_reducer, rows)) else {}
+            axes |= {"held": f"{task}-cache"} if caches else {}
+            for axis, name in axes.items():
+                parts.append(f"Interactive chart: `{name}.html`\n")
+                charts.append((task, axis, out / f"{name}.html"))
+        parts.append(f"{glance(rows)}{folded('All recipes', table(rows))}\n")
         if any(row.numbers.get("metrics") for row in rows):
             about = _ABOUT_ROBUSTNESS if task.startswith("robustness") else _ABOUT_METRICS
             parts.append(f"### Metrics of {task}\n\n{about}\n\n{metrics_table(rows)}\n")
             parts.append(f"{group_tables(rows)}\n")
-        parts.append(f"### Cost\n\n{folded('Cost of each recipe', _written(_COST, rows))}\n")
         if known and (pairs := pair_table(rows)):
             parts.append(f"### Pairs\n\n{_ABOUT_PAIRS}\n\n{folded('All pairs', pairs)}\n")
         notes += warnings(rows)
         parts += [f"**Warning:** {note}.\n" for note in notes]
         if failed:
             parts.append(f"### No result\n\n{failure_table(failed)}\n")
-        rows += [row.session for row in rows if row.session]
         recipes = {row.run.name: row.numbers for row in rows}
         numbers[task] = {"recipes": recipes, "failed": failed, "warnings": notes}
-    title = f"# Accuracy against {' and '.join(dict.fromkeys(axes))}\n"
-    text = "\n".join([title, *filter(None, parts)])
+    text = "\n".join(["# Accuracy and cost\n", *filter(None, parts)])
     make_folder(out)
     replace_text(out / "report.md", text)
     write_json(out / "report.json", {"tasks": numbers})
@@ -183,46 +172,28 @@ def on_common_samples(runs: list[Results]) -> tuple[list[Results], list[str]]:
 
 # --- one folder ----------------------------------------------------------------------------------
 
-
-def tables(rows: list[Row]) -> str:
-    """All tables that apply to the rows."""
-    tokens, cache = by_tokens(rows), by_cache(rows)
-    parts = [_written(_BY_TOKENS, tokens)] if tokens else []
-    parts += [cache_table(cache)] if cache else []
-    parts += [session_table(rows)] if any(row.session for row in rows) else []
-    return "\n\n".join(parts)
-
-
-def by_tokens(rows: list[Row]) -> list[Row]:
-    """The rows of the table by visual tokens; empty if all recipes are cache methods."""
-    caches = any(map(shrinks, rows))
-    found = [row for row in rows if not shrinks(row)]
-    own = [r for r in found if not (_is_reference(r) or (caches and baseline(r.run) == "random"))]
-    return found if own or not caches else []
-
-
-def by_cache(rows: list[Row]) -> list[Row]:
-    """The rows of the table by cache size, with its controls; empty without cache methods."""
-    if not any(map(shrinks, rows)):
-        return []
-    return [r for r in rows if shrinks(r) or _is_reference(r) or baseline(r.run) == "random"]
-
-
-def _is_reference(row: Row) -> bool:
-    return row.run.meta["recipe"] == "none"
-
-
+_NONE = "–"
 Cell = Callable[[Row], str]
 
 
-def _written(columns: dict[str, Cell], rows: list[Row]) -> str:
-    """A Markdown table, one row per recipe."""
-    found = [[cell(row) for cell in ({"recipe": _label} | columns).values()] for row in rows]
-    return markdown_table(["recipe", *columns], found)
+def table(rows: list[Row]) -> str:
+    """A Markdown table of accuracy and cost, one row per recipe, without empty columns."""
+    columns = {title: [cell(row) for row in rows] for title, cell in _COLUMNS.items()}
+    filled = {title: cells for title, cells in columns.items() if any(map(_is_filled, cells))}
+    return _written(filled, rows) if rows else ""
 
 
-def _label(row: Row) -> str:
-    return row.run.label
+def _written(columns: dict[str, list[str]], rows: list[Row]) -> str:
+    lines = [[row.run.label, *cells] for row, *cells in zip(rows, *columns.values(), strict=True)]
+    return markdown_table(["recipe", *columns], lines)
+
+
+def _is_filled(cell: str) -> bool:
+    return cell.strip(f"{_NONE} /") != ""
+
+
+def _is_reducer(row: Row) -> bool:
+    return reduces(row) and baseline(row.run) != "random"
 
 
 def _one(key: str) -> Cell:
@@ -240,94 +211,38 @@ def _pair(key: str, scale: float = 1) -> Cell:
     return lambda row: _two(*(row.numbers[f"{key}_{m}"] for m in MODALITIES), scale=scale)
 
 
-def _against(name: str, other: Callable[[Row], Row | None]) -> dict[str, Cell]:
-    """Differences, image and video."""
-
-    def gap(row: Row, modality: str) -> str:
-        base = other(row)
-        return _points(None if base is None else row.gap(base, modality))
-
-    return {f"against {name}, {noun}": partial(gap, modality=m) for m, noun in _NOUN.items()}
+def _reads(row: Row) -> str:
+    """How often a session processes its images."""
+    if not row.in_sessions:
+        return _NONE
+    return "for each question" if rereads(row.run) else "once"
 
 
-def _control(name: str) -> Callable[[Row], Row | None]:
-    return lambda row: row.controls.get(name)
-
-
-_TIMES = {
-    "TTFT ms (image / video)": _pair("ttft_s", 1000),
-    "stages' own ms (image / video)": _pair("reduce_s", 1000),
-}
-_BY_TOKENS = {
-    **_each("{} %", "accuracy"),
-    "captions % (image / video)": _pair("caption", 100),
-    "loyalty %": lambda row: _percent(row.numbers.get("loyalty")),
-    "equivalent tokens (image / video)": _pair("equivalent_tokens"),
-    "kept %": _one("kept"),
-    **_TIMES,
-    **_against("random", _control("random")),
-}
-_BY_CACHE = {
+_COLUMNS: dict[str, Cell] = {
+    "tokens kept %": _one("kept"),
     "cache %": _one("held"),
     **_each("{} %", "accuracy"),
-    **_each("captions of {} %", "caption"),
-    "loyalty %": _one("loyalty"),
-    **_TIMES,
-}
-_OF_SESSIONS = {
-    "cache %": _one("held"),
-    "first questions % (image / video)": _pair("accuracy_first", 100),
+    **_each("first questions of sessions, {} %", "accuracy_first"),
     **_each("later questions, {} %", "accuracy_later"),
     **_each("captions of {} %", "caption"),
     "loyalty %": _one("loyalty"),
-    "TTFT ms of later questions (image / video)": _pair("ttft_later_s", 1000),
-}
-_COST = {
     "equivalent tokens": _pair("equivalent_tokens"),
-    "GFLOPs of their prefill": _pair("flops_prefill", 1e-9),
+    "prefill GFLOPs": _pair("flops_prefill", 1e-9),
     "TTFT ms": _pair("ttft_s", 1000),
-    "tokens per second": lambda row: _two(
-        *(1 / t if (t := row.numbers[f"tpot_s_{m}"]) else None for m in MODALITIES)
-    ),
-    "KV cache %": _pair("held", 100),
-    "peak memory MB (on a CPU: of the process so far)": _pair("peak_memory_bytes", 1e-6),
+    "TTFT ms of later questions": _pair("ttft_later_s", 1000),
+    "stages' own ms": _pair("reduce_s", 1000),
+    "ms per token": _pair("tpot_s", 1000),
+    "peak memory MB": _pair("peak_memory_bytes", 1e-6),
+    "a session processes images": _reads,
 }
-
-
-def cache_table(rows: list[Row]) -> str:
-    """A Markdown table by the cache's size, one row per recipe."""
-    full = next((row for row in rows if row.run.name == "none"), None)
-    others = _against("the full model", lambda row: None if _is_reference(row) else full)
-    for name in CACHE_BASELINES:
-        if any(name in row.controls for row in rows):
-            others |= _against(name, _control(name))
-    return _written(_BY_CACHE | others, rows)
-
-
-def session_table(rows: list[Row]) -> str:
-    """A Markdown table of the sessions, one row per recipe."""
-
-    def asked(cell: Cell) -> Cell:
-        return lambda row: cell(cast(Row, row.session))
-
-    rows = [row for row in rows if row.session]
-    alone = {id(row.session): row for row in rows}
-    columns = _OF_SESSIONS | _against("single questions", lambda row: alone[id(row)])
-    own: dict[str, Cell] = {
-        "images are processed": lambda row: "for each question" if rereads(row.run) else "once",
-        **{title: asked(cell) for title, cell in columns.items()},
-    }
-    return _written(own, rows)
 
 
 def metrics_table(rows: list[Row]) -> str:
     """A Markdown table of a task's own metrics, one row per recipe; empty if it has none."""
-
-    def cell(name: str) -> Cell:
-        return lambda row: f"{row.numbers['metrics'][name]:.4g}"
-
     rows = [row for row in rows if row.numbers.get("metrics")]
-    return _written({n: cell(n) for n in rows[0].numbers["metrics"]}, rows) if rows else ""
+    names = rows[0].numbers["metrics"] if rows else ()
+    columns = {n: [f"{row.numbers['metrics'][n]:.4g}" for row in rows] for n in names}
+    return _written(columns, rows) if rows else ""
 
 
 def group_tables(rows: list[Row]) -> str:
@@ -357,7 +272,8 @@ def pair_table(rows: list[Row]) -> str:
     full = next((row for row in rows if row.run.name == "none"), None)
     lines = []
     for row in rows:
-        others = [full] if full is not None and row is not full else []
+        alone = row is full or row.in_sessions  # compared with single questions
+        others = [full] if full is not None and not alone else []
         for other in [*others, *row.controls.values(), *row.bases]:
             gaps = [_points(row.gap(other, modality)) for modality in MODALITIES]
             lines.append([row.run.label, other.run.label, *gaps, *_split(row.run, other.run)])
@@ -371,82 +287,62 @@ def _split(run: Results, other: Results) -> list[str]:
     return [_NONE] * 3 if found is None else [str(found[0]), str(found[1]), f"{found[2]:.2g}"]
 
 
-def glance(rows: list[Row]) -> str:
-    """Methods by budgets: accuracy on images and videos; empty with fewer than two methods."""
-    shown = [row for row in rows if row.run.meta["budget"] is not None and reduces(row)]
-    single = {row.run.meta["budget"] for row in shown if "+" not in row.run.meta["method"]}
-    cells = {}
-    for row in shown:
-        budget = _near(row.run.meta["budget"], single)
-        cells[row.run.labelled(row.run.meta["method"]), budget] = _glimpse(row, budget)
-    grid = _grid(cells, "images % / videos %", "of the tokens")
-    return grid and f"{grid}\n\n{_ABOUT_GLANCE}\n\n"
-
-
-def _near(budget: float, columns: set[float]) -> float:
-    """The column of a stack, whose budget is a product: the nearest one within a tenth of it."""
-    nearest = min(columns, key=lambda column: abs(column - budget), default=budget)
-    return nearest if abs(nearest - budget) <= 0.1 * budget else budget
-
-
-def cache_glance(rows: list[Row]) -> str:
-    """The same by shares of the cache: questions, captions, and later questions in sessions.
-
-    Methods without a share have their own column.
-    """
-    grids = []
-    for what, title in _VIEWS.items():
-        cells = {}
-        for row in filter(shrinks, rows):
-            captions = any(row.numbers[f"caption_{m}"] is not None for m in MODALITIES)
-            if (what == "later" and row.session is None) or (what == "captions" and not captions):
-                continue
-            share = share_of(Recipe.parse(row.run.meta["recipe"]))
-            method = row.run.meta["method" if share is not None else "recipe"]
-            cells[row.run.labelled(method), share] = _glimpse(row, share, what)
-        grids.append(_grid(cells, f"{title}: images % / videos %", "of the cache"))
-    text = "\n\n".join(filter(None, grids))
-    return text and f"{text}\n\n{_ABOUT_GLANCE} \\*: the image is processed again.\n\n"
-
-
 _ABOUT_GLANCE = (
-    "Bold: above every control of the same cost beyond the 95 % interval. Brackets: what is kept, "
-    "where it differs from what was asked for."
+    "Images % / videos %. Bold: above every control of the same cost beyond the 95 % interval. "
+    "Brackets: what is kept, where it differs from what was asked for. \\*: the image is processed "
+    "again for each question."
 )
 _VIEWS = {
     "questions": "single questions",
     "captions": "captions",
     "later": "later questions in a session",
 }
+_KEYS = {"questions": "accuracy", "captions": "caption", "later": "accuracy_later"}
 
 
-def _grid(cells: Mapping[tuple[str, Any], str], title: str, what: str) -> str:
+def glance(rows: list[Row]) -> str:
+    """Accuracy of methods by budgets and by shares of the cache.
+
+    Methods without either have their own column. Empty with fewer than two methods.
+    """
+    grids: dict[str, dict[tuple[str, float | None], str]] = {}
+    for what, title in _VIEWS.items():
+        for row in rows:
+            cache, meta = shrinks(row), row.run.meta
+            if not _is_viewed(row, what) or not (cache or reduces(row)):
+                continue
+            share = share_of(Recipe.parse(meta["recipe"])) if cache else meta["budget"]
+            method = row.run.labelled(meta["recipe" if share is None else "method"])
+            cells = grids.setdefault(f"{title}, kept of the {'cache' if cache else 'tokens'}", {})
+            cells[method, share] = _glimpse(row, share, what)
+    text = "\n\n".join(filter(None, (_grid(title, cells) for title, cells in grids.items())))
+    return text and f"{text}\n\n{_ABOUT_GLANCE}\n\n"
+
+
+def _is_viewed(row: Row, what: str) -> bool:
+    """Whether a row has scores of this kind; only caches differ in captions and in sessions."""
+    scored = any(row.numbers[f"{_KEYS[what]}_{m}"] is not None for m in MODALITIES)
+    fits = row.in_sessions == (what == "later")
+    return scored and fits and (shrinks(row) or what == "questions")
+
+
+def _grid(title: str, cells: Mapping[tuple[str, float | None], str]) -> str:
     """A Markdown table of methods by shares; the share ``None`` is the last column."""
     methods = list(dict.fromkeys(method for method, _ in cells))
-    if len(methods) < 2:
-        return ""
-    shares = sorted({share for _, share in cells if share is not None}, reverse=True)
-    head = [title, *(f"{100 * share:g} % {what}" for share in shares)]
-    if any(share is None for _, share in cells):
-        head.append("no share")
-    columns = [*shares, None][: len(head) - 1]
-    return markdown_table(
-        head,
-        [[method, *(cells.get((method, s), _NONE) for s in columns)] for method in methods],
-    )
+    shares = sorted({share for _, share in cells}, key=lambda share: -(share or 0))
+    head = [title, *("default" if share is None else f"{100 * share:g} %" for share in shares)]
+    lines = [[method, *(cells.get((method, s), _NONE) for s in shares)] for method in methods]
+    return markdown_table(head, lines) if len(methods) > 1 else ""
 
 
-def _glimpse(row: Row, share: float | None, what: str = "questions") -> str:
+def _glimpse(row: Row, share: float | None, what: str) -> str:
     """Scores, bold if above all controls, and the actual cost if it differs from ``share``."""
-    key = {"questions": "accuracy", "captions": "caption", "later": "accuracy_later"}[what]
-    asked = row.session if what == "later" else row
-    assert asked is not None
     shown = []
     for modality in MODALITIES:
-        gaps = [asked.gap(control, modality, what) for control in asked.controls.values()]
-        text = _percent(asked.numbers[f"{key}_{modality}"])
+        gaps = [row.gap(control, modality, what) for control in row.controls.values()]
+        text = _percent(row.numbers[f"{_KEYS[what]}_{modality}"])
         shown.append(f"**{text}**" if gaps and all(gap and gap[1] > 0 for gap in gaps) else text)
-    paid = asked.numbers["held" if shrinks(row) else "kept"]
+    paid = row.numbers["held" if shrinks(row) else "kept"]
     off = share is None or abs(paid - share) > 0.1 * share
     again = " \\*" if what == "later" and rereads(row.run) else ""
     return " / ".join(shown) + again + (f" ({_percent(paid)} %)" if off else "")
@@ -457,7 +353,7 @@ def warnings(rows: list[Row]) -> list[str]:
     notes, present = [], {baseline(row.run) for row in rows}
     if all(s["score"] is None for s in rows[0].run.samples.values()):
         notes.append("the answers to these questions are hidden, so the runs have no scores")
-    needed: tuple[str, ...] = CONTROLS if any(map(reduces, by_tokens(rows))) else ()
+    needed: tuple[str, ...] = CONTROLS if any(map(_is_reducer, rows)) else ()
     needed += CACHE_BASELINES if any(map(shrinks, rows)) else ()
     for name in dict.fromkeys(needed):
         if name not in present:
@@ -470,18 +366,15 @@ def warnings(rows: list[Row]) -> list[str]:
     if full_model([row.run for row in rows]) is None:
         notes.append("the full model is missing, so loyalty is not available")
     methods = [r for r in rows if (reduces(r) or shrinks(r)) and not baseline(r.run)]
-    alone = [f"`{row.run.name}`" for row in methods if not row.controls]
+    alone = [f"`{row.run.name}`" for row in methods if not (row.controls or row.in_sessions)]
     if alone and present.intersection(CONTROLS + CACHE_BASELINES):
         notes.append(f"no control of about the same cost as {', '.join(alone)}")
     notes += _no_better(methods)
-    for row in [*rows, *(row.session for row in rows if row.session)]:
+    for row in rows:
         if row.numbers["errors"]:
             notes.append(
                 f"{row.numbers['errors']} samples of `{row.run.name}` failed and count as wrong"
             )
-    for row in rows:
-        if row.run.variant == "session":
-            notes.append(f"`{row.run.name}` was run in sessions only")
     return notes
 
 
@@ -489,14 +382,10 @@ def _no_better(rows: list[Row]) -> list[str]:
     """Methods that do not beat a control, one note per control and kind of question."""
     found: dict[str, list[str]] = {}
     for what, title in _VIEWS.items():
-        for row in rows:
-            asked = row.session if what == "later" else row
-            # Only caches are compared by captions and in sessions.
-            if asked is None or not (shrinks(row) or what == "questions"):
-                continue
-            for name, control in asked.controls.items():
+        for row in (row for row in rows if _is_viewed(row, what)):
+            for name, control in row.controls.items():
                 for modality, noun in _NOUN.items():
-                    gap = asked.gap(control, modality, what)
+                    gap = row.gap(control, modality, what)
                     if gap is not None and gap[1] <= 0:
                         place = f"`{name}` of the same cost ({title}, {noun})"
                         found.setdefault(place, []).append(f"`{row.run.meta['recipe']}`")
@@ -516,8 +405,10 @@ def _about(runs: list[Results]) -> str:
         "Accuracies are means over question types; brackets are 95 % intervals (bootstrap over "
         "images and videos, paired for differences). Loyalty: fraction of answers equal to the "
         "full model's. Equivalent tokens: visual tokens kept, averaged over layers. TTFT: median "
-        "time to the first token. `random` is the run with the nearest cost. Of a control with "
-        "several draws, scores are means, and intervals resample the draws too."
+        "time to the first token. Cache: bytes when decoding starts, as a fraction of the full "
+        "one. Peak memory: on a CPU that of the process so far. Pairs of numbers are of images / "
+        "videos. Of a control with several draws, scores are means, and intervals resample the "
+        "draws too."
     )
 
 
@@ -537,34 +428,24 @@ _ABOUT_PAIRS = (
     "questions, so its p is too small if several questions are about one image."
 )
 _ABOUT_CACHE = (
-    "Cache %: bytes of the cache when decoding starts, including the parameters of quantized "
-    "slots, as a fraction of the full cache. Most methods prefill the complete prompt, which "
-    "determines the first token of an answer. The short answer to a single question therefore "
-    "depends little on the compressed cache. Captions are long, and later questions in a "
-    "session only see the compressed cache of an image: these separate the methods.\n\n"
-    "No cache method selects at random. The controls ignore the content: `streamingllm` keeps the "
-    "first and the last slots, and `random` drops visual tokens before the language model, which "
-    "also reduces the cost of the prefill. Each control is the run with the nearest cache size."
-)
-_ABOUT_SESSIONS = (
-    "All questions about an image or a video, one after another in a session, without history. "
-    "If a recipe does not depend on the question, the image is prefilled and its cache compressed "
-    "once, before the first question; cache % is that cache plus the question. With the "
-    "other recipes, each question prefills the image again, with the same answer as a single "
-    "question. Against single questions: the same questions, paired."
+    "Most cache methods prefill the complete prompt, so that the short answer to a single question "
+    "depends little on the compressed cache. Captions are long, and later questions of a session "
+    "(`@session`) only see the compressed cache: these separate the methods. The controls ignore "
+    "the content: `streamingllm` keeps the first and the last slots, and `random` drops visual "
+    "tokens before the language model."
 )
 
 
 _LONG = 12  # rows that a page shows without a click
 
 
-def folded(title: str, table: str) -> str:
+def folded(title: str, text: str) -> str:
     """A Markdown table, folded if it is long, for code hosts and MkDocs."""
-    number = table.count("\n") - 1  # without head and rule
+    number = text.count("\n") - 1  # without head and rule
     if number <= _LONG:
-        return table
+        return text
     head = f'<details markdown="1">\n<summary>{title} ({number} rows)</summary>'
-    return f"{head}\n\n{table}\n\n</details>"
+    return f"{head}\n\n{text}\n\n</details>"
 
 
 # --- two folders ---------------------------------------------------------------------------------
@@ -585,15 +466,13 @@ def _difference_table(pairs: list[tuple[Results, Results]]) -> str:
         cells["McNemar's p"] = _split(new, old)[2]
         cells["equivalent tokens"] = _arrow(mean_tokens(old), mean_tokens(new))
         for m, noun in _NOUN.items():
-            times = (median_time(run, m) for run in (old, new))
+            times = (median_time(of_modality(run, m)) for run in (old, new))
             cells[f"TTFT ms, {noun}"] = _arrow(*times, scale=1000)
         rows.append(cells)
     return markdown_table(list(rows[0]), [list(cells.values()) for cells in rows])
 
 
 # --- cells ---------------------------------------------------------------------------------------
-
-_NONE = "–"
 
 
 def _percent(value: float | None, ci: list[float] | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json, results.json}``.
+"""Result folders: ``DIR/<task>/<recipe>/{samples.jsonl, timings.jsonl, meta.json}``.
 
 A folder stays valid if the process is killed: both JSONL files are journals, and ``meta.json`` is
 written before the first line. Times have their own file, so that
@@ -15,25 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, read_bytes, replace_text, writable
+from vlmfast.core.files import make_folder, read_bytes, readable, replace_text, writable
 from vlmfast.core.journal import Journal, folder_lock, read_lines
-from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
 SCHEMA = 1
 # Costs that are stored with a sample: without times, which are not reproducible.
 COSTS = ("visual_tokens_in", "equivalent_tokens", "kv_bytes", "kv_bytes_full")
-SAMPLES, TIMINGS, META, RESULTS = "samples.jsonl", "timings.jsonl", "meta.json", "results.json"
+SAMPLES, TIMINGS, META = "samples.jsonl", "timings.jsonl", "meta.json"
 
 # Fields that must be equal within one table, and fields that identify one folder in it.
 _SHARED = ("schema", "task", "task_version", "weights_sha256", "seed", "options", "generation")
 _OWN = ("recipe", "control", "session", "stage_weights")
 _NEEDED = (*_SHARED[:-1], "recipe", "control", "model", "method", "budget")
-_OF_RUN = (
-    *("data", "saliency", "date", "command", "device", "dtype", "model_revision"),
-    *("batch_size", "versions", "shard", "resumed"),
-)
-_KNOWN = (*_NEEDED, *_SHARED[-1:], *_OWN, *_OF_RUN)
 
 
 @dataclass
@@ -243,16 +237,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    try:
+    with readable(path / META):
         meta = json.loads(read_bytes(path / META))
-    except OSError as error:
-        raise VLMFastError(f"cannot read {path / META}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise VLMFastError(f"{path / META} is damaged: {error}") from error
     missing = [key for key in _NEEDED if not isinstance(meta, dict) or key not in meta]
     if missing:
         raise VLMFastError(f"{path / META} is not a vlmfast result: it has no {missing[0]!r}")
-    check_keys(str(path / META), meta, dict.fromkeys(_KNOWN))
     return meta
 
 

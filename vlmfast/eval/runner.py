@@ -27,7 +27,6 @@ from .axes import method_of
 from .results import (
     COSTS,
     META,
-    RESULTS,
     SCHEMA,
     Results,
     Writer,
@@ -36,7 +35,6 @@ from .results import (
     variant_of,
     write_json,
 )
-from .summary import as_lmms_eval
 from .tasks import HIDDEN, Doc, Task, find_task
 
 # Stored with the times: also measured, or not needed for the score.
@@ -218,13 +216,11 @@ def refusal(
 
 
 def finished(task: Task, path: Path, limit: int | None, seed: int) -> Results:
-    """The existing results of the requested samples; also writes them in lmms-eval's format.
+    """The existing results of the requested samples.
 
-    ``results.json`` has lmms-eval's field names, so that its tools can read it. A split with hidden
-    answers also has a ``submission.json``.
+    Of a split with hidden answers, they are also written as ``submission.json``.
     """
     run = read(path).only({doc.doc_id for doc in task.docs(limit, seed)})
-    write_json(path / RESULTS, as_lmms_eval(run))
     answers = getattr(task, "submission", lambda _: None)(run.samples.values())
     if answers is not None:
         write_json(path / "submission.json", answers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 _Z = 1.959963984540054  # 97.5 % point of the normal distribution
@@ -98,25 +97,3 @@ def mcnemar(only_a: int, only_b: int) -> float:
     n, fewer = only_a + only_b, min(only_a, only_b)
     tail = sum(math.comb(n, k) for k in range(fewer + 1))
     return min(1.0, float(2 * tail / 2**n)) if n else 1.0
-
-
-def standard_errors(
-    scores: Sequence[float], clusters: Sequence[str]
-) -> tuple[float | None, float | None]:
-    """Standard errors of the mean: independent, and clustered (arXiv 2411.00640, eq. 4).
-
-    None for fewer than two scores, or clusters.
-    """
-    n = len(scores)
-    if n < 2:
-        return None, None
-    mean = sum(scores) / n
-    variance = sum((s - mean) ** 2 for s in scores) / (n - 1) / n
-    of_cluster: dict[str, list[float]] = defaultdict(list)
-    for score, cluster in zip(scores, clusters, strict=True):
-        of_cluster[cluster].append(score - mean)
-    if len(of_cluster) < 2:
-        return math.sqrt(variance), None
-    cross = sum(sum(d) ** 2 - sum(x * x for x in d) for d in of_cluster.values()) / (n * n)
-    # Negative correlation within clusters can make the estimate negative.
-    return math.sqrt(variance), math.sqrt(max(0.0, variance + cross))

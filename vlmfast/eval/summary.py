@@ -12,7 +12,7 @@ from vlmfast.core.recipe import Recipe
 from .axes import shrinks_cache
 from .draws import joined, scores
 from .results import Results, named
-from .scores import Interval, Scored, bootstrap, mcnemar, standard_errors, wilson
+from .scores import Interval, Scored, bootstrap, mcnemar, wilson
 from .tasks import metrics
 
 MODALITIES = ("image", "video")
@@ -24,6 +24,8 @@ CONTROLS = ("random", "downsample")
 # subset of the visual tokens before the language model.
 CACHE_BASELINES = ("streamingllm", "random")
 _SAME_COST = 0.15
+# Of the lines of ``timings.jsonl``.
+_COSTS = ("ttft_s", "tpot_s", "flops_prefill", "peak_memory_bytes")
 
 
 @dataclass(eq=False)
@@ -37,19 +39,20 @@ class Row:
         See `summarise`.
     controls : dict of str to Row
         By method name: the baseline with the nearest cost.
-    session : Row, optional
-        The same recipe with all questions about an image in one session.
     bases : list of Row
-        For a run with a control, that of the recipe alone; for a guarded recipe, that of the
-        recipe without its guard, with the same control.
+        For a run with a control or in sessions, that of the recipe alone; for a guarded recipe,
+        that of the recipe without its guard, with the same control.
     """
 
     run: Results
     numbers: dict[str, Any]
     controls: dict[str, Row] = field(default_factory=dict)
-    session: Row | None = None
     bases: list[Row] = field(default_factory=list)
     _known: dict[tuple, Interval | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def in_sessions(self) -> bool:
+        return bool(self.run.meta.get("session"))
 
     def gap(self, other: Row, modality: str, what: str = "questions") -> Interval | None:
         """Score minus that of another row, paired.
@@ -67,30 +70,23 @@ class Row:
 
 
 def compare(runs: list[Results]) -> list[Row]:
-    """Combine every run with its controls and its session, after joining draws of controls."""
+    """Combine every run with its controls, after joining draws of controls."""
     runs = joined(runs)
     full = full_model(runs)
-    rows = [Row(run, summarise(run, full)) for run in runs]
-    sessions = [row for row in rows if row.run.meta.get("session")]
-    plain = {row.run.name: row for row in rows if row not in sessions}
-    for row in rows:
+    rows = {run.name: Row(run, summarise(run, full)) for run in runs}
+    for row in rows.values():
         # Sessions are compared with the sessions of the controls.
-        row.controls = controls_at_cost(row, sessions if row in sessions else [*plain.values()])
+        alike = [other for other in rows.values() if other.in_sessions == row.in_sessions]
+        row.controls = controls_at_cost(row, alike)
         recipe, control = row.run.meta["recipe"], row.run.meta["control"]
-        names = [recipe] if control and recipe != "none" else []
+        names = [recipe] if row.in_sessions or (control and recipe != "none") else []
         if (base := unguarded(recipe)) != recipe:
             names.append(named(base, row.run.variant))
-        row.bases = [plain[name] for name in names if name in plain]
+        row.bases = [rows[name] for name in names if name in rows]
         gaps = {base.run.name: row.gap(base, "image") for base in row.bases}
         if gaps:
             row.numbers["gaps_image"] = {name: gap and list(gap) for name, gap in gaps.items()}
-    for row in sessions:
-        alone = plain.get(row.run.meta["recipe"])
-        if alone is None:
-            plain[row.run.name] = row
-        else:
-            alone.session = row
-    return list(plain.values())
+    return list(rows.values())
 
 
 def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
@@ -109,16 +105,24 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
     full : Results, optional
         Results of the full model, for ``loyalty``: the fraction of equal answers.
     """
-    parts = {m: _of(run, m) for m in MODALITIES}
     numbers: dict[str, Any] = {"recipe": run.meta["recipe"], "control": run.meta["control"]}
-    for modality, part in parts.items():
-        _put(numbers, f"accuracy_{modality}", _mean_score(_scores(part)))
-    for modality, part in parts.items():
-        _put(numbers, f"caption_{modality}", _mean_score(_scores(part, captions=True)))
-    for name in ("first", "later"):
-        for modality, part in parts.items():
-            scored = _scores(turns(part, first=name == "first"))
-            _put(numbers, f"accuracy_{name}_{modality}", _mean_score(scored))
+    for modality in MODALITIES:
+        part = of_modality(run, modality)
+        first, later = turns(part, first=True), turns(part, first=False)
+        scored = {
+            "accuracy": _scores(part),
+            "caption": _scores(part, captions=True),
+            "accuracy_first": _scores(first),
+            "accuracy_later": _scores(later),
+            **({} if full is None else {"loyalty": _agreement(part, full)}),
+        }
+        for key, rows in scored.items():
+            _put(numbers, f"{key}_{modality}", _mean_score(rows))
+        costs = {key: median_time(part, key) for key in _COSTS}
+        costs |= {"reduce_s": median_time(part, "time_reduce_s")}
+        costs |= {"ttft_later_s": median_time(later), "equivalent_tokens": mean_tokens(part)}
+        costs |= {"kept": kept(part), "held": kept_cache(part)}
+        numbers |= {f"{key}_{modality}": value for key, value in costs.items()}
     by_type: dict[str, list[float]] = {}
     for s in _scored(run):
         by_type.setdefault(_type(s), []).append(s["score"])
@@ -128,21 +132,9 @@ def summarise(run: Results, full: Results | None = None) -> dict[str, Any]:
         numbers["groups"] = groups(run)
     if full is not None:
         _put(numbers, "loyalty", _mean_score(_agreement(run, full)))
-        for modality, part in parts.items():
-            _put(numbers, f"loyalty_{modality}", _mean_score(_agreement(part, full)))
-    numbers["equivalent_tokens"] = mean_tokens(run)
-    for modality, part in parts.items():
-        numbers[f"equivalent_tokens_{modality}"] = mean_tokens(part)
-        numbers[f"kept_{modality}"] = kept(part)
-        numbers[f"held_{modality}"] = kept_cache(part)
     numbers["visual_tokens_in"] = _mean(run, "visual_tokens_in")
+    numbers["equivalent_tokens"] = mean_tokens(run)
     numbers["kept"], numbers["held"] = kept(run), kept_cache(run)
-    for modality in MODALITIES:
-        numbers[f"ttft_s_{modality}"] = median_time(run, modality)
-        numbers[f"reduce_s_{modality}"] = median_time(run, modality, "time_reduce_s")
-        numbers[f"ttft_later_s_{modality}"] = median_time(turns(run, first=False), modality)
-        for key in ("tpot_s", "flops_prefill", "peak_memory_bytes"):
-            numbers[f"{key}_{modality}"] = median_time(run, modality, key)
     if "draws" in run.meta:
         numbers["draws"] = run.meta["draws"]
     numbers["samples"] = len(run.samples)
@@ -174,7 +166,7 @@ def difference(a: Results, b: Results, modality: str, *, captions: bool = False)
     """
     pairs = [
         (s["picture"], s["type"], _minus(scores(s), scores(b.samples[doc])))
-        for doc, s in _of(a, modality).samples.items()
+        for doc, s in of_modality(a, modality).samples.items()
         if doc in b.samples and _is_caption(s) == captions and s["score"] is not None
     ]
     return bootstrap(pairs)
@@ -222,60 +214,6 @@ def _of_group(samples: list[dict]) -> dict[str, Any]:
     return {"accuracy": mean, "ci": [low, high], "n": len(samples)}
 
 
-_LMMS_NAMES = {
-    "mmmu": "mmmu_val",
-    "mmmu-dev": "mmmu_dev",
-    "mmmu-test": "mmmu_test",
-    "video-mme": "videomme",
-    "video-mme-subtitles": "videomme_w_subtitle",
-}
-
-
-def as_lmms_eval(run: Results) -> dict[str, Any]:
-    """Convert a run to lmms-eval's ``results.json``.
-
-    As in lmms-eval, standard errors are of fractions, even if a metric is in percent.
-    """
-    meta, samples = run.meta, list(_scored(run))
-    task = _LMMS_NAMES.get(meta["task"], meta["task"])
-    own = metrics(meta, samples)
-    if not own:
-        numbers = summarise(run)
-        keys = [f"{what}_{m}" for what in ("accuracy", "caption") for m in MODALITIES]
-        own = {key: numbers[key] for key in keys if numbers[key] is not None}
-    found: dict[str, Any] = {"alias": task} | {f"{key},none": value for key, value in own.items()}
-    main = next(iter(own), None)
-    if main is not None and run.meta.get("options"):
-        errors = standard_errors([s["score"] for s in samples], [s["picture"] for s in samples])
-        for kind, value in zip(("stderr_clt", "stderr_clustered"), errors, strict=True):
-            found[f"{main}_{kind},none"] = "N/A" if value is None else value
-    return {
-        "results": {task: found},
-        "group_subtasks": {task: []},
-        "configs": {
-            task: {
-                "task": task,
-                "output_type": "generate_until",
-                "generation_kwargs": meta["generation"].get("question", {}),
-                "metadata": {"version": meta["task_version"], **(meta.get("options") or {})},
-            }
-        },
-        "versions": {task: meta["task_version"]},
-        "n-shot": {task: 0},
-        "higher_is_better": {task: dict.fromkeys(own, True)},
-        "n-samples": {task: {"original": len(run.samples), "effective": len(run.samples)}},
-        "config": {
-            "model": "vlmfast",
-            "model_args": f"pretrained={meta['model']},recipe={meta['recipe']}",
-            "model_revision": meta.get("model_revision"),
-            "batch_size": meta.get("batch_size"),
-            "device": meta.get("device"),
-            "random_seed": meta["seed"],
-        },
-        "date": meta.get("date"),
-    }
-
-
 def kept(run: Results) -> float | None:
     """Mean fraction of visual tokens kept, averaged over layers."""
     return _mean(run, "equivalent_tokens", "visual_tokens_in")
@@ -291,10 +229,9 @@ def mean_tokens(run: Results) -> float | None:
     return _mean(run, "equivalent_tokens")
 
 
-def median_time(run: Results, modality: str, key: str = "ttft_s") -> float | None:
+def median_time(run: Results, key: str = "ttft_s") -> float | None:
     """Median seconds to the first token, or of another time of `Stats`."""
-    lines = _of(run, modality).timings.values()
-    times = [line[key] for line in lines if key in line]
+    times = [line[key] for line in run.timings.values() if key in line]
     return median(times) if times else None
 
 
@@ -384,7 +321,8 @@ def _positions(run: Results) -> set[str]:
     return {getattr(s, "positions", "keep") for s in Recipe.parse(run.meta["recipe"])}
 
 
-def _of(run: Results, modality: str) -> Results:
+def of_modality(run: Results, modality: str) -> Results:
+    """The samples about images, or those about videos."""
     return run.only({doc for doc, s in run.samples.items() if s["modality"] == modality})
 
 

@@ -21,7 +21,7 @@ import torch
 
 from vlmfast.api.encoding import check_encodable, encode_image
 from vlmfast.api.vlm import VLM
-from vlmfast.core.files import make_folder, read_bytes, replace_bytes
+from vlmfast.core.files import make_folder, read_bytes, readable, replace_bytes
 from vlmfast.core.journal import Journal, read_lines
 from vlmfast.engine.features import settings_of_files
 from vlmfast.errors import MediaError, VLMFastError
@@ -144,7 +144,8 @@ def encode_files(
     with Journal(out / MANIFEST, header, _ENTRY) as journal:
         known = {(e["source"], e["source_sha256"]): e for e in journal.lines}
         for number, file in enumerate(map(Path, files), start=1):
-            content = _bytes_of(file)
+            with readable(file, MediaError):
+                content = read_bytes(file)
             digest = hashlib.sha256(content).hexdigest()
             entry = known.get((str(file), digest))
             if entry is None or not _is_whole(out, entry):
@@ -191,13 +192,6 @@ def _encoded(
     }
 
 
-def _bytes_of(file: Path) -> bytes:
-    try:
-        return read_bytes(file)
-    except OSError as error:
-        raise MediaError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
 # --- manifests -----------------------------------------------------------------------------------
 
 
@@ -229,10 +223,8 @@ def _checked(folder: Path, entry: Mapping[str, Any]) -> bytes:
     path = folder / name
     if Path(name).name != name:
         raise VLMFastError(f"{folder / MANIFEST} names {name!r}, which is outside its folder")
-    try:
+    with readable(path):
         data = read_bytes(path)
-    except OSError as error:
-        raise VLMFastError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) != entry["bytes"]:
         raise VLMFastError(
             f"{path} was cut short: it has {len(data)} bytes of {entry['bytes']}; repeat 'vlmfast "

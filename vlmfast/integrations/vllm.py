@@ -17,6 +17,7 @@ from vlmfast.core.files import (
     make_folder,
     open_to_read,
     read_text,
+    readable,
     replace_bytes,
     replace_text,
     replacing,
@@ -144,18 +145,12 @@ def _templates(folder: Path) -> dict[str, str]:
 
 
 def _copy(file: Path, to: Path) -> None:
-    try:
+    with readable(file, ModelError):
         source = open_to_read(file)
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from error
     with source, replacing(to) as copy:
         shutil.copyfileobj(source, copy)
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
+    with readable(path, ModelError):
         return json.loads(read_text(path))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged: {error}") from error

@@ -172,7 +172,7 @@ def run(args: Namespace, load: Callable[[], VLM]) -> None:
         vlm.engine.max_cache_bytes = args.max_cache_bytes
         vlm.engine.prefill_chunk_size = args.prefill_chunk_size
         if args.prefix_cache_bytes is not None:
-            vlm.session_bytes = args.prefix_cache_bytes
+            vlm.prefix_cache.limit = args.prefix_cache_bytes
         return vlm
 
     serve(config, loaded, ready)

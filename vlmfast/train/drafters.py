@@ -12,26 +12,24 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vlmfast.core.files import make_folder, read_text, replace_text
-from vlmfast.core.help import DTYPES, examples
+from vlmfast.core.files import make_folder, read_text, readable, replace_text
+from vlmfast.core.help import count, examples, within
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.core.training import TrainingContext
 from vlmfast.drafters._training import DrafterTraining, Lesson, Teacher, accepted
-from vlmfast.errors import MediaError, VLMFastError
+from vlmfast.errors import MediaError
 
 from . import stages as loop
 from .trainer import TrainingError
 
 if TYPE_CHECKING:
     from vlmfast.api.vlm import VLM
-    from vlmfast.engine.prefill import Inputs
 
 KINDS = {"eagle": "draft-eagle", "eagle3": "draft-eagle", "vispec": "draft-vispec"}
 _BLOCK = 32  # answers that are generated together and stored in one file
@@ -50,63 +48,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--kind", choices=tuple(KINDS), default="eagle", help="kind of drafter")
-    add("--model", default="tiny", help="tiny (shipped), a local folder or a hub id")
-    add("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
-    add("--media", default=".", help="folder of the images and videos of --data")
-    add("--num-frames", type=int, default=8, help="frames per video of --data")
-    add("--out", default="runs/drafter", help="folder of answers, checkpoint, log, weights")
+    loop.add_common(parser, out="runs/drafter", steps=2000, lr=3e-4, decay=0.0)
     add("--answers", help="folder of the target's answers, to reuse them between runs")
-    add("--samples", type=int, default=10_000, help="number of different prompts; then they repeat")
-    add("--held-out", type=int, default=48, help="held-out prompts, to measure the accepted length")
-    add("--answer-tokens", type=int, default=128, help="most tokens per generated answer")
-    add(
-        "--sampled",
-        type=float,
-        default=0.0,
-        help="fraction of the answers sampled at temperature 1",
-    )
-    add("--steps", type=int, default=2000, help="number of steps")
-    add("--minutes", type=float, default=0.0, help="training time, instead of --steps; 0: by steps")
-    add("--stop-after", type=int, default=0, help="stop early after this step; 0: never")
-    add("--batch", type=int, default=8, help="samples per step, one after another")
-    add("--lr", type=float, default=3e-4, help="peak learning rate")
-    add("--decay", type=float, default=0.0, help="weight decay")
-    add("--clip", type=float, default=0.5, help="largest norm of the gradient")
-    add("--noise", type=float, default=0.2, help="uniform noise on the features, as in EAGLE")
+    about = "number of different prompts; then they repeat"
+    add("--samples", type=count, default=10_000, help=about)
+    about = "held-out prompts, to measure the accepted length"
+    add("--held-out", type=count, default=48, help=about)
+    about = "most tokens per generated answer; a drafter learns from the second token on"
+    add("--answer-tokens", type=within(int, 2), default=128, help=about)
+    about = "fraction of the answers sampled at temperature 1"
+    add("--sampled", type=within(float, 0, 1), default=0.0, help=about)
+    about = "largest norm of the gradient"
+    add("--clip", type=within(float, 0, above=True), default=0.5, help=about)
+    about = "uniform noise on the features, as in EAGLE"
+    add("--noise", type=within(float, 0), default=0.2, help=about)
     add("--units", type=int, default=0, help="hidden units of the MLP; 0: the target's")
     add("--init", help="folder of weights to start from")
-    add("--ttt", type=int, default=3, help="forward passes, each on the outputs of the one before")
-    add("--depth", type=int, default=6, help="drafted tokens, to measure the accepted length")
-    add("--eval-every", type=int, default=100, help="steps between two measurements")
-    add("--seed", type=int, default=0, help="seed of samples and weights, 0 to 255")
-    add("--device", default="cpu", help="cpu or cuda")
-    add(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of the target; auto: the checkpoint's own",
-    )
-    add("--save-every", type=float, default=120.0, help="seconds per checkpoint")
-    add("--fresh", action="store_true", help="ignore a checkpoint in --out")
-    parser.set_defaults(distill=0.0)  # option of the base loop: drafters are always distilled
+    about = "forward passes, each on the outputs of the one before"
+    add("--ttt", type=count, default=3, help=about)
+    about = "drafted tokens, to measure the accepted length"
+    add("--depth", type=count, default=6, help=about)
+    add("--eval-every", type=count, default=100, help="steps between two measurements")
     for name in dict.fromkeys(KINDS.values()):
         loop.training_class(name).add_arguments(parser)
-
-
-def _check(args: argparse.Namespace) -> None:
-    for key in ("samples", "held_out", "answer_tokens", "ttt", "depth", "eval_every"):
-        if getattr(args, key) < 1:
-            raise TrainingError(
-                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be at least 1"
-            )
-    if args.answer_tokens < 2:
-        raise TrainingError("--answer-tokens is 1; a drafter learns from the second token on")
-    if not 0 <= args.sampled <= 1:
-        raise TrainingError(f"--sampled is {args.sampled}; allowed are 0 to 1")
-    for key, low in (("clip", "above 0"), ("noise", "at least 0")):
-        value = getattr(args, key)
-        if not 0 <= value < float("inf") or (key == "clip" and value == 0):
-            raise TrainingError(f"--{key} is {value}; it must be finite and {low}")
 
 
 # --- prompts and answers -------------------------------------------------------------------------
@@ -121,27 +85,18 @@ def drawn(number: int) -> Messages:
 
     A second question follows a description of the same scene.
     """
-    from PIL import Image
+    from vlmfast.scenes.captions import caption
 
-    from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
-    from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
-    from vlmfast.scenes.questions import ask
-    from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
+    from .lessons import painted, question_about
 
-    if number >= EVAL_SEED_START:
-        raise VLMFastError(f"training seed {number} is in the range reserved for evaluation")
     rng = random.Random(f"vlmfast-draft-{number}")
     is_video = rng.random() < 1 / 3
-    scene = make_video_scene(rng) if is_video else make_image_scene(rng)
-    frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
+    scene, frames, describe = painted(rng, is_video, number)
     if is_video:
         media = {"type": "video", "video": frames, "num_frames": len(frames)}
     else:
         media = {"type": "image", "image": frames[0]}
-    describe = VIDEO_QUESTION if is_video else CAPTION_QUESTION
-    types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
-    rng.shuffle(types)
-    question = next(qa.question for qa in (ask(scene, t, rng) for t in types) if qa is not None)
+    question = question_about(scene, rng, is_video).question
     draw = rng.random()
     if draw < _SECOND:
         return [
@@ -195,10 +150,8 @@ class Answers:
         file = folder / "about.json"
         if not file.exists():
             replace_text(file, json.dumps(about))
-        try:
+        with readable(file, TrainingError):
             found = json.loads(read_text(file))
-        except (OSError, ValueError) as error:
-            raise TrainingError(f"{file} cannot be read: {error}") from error
         for key, value in about.items():
             if found.get(key) != value:
                 raise TrainingError(
@@ -214,10 +167,8 @@ class Answers:
     def _block(self, block: int) -> list[list[int]]:
         file = self.folder / f"{block:08}.jsonl"
         if file.exists():
-            try:
+            with readable(file, TrainingError):
                 lines = [json.loads(line) for line in read_text(file).splitlines()]
-            except ValueError as error:
-                raise TrainingError(f"{file} cannot be read ({error}); remove it") from error
             if len(lines) != _BLOCK:
                 raise TrainingError(f"{file} has {len(lines)} lines, not {_BLOCK}; remove it")
             return lines
@@ -266,20 +217,16 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
 
     ``readers`` determine which features and auxiliary hidden states are kept.
     """
+    from vlmfast.api.gradients import forward, inputs_with
+    from vlmfast.api.request import render, tensors_of
     from vlmfast.core.recipe import Recipe
-    from vlmfast.engine.attention import switched
-    from vlmfast.engine.cache import KVCache
     from vlmfast.engine.hidden_states import Watch
-    from vlmfast.engine.prefill import prefill, prepare
     from vlmfast.engine.stats import Stats, Trace
 
-    adapter, recipe, stats, trace = vlm.adapter, Recipe(), Stats(), Trace()
-    inputs, watch = inputs_of(vlm, messages, answer), Watch(readers, adapter.depth)
-    with switched(vlm.model):
-        prompt = prepare(adapter, inputs, recipe, stats, trace)
-        cache = KVCache(adapter.depth, windows=adapter.windows)
-        make = partial(TrainingContext, answer=prompt.answer)
-        logits = prefill(adapter, prompt, recipe, cache, stats, trace, watch=watch, make=make)
+    adapter, watch = vlm.adapter, Watch(readers, vlm.adapter.depth)
+    asked = render(adapter, messages, Recipe())
+    inputs = inputs_with(asked, tensors_of(adapter, asked), answer)
+    _, logits = forward(vlm, inputs, Recipe(), Stats(), Trace(), watch=watch)
     read = watch.reads[0]
     assert read.features is not None  # a reader asks for them
     return Lesson(
@@ -292,21 +239,6 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
         answer=inputs.tensors["input_ids"][0, -len(answer) :],
         logits=logits[0, 1:-1].float(),
     )
-
-
-def inputs_of(vlm: VLM, messages: Messages, answer: list[int]) -> Inputs:
-    """Prompt and answer as engine inputs."""
-    from vlmfast.api.request import render, tensors_of
-    from vlmfast.core.recipe import Recipe
-    from vlmfast.engine.prefill import Inputs
-
-    prompt = render(vlm.adapter, messages, Recipe())
-    tensors = tensors_of(vlm.adapter, prompt)
-    ids = torch.tensor([answer], device=tensors["input_ids"].device)
-    tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
-    if "attention_mask" in tensors:
-        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    return Inputs(tensors, prompt.sizes, prompt.question, prompt.frames, answer=len(answer))
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -324,7 +256,6 @@ class DrafterTrainer(loop.StageTrainer):
     told = ("kind", "seed", "samples", "sampled", "batch", "lr", "noise", "ttt")
 
     def __init__(self, args: argparse.Namespace) -> None:
-        _check(args)
         self.max_grad_norm = args.clip
         self.measured: dict[str, float] = {}
         super().__init__(KINDS[args.kind], args)
@@ -383,20 +314,13 @@ class DrafterTrainer(loop.StageTrainer):
             state = load_file(folder / "model.safetensors")
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"--init {folder} cannot be read: {error}") from error
-        unused = self.training.unused
-        found = {key: value.float() for key, value in state.items() if not key.startswith(unused)}
-        own = self.module.state_dict()
-        unexpected = sorted(found.keys() - own.keys())
-        missing = [
-            key for key in own.keys() - found.keys() if not key.startswith(self.training.later)
-        ]
-        wrong = [key for key in own.keys() & found.keys() if own[key].shape != found[key].shape]
-        if unexpected or missing or wrong:
-            raise TrainingError(
-                f"--init {folder} contains another drafter; unexpected: {unexpected}, missing: "
-                f"{sorted(missing)}, wrong shape: {sorted(wrong)}"
-            )
-        self.module.load_state_dict(found, strict=False)
+        own, training = self.module.state_dict(), self.training
+        state = {key: value for key, value in state.items() if not key.startswith(training.unused)}
+        kept = {key: value for key, value in own.items() if key.startswith(training.later)}
+        try:
+            self.module.load_state_dict(kept | state)
+        except RuntimeError as error:
+            raise TrainingError(f"--init {folder} contains another drafter: {error}") from error
 
     def number(self, index: int) -> int:
         """Number of the training sample at ``index``: each epoch has another order."""

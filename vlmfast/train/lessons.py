@@ -12,8 +12,8 @@ from PIL import Image
 
 from vlmfast.errors import VLMFastError
 from vlmfast.scenes.captions import CAPTION_QUESTION, VIDEO_QUESTION, caption
-from vlmfast.scenes.drawing import make_image_scene, make_video_scene, paint
-from vlmfast.scenes.questions import ask
+from vlmfast.scenes.drawing import Scene, make_image_scene, make_video_scene, paint
+from vlmfast.scenes.questions import QA, ask
 from vlmfast.scenes.vocabulary import EVAL_SEED_START, IMAGE_TYPES, VIDEO_TYPES
 
 _CAPTIONS = 0.1  # fraction of the questions that request a description
@@ -28,21 +28,34 @@ class Lesson:
     answer: str
 
 
-def lesson(modality: str, seed: int) -> Lesson:
-    """Draw lesson number ``seed``, of modality ``image`` or ``video``.
+def painted(rng: random.Random, is_video: bool, seed: int) -> tuple[Scene, list[Image.Image], str]:
+    """A scene, its frames, and the request to describe it.
 
-    All question types that a scene allows are equally likely, except descriptions.
+    Raises
+    ------
+    VLMFastError
+        If ``seed`` is reserved for the evaluation.
     """
     if seed >= EVAL_SEED_START:
         raise VLMFastError(f"training seed {seed} is in the range reserved for evaluation")
-    rng = random.Random(f"vlmfast-lesson-{modality}-{seed}")
-    is_video = modality == "video"
     scene = make_video_scene(rng) if is_video else make_image_scene(rng)
     frames = [Image.fromarray(raster.rgb) for raster in paint(scene)]
-    if rng.random() < _CAPTIONS:
-        question = VIDEO_QUESTION if is_video else CAPTION_QUESTION
-        return Lesson(frames, question, caption(scene, rng)[0])
+    return scene, frames, VIDEO_QUESTION if is_video else CAPTION_QUESTION
+
+
+def question_about(scene: Scene, rng: random.Random, is_video: bool) -> QA:
+    """A question about a scene; all types that it allows are equally likely."""
     types = list(VIDEO_TYPES if is_video else IMAGE_TYPES)
     rng.shuffle(types)
-    found = next(qa for qa in (ask(scene, type_, rng) for type_ in types) if qa is not None)
+    return next(qa for qa in (ask(scene, type_, rng) for type_ in types) if qa is not None)
+
+
+def lesson(modality: str, seed: int) -> Lesson:
+    """Draw lesson number ``seed``, of modality ``image`` or ``video``."""
+    rng = random.Random(f"vlmfast-lesson-{modality}-{seed}")
+    is_video = modality == "video"
+    scene, frames, describe = painted(rng, is_video, seed)
+    if rng.random() < _CAPTIONS:
+        return Lesson(frames, describe, caption(scene, rng)[0])
+    found = question_about(scene, rng, is_video)
     return Lesson(frames, found.question, found.answer)

@@ -17,16 +17,16 @@ import random
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vlmfast.core.files import read_text
-from vlmfast.core.help import DTYPES, examples
+from vlmfast.core.files import read_text, readable
+from vlmfast.core.help import add_dtype, count, examples, within
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage
-from vlmfast.core.training import Outcome, Training, TrainingContext
+from vlmfast.core.training import Outcome, Training
 from vlmfast.errors import MediaError
 
 from .trainer import Trainer, TrainingError
@@ -76,56 +76,35 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         f"vlmfast train {name} --minutes 90 --device cuda   # repeat it to resume",
         f"vlmfast train {name} --model MODEL --data chats.json --media images --distill 0.5",
     )
-    parser.add_argument(
-        "--model", default="tiny", help="tiny (shipped), a local folder or a hub id"
-    )
-    parser.add_argument("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
-    parser.add_argument("--media", default=".", help="folder of the images and videos of --data")
-    parser.add_argument("--num-frames", type=int, default=8, help="frames per video of --data")
-    parser.add_argument("--out", default=f"runs/{name}", help="folder of checkpoint, log, weights")
-    parser.add_argument("--steps", type=int, default=1000, help="number of steps")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="training time, instead of --steps; 0: by steps"
-    )
-    parser.add_argument(
-        "--stop-after", type=int, default=0, help="stop early after this step; 0: never"
-    )
-    parser.add_argument("--batch", type=int, default=8, help="samples per step, one after another")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument("--decay", type=float, default=0.01, help="weight decay")
-    parser.add_argument(
-        "--distill", type=float, default=0.0, help="weight of the divergence from the full model"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of samples and weights, 0 to 255")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="dtype of the frozen model; auto: the checkpoint's own",
-    )
-    parser.add_argument("--save-every", type=float, default=120.0, help="seconds per checkpoint")
-    parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint in --out")
+    add_common(parser, out=f"runs/{name}", steps=1000, lr=1e-3, decay=0.01)
+    about = "weight of the divergence from the full model"
+    parser.add_argument("--distill", type=within(float, 0, 1), default=0.0, help=about)
     training_class(name).add_arguments(parser)
 
 
-def _check(args: argparse.Namespace) -> None:
-    for key in ("steps", "batch", "num_frames"):
-        if getattr(args, key) < 1:
-            raise TrainingError(
-                f"--{key.replace('_', '-')} is {getattr(args, key)}; it must be at least 1"
-            )
-    if not 0 <= args.seed < 256:
-        raise TrainingError(f"--seed is {args.seed}; allowed are 0 to 255")
-    if not 0 <= args.distill <= 1:
-        raise TrainingError(f"--distill is {args.distill}; allowed are 0 to 1")
-    if not 0 < args.lr < math.inf:
-        raise TrainingError(f"--lr is {args.lr}; it must be above 0")
-    for key in ("minutes", "decay", "stop_after", "save_every"):
-        if not 0 <= getattr(args, key) < math.inf:
-            raise TrainingError(
-                f"--{key.replace('_', '-')} is {getattr(args, key)}; must be finite and at least 0"
-            )
+def add_common(
+    parser: argparse.ArgumentParser, *, out: str, steps: int, lr: float, decay: float
+) -> None:
+    """Add the options that stages and drafters share, with these defaults."""
+    add, some = parser.add_argument, within(float, 0)
+    add("--model", default="tiny", help="tiny (shipped), a local folder or a hub id")
+    add("--data", help="LLaVA-style JSON of conversations (default: drawn scenes)")
+    add("--media", default=".", help="folder of the images and videos of --data")
+    add("--num-frames", type=count, default=8, help="frames per video of --data")
+    add("--out", default=out, help="folder of checkpoint, log and weights")
+    add("--steps", type=count, default=steps, help="number of steps")
+    add("--minutes", type=some, default=0.0, help="training time, instead of --steps; 0: by steps")
+    about = "stop early after this step; 0: never"
+    add("--stop-after", type=within(int, 0), default=0, help=about)
+    add("--batch", type=count, default=8, help="samples per step, one after another")
+    add("--lr", type=within(float, 0, above=True), default=lr, help="peak learning rate")
+    add("--decay", type=some, default=decay, help="weight decay")
+    about = "seed of samples and weights, 0 to 255"
+    add("--seed", type=within(int, 0, 255), default=0, help=about)
+    add("--device", default="cpu", help="cpu or cuda")
+    add_dtype(parser)
+    add("--save-every", type=some, default=120.0, help="seconds per checkpoint")
+    add("--fresh", action="store_true", help="ignore a checkpoint in --out")
 
 
 # Options that do not change the result, or name folders of one machine.
@@ -182,10 +161,8 @@ def conversations(
     ...}, {"from": "gpt", "value": ...}, ...]}``. A sample is one random turn of an entry, as if it
     were the first. Entries without media are skipped, and of the others those outside ``part``.
     """
-    try:
+    with readable(f"--data {path}", TrainingError):
         entries = json.loads(read_text(path))
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"--data {path} cannot be read: {error}") from error
     kinds = list(dict.fromkeys(modalities))
     found: list[tuple[str, str, list[tuple[str, str]]]] = []
     for entry in entries if isinstance(entries, list) else []:
@@ -247,22 +224,14 @@ def _turn_text(turn: Any, role: str) -> str:
 
 def inputs_of(vlm: VLM, sample: Sample) -> Inputs:
     """The prompt of a sample followed by its answer, as engine inputs."""
-    import torch
-
     from vlmfast.api.conversation import answer_ids
+    from vlmfast.api.gradients import inputs_with
     from vlmfast.api.request import messages_of, render, tensors_of
     from vlmfast.core.recipe import Recipe
-    from vlmfast.engine.prefill import Inputs
 
-    messages = messages_of(sample.question, **sample.media)
-    prompt = render(vlm.adapter, messages, Recipe())
-    tail = answer_ids(vlm.adapter, prompt.text, sample.answer, end=True)
-    tensors = tensors_of(vlm.adapter, prompt)
-    ids = torch.tensor([tail], device=tensors["input_ids"].device)
-    tensors["input_ids"] = torch.cat([tensors["input_ids"], ids], dim=1)
-    if "attention_mask" in tensors:
-        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    return Inputs(tensors, prompt.sizes, sample.question, prompt.frames, answer=len(tail))
+    prompt = render(vlm.adapter, messages_of(sample.question, **sample.media), Recipe())
+    answer = answer_ids(vlm.adapter, prompt.text, sample.answer, end=True)
+    return inputs_with(prompt, tensors_of(vlm.adapter, prompt), answer)
 
 
 # --- forward passes ------------------------------------------------------------------------------
@@ -280,19 +249,12 @@ def run(vlm: VLM, inputs: Inputs, stage: Stage | None) -> tuple[Tensor, dict[str
     tokens : float
         See `Outcome`.
     """
+    from vlmfast.api.gradients import forward
     from vlmfast.core.recipe import Recipe
-    from vlmfast.engine.attention import switched
-    from vlmfast.engine.cache import KVCache
-    from vlmfast.engine.prefill import prefill, prepare
     from vlmfast.engine.stats import Stats, Trace
 
-    adapter, recipe = vlm.adapter, Recipe(() if stage is None else (stage,))
-    stats, trace = Stats(), Trace()
-    with switched(vlm.model):
-        prompt = prepare(adapter, inputs, recipe, stats, trace)
-        cache = KVCache(adapter.depth, None, adapter.windows, adapter.state_layers)
-        make = partial(TrainingContext, answer=prompt.answer)
-        logits = prefill(adapter, prompt, recipe, cache, stats, trace, make=make)
+    stats, recipe = Stats(), Recipe(() if stage is None else (stage,))
+    prompt, logits = forward(vlm, inputs, recipe, stats, Trace())
     notes = {} if stage is None else prompt.notes.get(stage.name, {})
     return logits[0, :-1].float(), notes, stats.equivalent_tokens / stats.visual_tokens_in
 
@@ -327,16 +289,12 @@ class StageTrainer(Trainer):
         import torch
 
         from vlmfast.api.vlm import VLM
+        from vlmfast.core.placement import usable
 
-        _check(args)
         given = ("steps", "minutes", "stop_after", "save_every")
         super().__init__(f"train {name}", args.out, **{key: getattr(args, key) for key in given})
         self.name, self.args = name, args
-        try:
-            self.device = torch.empty(0, device=args.device).device
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise TrainingError(f"--device {args.device} cannot be used: {reason}") from error
+        self.device = usable(args.device)
         self.vlm = VLM.from_pretrained(args.model, device=self.device, dtype=args.dtype)
         self.vlm.model.requires_grad_(False).eval()
         sizes = self.sizes()
@@ -383,7 +341,7 @@ class StageTrainer(Trainer):
 
     def export(self) -> None:
         """Write the weights, atomically."""
-        from vlmfast.core.weights import save_weights
+        from vlmfast.core.weights import StageWeights
 
         about: dict[str, Any] = {"model": _public(self.args.model), "command": self.command()}
         about |= {"steps": self.step, "minutes": round(self.elapsed / 60, 1)}
@@ -391,8 +349,9 @@ class StageTrainer(Trainer):
         about |= self.training.about()
         about["data"] = Path(self.args.data).name if self.args.data else "drawn scenes"
         signature = self.vlm.adapter.signature()
-        folder, measured = self.out / "weights", self.tables()
-        save_weights(folder, self.name, self.module, self.config, signature, about, measured)
+        state, measured = self.module.state_dict(), tuple(self.tables())
+        weights = StageWeights(self.name, self.config, signature, about, state, measured)
+        weights.save_pretrained(self.out / "weights")
         LOG.info("%s: saved after %d steps", self.out, self.step)
 
     def tables(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import make_folder, open_to_append, replacing
+from vlmfast.core.files import make_folder, open_to_append, replacing, writable
 from vlmfast.core.progress import Progress
 from vlmfast.errors import VLMFastError, check_memory
 
@@ -130,11 +130,8 @@ class Trainer:
         """Append a line to the log."""
         line = {"step": self.step, "minutes": round(self.elapsed / 60, 2), **line}
         log = self.out / "log.jsonl"
-        try:
-            with open_to_append(log) as file:
-                file.write(json.dumps(line).encode() + b"\n")
-        except OSError as error:
-            raise TrainingError(f"{log} cannot be written: {error.strerror or error}") from error
+        with writable(log), open_to_append(log) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
     def train(self) -> None:
         """Train for the given steps or time, unless SIGTERM or ``stop_after`` end it earlier."""

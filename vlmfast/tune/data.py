@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmfast.core.files import read_bytes
+from vlmfast.core.files import read_bytes, readable
 from vlmfast.core.params import check_keys
 from vlmfast.errors import VLMFastError
 
@@ -76,11 +76,9 @@ def read(path: str | Path) -> tuple[list[Question], str]:
         also for fewer than 20 questions.
     """
     path = Path(path)
-    try:
+    with readable(f"--data {path}"):
         content = read_bytes(path)
         lines = content.decode("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise VLMFastError(f"--data {path} cannot be read: {error}") from error
     found = [_question(line, number, path) for number, line in enumerate(lines, 1) if line.strip()]
     if len(found) < LEAST:
         raise VLMFastError(f"--data {path} has {len(found)} questions; at least {LEAST} are needed")

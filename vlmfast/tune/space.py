@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 from vlmfast.core.protocols import PROTOCOLS
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.stage import Stage, at_budget, with_values
 from vlmfast.errors import RecipeError
+from vlmfast.eval.axes import measured, with_share
 
 BUDGETS = (0.5, 0.33, 0.22, 0.11, 0.05)
 SHARES = (0.5, 0.2, 0.1)  # of the cache
-BITS = (4, 2)
 STACKED = 4
 _ELSEWHERE = {"media", "views", "drafter"}  # protocols of methods without a budget or a share
 # Baselines that ignore the content, and methods that do not change what is answered.
@@ -38,7 +37,8 @@ def candidates(objective: str) -> list[str]:
         if _has(stage, "budget"):
             found += _reduced(stage, BUDGETS)
         elif objective != "ttft":
-            found += _cached(stage, SHARES)
+            for recipe in measured(Recipe((stage,))):
+                found += [stage for share in SHARES for stage in with_share(recipe, share)]
     return list(dict.fromkeys(text for stage in found if (text := _text((stage,)))))
 
 
@@ -78,17 +78,6 @@ def _reduced(stage: Stage, budgets: Sequence[float]) -> Iterator[Stage]:
         for budget in budgets:
             values = {"budget": budget} | ({"positions": positions} if positions else {})
             yield replace(stage, **values)
-
-
-def _cached(stage: Stage, shares: Sequence[float]) -> Iterator[Stage]:
-    values: list[dict[str, Any]] = [{}]
-    if _has(stage, "keep"):
-        # Windows are meant for long prompts; a tenth of the kept slots fits all.
-        window = {"window": 0.1} if _has(stage, "window") else {}
-        values = [{"keep": share, **window} for share in shares]
-    elif _has(stage, "bits"):
-        values = [{"bits": bits} for bits in BITS]
-    return (replace(stage, **own) for own in values)
 
 
 def _text(stages: Sequence[Stage]) -> str | None:

@@ -26,11 +26,6 @@ from .papers import Task
 
 ROWS, LOG, RESULTS = "rows.jsonl", "log.txt", "lmms-eval"
 Key = tuple[str, str]  # a recipe, and the name of a task
-# Errors in a log that every other row would repeat.
-_FATAL = {
-    r"No space left on device|Disk quota exceeded": "the disk is full",
-    r"Model 'vlmfast' not found": "vlmfast must be installed, not only on the path",
-}
 
 
 class NoResult(VLMFastError):
@@ -147,8 +142,6 @@ def measure(row: Row, settings: Settings) -> Measured:
     ------
     NoResult
         If lmms-eval ends without a result.
-    VLMFastError
-        If the reason holds for every row: the model, the disk, or lmms-eval itself.
     """
     make_folder(row.folder)
     shutil.rmtree(row.folder / RESULTS, ignore_errors=True)  # of a row that was cut short
@@ -163,18 +156,13 @@ def measure(row: Row, settings: Settings) -> Measured:
     raise _error(row, code)
 
 
-def _error(row: Row, code: int) -> VLMFastError:
+def _error(row: Row, code: int) -> NoResult:
     """The reason why there is no result, from the log. lmms-eval ends with 0 after an error."""
     path = row.folder / LOG
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     reason = (errors or lines or ["it printed nothing"])[-1]
-    # The full model has no recipe that it could refuse.
-    model = {r"\bModelError: ": "the model cannot be loaded"} if row.recipe == "none" else {}
-    for pattern, meaning in {**_FATAL, **model}.items():
-        if found := next((line for line in reversed(lines) if re.search(pattern, line)), None):
-            return VLMFastError(f"{meaning}: {found}; see {path}")
     if code < 0:
         reason = f"ended by {signal.Signals(-code).name}: {reason}"
     return NoResult(f"{reason}; see {path}")
