@@ -629,7 +629,7 @@ def test_narrow_terminal(ask, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_of_arguments_come_before_imports(image: Path) -> None:
     runs = [
         (["missing.png", "q"], "missing.png: no such file", {"torch", "PIL", "av"}),
-        ([str(image), "q", "--model", "Qwen2.5-VL-3B"], "as in owner/Qwen2.5-VL-3B", {"torch"}),
+        ([str(image), "q", "--model", "Qwen2.5-VL-3B"], "as in Qwen/Qwen2.5-VL-3B", {"torch"}),
         ([str(image), "q", "--model", "./absent"], "./absent is no folder", {"torch"}),
         ([str(image), "q", "--recipe", "hird:0.2"], "unknown method 'hird'", set()),
     ]

@@ -78,8 +78,9 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def test_models_without_an_owner_are_refused_without_a_request(hub: FakeHub) -> None:
-    with pytest.raises(ModelError, match=r"any is neither a folder .*as in owner/any$"):
-        vlmfast.VLM.from_pretrained("any")
+    for name, hint in {"Qwen2.5-VL-3B": "Qwen/Qwen2.5-VL-3B", "any": "owner/any"}.items():
+        with pytest.raises(ModelError, match=rf"{name} is neither a folder .*as in {hint}$"):
+            vlmfast.VLM.from_pretrained(name)
     assert not hub.requests
     # The control: with an owner it is looked up.
     hub.commit("someone/vlm", {"config.json": b'{"model_type": "bert"}'})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
-from sources import grid, listed, measured, numbers, percent, script, table
+from sources import grid, listed, measured, percent, script, table, within
 
 from vlmfast.core.recipe import Recipe
 
@@ -268,11 +268,12 @@ _GPU = {
 
 def gpu() -> str:
     """README's table of a GPU, beside the accuracy of `tiny` under the same recipes."""
-    found, none = numbers("gpu"), {"image": None, "video": None}
-    rows = [
-        {**row, **(found[str(Recipe.parse(row["name"]))] if row["parts"] else none)}
-        for row in _gpu_answers()
-    ]
+    found, rows = measured("gpu-accuracy")["recipes"], []
+    for row in _gpu_answers():
+        run = found[str(Recipe.parse(row["name"]))] if row["parts"] else None
+        kinds = ("image", "video")
+        right = {kind: within(run, f"accuracy_{kind}") if run else None for kind in kinds}
+        rows.append({**row, **right})
     return listed(rows, {**_GPU, "`tiny`: images": "{image}", "videos": "{video}"})
 
 

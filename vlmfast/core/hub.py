@@ -15,6 +15,25 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _PATIENCE = 5  # seconds
 _ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
 
+# By the beginnings of the names of their models.
+_OWNERS = {
+    "aya": "CohereLabs",
+    "command": "CohereLabs",
+    "fastvlm": "apple",
+    "gemma": "google",
+    "glm": "zai-org",
+    "idefics": "HuggingFaceM4",
+    "internvl": "OpenGVLab",
+    "lfm": "LiquidAI",
+    "llava": "llava-hf",
+    "ministral": "mistralai",
+    "mistral": "mistralai",
+    "ovis": "AIDC-AI",
+    "paligemma": "google",
+    "qwen": "Qwen",
+    "smolvlm": "HuggingFaceTB",
+}
+
 
 def is_hub_id(weights: str) -> bool:
     """Whether ``weights`` can only be a repository: it has the form of one, and is no folder."""
@@ -113,7 +132,8 @@ def check_model(
         return
     about = f"{name} is neither a folder nor in the cache"
     if "/" not in name:
-        raise ModelError(f"{about}; a hub id begins with its owner, as in owner/{name}")
+        owner = next((own for key, own in _OWNERS.items() if name.lower().startswith(key)), "owner")
+        raise ModelError(f"{about}; a hub id begins with its owner, as in {owner}/{name}")
     if constants.HF_HUB_OFFLINE or local_files_only:
         setting = "local_files_only" if local_files_only else "HF_HUB_OFFLINE=1"
         raise ModelError(f"{about}, and {setting} is set")
