@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers import GenerationConfig
 
 import vlmfast
 from vlmfast import VLM, Request, VLMFastError
@@ -23,71 +24,14 @@ NEW = 2
 QUESTION = "what is here ?"
 # Arguments whose valid values would give long answers.
 LENGTHS = ("max_new_tokens", "max_length")
+# Settings of Hugging Face's `generate`, its other arguments, vlmfast's own, and names of neither.
 ARGUMENTS = (
     *LENGTHS,
-    "assistant_model",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "cache_implementation",
-    "compile_config",
-    "custom_generate",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "eos_token_id",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "generation_config",
-    "guidance_scale",
-    "image",
-    "input_ids",
-    "inputs_embeds",
-    "length_penalty",
-    "logits_processor",
-    "max_time",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "output_scores",
-    "pad_token_id",
-    "past_key_values",
-    "penalty_alpha",
-    "prefix_allowed_tokens_fn",
-    "prompt_lookup_num_tokens",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "seed",
-    "sequence_bias",
-    "stop_strings",
-    "stopping_criteria",
-    "streamer",
-    "strict",
-    "suppress_tokens",
-    "temperature",
-    "tokenizer",
-    "token_healing",
-    "top_h",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "use_cache",
-    "vlmfast_run",
-    "watermarking_config",
-    "wrong_name",
+    *sorted(vars(GenerationConfig()).keys() - LENGTHS),
+    *("assistant_model", "custom_generate", "generation_config", "logits_processor"),
+    *("prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer"),
+    *("input_ids", "inputs_embeds", "past_key_values", "seed", "strict"),
+    *("image", "vlmfast_run", "wrong_name"),
 )
 WORDS = ("hired", "fastv", "random", "snapkv", "kivi", "draft-ngram", "none", "hirde", "balanced")
 WAYS = (

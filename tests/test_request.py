@@ -89,6 +89,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"temperature": NAN}, "temperature=nan must be a finite number"),
         ({"do_sample": True, "temperature": 0.0}, "above 0; use do_sample=False for greedy"),
         ({"do_sample": True, "temperature": INF}, "temperature=inf must be a finite"),
+        ({"do_sample": True, "temperature": 1e300}, "above 1e-30 and at most 1e+30"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 must be at least 0 and at most 1"),
         ({"do_sample": True, "top_k": -1}, "top_k=-1 must be"),
         ({"top_k": 1.5}, "top_k=1.5 must be"),

@@ -93,7 +93,7 @@ _IGNORED = ("debug_io", "logits_to_keep", "return_dict", "synced_gpus", "tokeniz
 # ``None`` means "not given" for these: Hugging Face cannot switch them off.
 _NEVER_NONE = ("max_length", "num_beams", "num_return_sequences")
 _MOST = 2**31 - 1
-_LEAST = 1e-30  # float32 logits divided by less overflow
+_LEAST = 1e-30  # float32 logits overflow when divided by less, and vanish by its inverse
 _SHOWN = 60
 
 
@@ -205,7 +205,7 @@ def _number(
 def _temperature(name: str, value: Any, context: _Context) -> float:
     if context.sampled and isinstance(value, numbers.Real) and value == 0:
         raise _wrong(name, value, "above 0; use do_sample=False for greedy decoding")
-    return _number(_LEAST, above=True, sampled=True)(name, value, context)
+    return _number(_LEAST, 1 / _LEAST, above=True, sampled=True)(name, value, context)
 
 
 def _flag(name: str, value: Any, context: _Context) -> Any:
