@@ -274,8 +274,14 @@ def in_rounds(
         for many in clients:
             asked = bodies(many)
             for server in rotated(servers, number):
-                with server.awake():
-                    sample = load(server.url, asked, many)
+                try:
+                    with server.awake():
+                        sample = load(server.url, asked, many)
+                except ServerFailed as error:
+                    named = f"{server.spec.name}, {plural(many)}: {error}"
+                    raise ServerFailed(
+                        f"{named}; its output ends in {server.last_error}"
+                    ) from error
                 found.setdefault((server.spec.name, many), []).append(sample)
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return found
@@ -412,9 +418,10 @@ class Server:
 
     @property
     def last_line(self) -> str:
-        """The last line of the output, without folders of this machine."""
+        """The last line of the output that names an error, or the last, without local folders."""
         lines = [line.strip() for line in self.log.splitlines() if line.strip()]
-        line = lines[-1] if lines else "no output"
+        errors = [line for line in lines if re.search(r"\w(Error|Exception)\b", line)]
+        line = (errors or lines or ["no output"])[-1]
         for path, name in ((sys.executable, "python"), (sys.prefix, "."), (str(ROOT), ".")):
             line = line.replace(path, name)
         return line[:300]
