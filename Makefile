@@ -197,11 +197,13 @@ $(FLOOR)/.ready: pyproject.toml
 		"torch==2.11.*" "transformers==5.17.*" "numpy<2.4" -e ".[test]"
 	@touch $@
 
+# lmms-eval asks for a PyAV before 16, vlmfast for a newer one; pip takes what is asked for last.
 $(LMMS)/.ready: pyproject.toml
 	@test -x $(LMMS)/bin/python || $(PYTHON) -m venv $(LMMS)
 	@echo "setting up $(LMMS) ..."
 	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		"lmms-eval==0.7.3" "datasets>=4" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[eval]"
+		"lmms-eval==0.7.3" "datasets>=4" "filelock<4" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3"
+	@$(LMMS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[eval]"
 	@touch $@
 
 # VLMEvalKit's requirements lack rouge-score.

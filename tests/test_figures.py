@@ -29,6 +29,7 @@ if not all(page.is_file() for page in PAGES) or not RESULTS:
 NAMES = {*stage_names(), *PRESETS}
 # Tables whose figures are no stored numbers of the recipe in their row, by page and first head.
 DERIVED = {
+    ("README.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
     ("docs/gpu.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
     ("docs/kv-cache.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
     ("docs/models.md", "method"): "commands",

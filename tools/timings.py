@@ -258,7 +258,7 @@ def _gpu_answers() -> Iterator[dict[str, Any]]:
 
 
 _GPU = {
-    "recipe": "`{name}`",
+    "llava-next-7b, NVIDIA H200": "`{name}`",
     "visual tokens": "{visual_tokens:,.0f}",
     "first token": "{first:.0f ms}{faster}",
     "tokens/s": "{rate:.0f}{more}",
