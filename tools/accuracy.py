@@ -396,9 +396,11 @@ def pocket_answers() -> str:
 
 def pocket_recipes(group: str) -> str:
     """Accuracy of recipes on `pocket` and `tiny`, of one kind of recipes (`_recipe_kind`)."""
-    column = "against random, images"
-    lines = [row for row in rows_of(RESULTS / "pocket" / "report.md") if column in row]
-    against = {row["recipe"].split("`")[1]: row[column].replace("–", "") for row in lines}
+    against = {
+        row["recipe"].split("`")[1]: row["images, points"].replace("–", "")
+        for row in rows_of(RESULTS / "pocket" / "report.md")
+        if row.get("against", "").startswith("`random")
+    }
     tiny = numbers("positions") | numbers("")
     rows = []
     for name, run in numbers("pocket", "pocket").items():
