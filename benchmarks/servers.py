@@ -278,10 +278,8 @@ def in_rounds(
                     with server.awake():
                         sample = load(server.url, asked, many)
                 except ServerFailed as error:
-                    named = f"{server.spec.name}, {plural(many)}: {error}"
-                    raise ServerFailed(
-                        f"{named}; its output ends in {server.last_error}"
-                    ) from error
+                    failed = f"{server.spec.name}, {plural(many)}: {error}"
+                    raise ServerFailed(f"{failed}; its output: {server.last_line}") from error
                 found.setdefault((server.spec.name, many), []).append(sample)
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return found

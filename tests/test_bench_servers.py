@@ -79,3 +79,22 @@ def test_gap_ratio() -> None:
     assert servers.gap_ratio(times, 2.5, 4.0) == 1.0
     assert servers.gap_ratio(times, 13.9, 13.95) == 5.0
     assert servers.gap_ratio(times, 14.0, 15.0) == 1.0
+
+
+def test_a_server_that_fails_under_load_is_named(
+    server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the last error of its output, whose later lines say nothing of it."""
+    server._log, server.url = tmp_path / "log", "http://127.0.0.1"
+    server._log.write_text("ready\nValueError: no such row\nstopped\n")
+    server.spec = servers.Spec("none", (), "vllm serve", False)
+
+    def load(*_: object) -> None:
+        raise servers.ServerFailed("status 500")
+
+    monkeypatch.setattr(servers, "load", load)
+    message = "none, 2 clients: status 500; its output: ValueError: no such row"
+    with pytest.raises(servers.ServerFailed, match=message):
+        servers.in_rounds([server], 1, [2], lambda many: [])
+    server._log.write_text("ready\n")
+    assert server.last_line == "ready"

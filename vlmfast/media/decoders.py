@@ -250,8 +250,8 @@ class AvReader(Reader):
             raise MediaError(f"{self.name}: has a video stream that no installed decoder reads")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.options = self._bounded()
-        # Threads for frames would delay them.
-        stream.thread_type = "SLICE" if _has_alpha(stream) else "AUTO"
+        # Threads for frames would delay them, and lose now and then which of them are damaged.
+        stream.thread_type = "SLICE"
         self._stream = stream
 
     def _packets(self) -> list[_Packet]:
