@@ -47,7 +47,6 @@ from vlmfast.engine.prefix_cache import (
     PrefixCache,
     prefix_cache_of,
 )
-from vlmfast.engine.prefix_tree import Beginning
 from vlmfast.engine.prefixes import Prefixes
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.eval.bench import bench
@@ -773,6 +772,10 @@ def key(content: Any, tenant: str = "", kind: str = "x") -> Key:
     return Key(kind, tenant, content)
 
 
+def prefix(*ids: int) -> Key:
+    return Key("x", "", "", ids)
+
+
 def stored(cache: PrefixCache, name: Any, size: int = 1, **more: Any) -> bool:
     """Put an entry that is not in use."""
     return cache.put(key(name), f"value of {name}", size, **more) is not None
@@ -814,24 +817,35 @@ def test_release_may_use_the_cache() -> None:
     assert seen == [0]
 
 
-def test_a_search_reads_its_own_scope_alone() -> None:
+def test_a_search_reads_its_own_content_alone() -> None:
     cache = PrefixCache(1000)
-    for scope in range(3):
+    for content in range(3):
         for ids in ((1, 2, 3), (1, 2, 4, 5)):
-            key = Key("x", "", Beginning(ids, 1), scope)
-            cache.put(key, (scope, ids), 1)
-    cache.put(Key("x", "other", Beginning((1, 2, 3, 4), 1), 2), None, 1)
-    found = cache.search("x", "", 2, (1, 2, 3, 4))
-    assert found.value == (2, (1, 2, 3))
-    assert cache.search("x", "", 3, (1, 2, 3)) is None
-    assert [key.content.ids for key in cache.keys("x", "", 2)] == [(1, 2, 3), (1, 2, 4, 5)]
-    assert cache.search("x", "", 2, (1, 2), counted=False).value == found.value  # the last one used
-    assert cache.within("x", "", 2, (1, 2, 3, 4)) == [found.key]
-    cache.remove(found.key)
-    assert cache.search("x", "", 2, (1, 2, 3, 4), counted=False).value == (2, (1, 2, 4, 5))
-    assert cache.search("x", "", 2, (1, 2, 3, 4), 3) is None
+            cache.put(Key("x", "", content, ids), (content, ids), 1)
+    cache.put(Key("x", "other", 2, (1, 2, 3, 4)), None, 1)
+
+    def found(ids: tuple[int, ...], least: int = 1, content: int = 2, **more: Any) -> Any:
+        entry, count = cache.search(Key("x", "", content, ids), least, **more)
+        return None if entry is None else (entry.value, count)
+
+    assert found((1, 2, 3, 4)) == ((2, (1, 2, 3)), 3)
+    assert found((1, 2, 3), content=3) is None
+    assert found((1, 2), counted=False) == ((2, (1, 2, 3)), 2)  # the last one used
+    entry, _ = cache.search(Key("x", "", 2, (1, 2, 3)))
+    cache.remove(entry)
+    assert found((1, 2, 3, 4), counted=False) == ((2, (1, 2, 4, 5)), 2)
+    assert found((1, 2, 3, 4), 3) is None
     cache.clear()
-    assert cache.search("x", "", 2, (1, 2, 3, 4)) is None
+    assert found((1, 2, 3, 4)) is None
+
+
+def test_equal_hashes_of_other_ids_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PrefixCache(10)
+    assert cache.put(Key("x", "a", "", (1, 2)), 1, 1) is not None
+    monkeypatch.setattr(Key, "hashes", lambda key, least: [0] * len(key.ids))
+    assert cache.put(Key("x", "b", "", (3, 4)), 2, 1) is not None
+    assert cache.search(Key("x", "a", "", (3, 4))) == (None, 0)
+    assert cache.search(Key("x", "b", "", (3, 5))) == (None, 0)
 
 
 class Store(RuleBasedStateMachine):
@@ -853,11 +867,11 @@ class Store(RuleBasedStateMachine):
             self.released[number] += 1
 
         self.released[number], self.sizes[number] = 0, size
-        before, use = self.cache.keys("x", tenant), in_use()
+        before, use = {*self.cache.keys("x", tenant)} - {key(name, tenant)}, in_use()
         entry = self.cache.put(key(name, tenant), (tenant, number), size, release, use)
         if entry is None:
             assert size + self.held() > self.cache.limit
-            assert self.cache.keys("x", tenant) == before
+            assert {*self.cache.keys("x", tenant)} == before
             del self.released[number]
             self.released[number] = -1  # the caller's
         else:
@@ -894,14 +908,6 @@ class Store(RuleBasedStateMachine):
         self.cache.free()
 
     @invariant()
-    def groups_are_the_entries(self) -> None:
-        for tenant in "ab":
-            own = {key for key in self.cache._entries if key.tenant == tenant}
-            assert set(self.cache.keys("x", tenant)) == own
-        assert sum(map(len, self.cache._groups.values())) == len(self.cache._entries)
-        assert all(self.cache._groups.values())
-
-    @invariant()
     def bytes_are_bounded(self) -> None:
         stats, kept = self.cache.stats(), self.cache._entries.values()
         assert stats.bytes == sum(entry.bytes for entry in kept)
@@ -931,24 +937,25 @@ TestStore.settings = STORE
 def used_in_every_way(cache: PrefixCache, release: Callable[[str], None]) -> None:
     """Put, find, replace, evict, remove and clear entries, of both kinds, also in use."""
 
-    def put(name: str, size: int, content: Any = None, use: Lock | None = None) -> None:
-        cache.put(Key("x", "", content or name), name, size, partial(release, name), use)
+    def put(name: str, size: int, of: Key, use: Lock | None = None) -> None:
+        cache.put(of, name, size, partial(release, name), use)
 
     use = Lock()
     with use:
-        put("a", 2, use=use)
-        put("b", 2, Beginning((1, 2, 3), 1), use)
+        put("a", 2, key("a"), use)
+        put("b", 2, prefix(1, 2, 3), use)
         cache.find(key("a"), use)
-        cache.search("x", "", None, (1, 2, 4), 1, use)
-        put("c", 3, "a")
-        put("d", 1, Beginning((1, 2, 5, 6), 2))
-        cache.remove(Key("x", "", Beginning((1, 2, 3), 1)))
-        put("e", 2)
-    put("f", 7)
-    put("g", 2, Beginning((7, 8), 1))
+        cache.search(prefix(1, 2, 4), 1, use)
+        put("c", 3, key("a"))
+        put("d", 1, prefix(1, 2, 5, 6))
+        cache.remove(cache.find(prefix(1, 2, 3)))
+        put("e", 2, key("e"))
+    put("f", 7, key("f"))
+    put("g", 2, prefix(7, 8))
+    put("i", 2, prefix(7, 8, 9))
     cache.limit = 9
     cache.free()
-    put("h", 4)
+    put("h", 4, key("h"))
     cache.clear()
 
 
@@ -980,12 +987,12 @@ def test_an_interrupt_of_the_store_leaves_nothing(part: int) -> None:
         found = {name: cache.find(key(name)) for name in "aefh"}
         assert not any(entry.in_use for entry in found.values() if entry is not None)
         assert not {e.value for e in found.values() if e is not None} & {*released}
-        for name in ("new", Beginning((1, 2, 3), 1)):
+        for new in (key("new"), prefix(1, 2, 3)):
             cache.limit = 10
-            assert stored(cache, name, 10)  # evicts all others
+            assert cache.put(new, "new", 10) is not None  # evicts all others
             assert cache.stats().bytes == 10
-        found = cache.search("x", "", None, (1, 2, 3, 4))
-        assert found is not None and found.key == key(Beginning((1, 2, 3), 1))
+        entry, count = cache.search(prefix(1, 2, 3, 4))
+        assert entry is not None and (entry.key, count) == (new, 3)
         cache.clear()
         assert cache.stats() == CacheStats(limit=10)
 

@@ -21,8 +21,7 @@ import tiny_families
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, ModelError, RecipeError, Request
 from vlmfast.engine import prefixes
-from vlmfast.engine.prefix_cache import Key
-from vlmfast.engine.prefix_tree import Beginning, PrefixTree
+from vlmfast.engine.prefix_cache import Entry, Key, PrefixCache
 from vlmfast.engine.prefixes import KIND, Prefixes
 
 FAMILIES = sorted(tiny_families.FIRST)
@@ -102,12 +101,12 @@ def rows(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def keys(vlm: VLM, tenant: str = "") -> list[Key]:
     """Of all stored prefixes, the most recently used first."""
-    return [k for k in reversed(vlm.prefix_cache._entries) if k[:2] == (KIND, tenant)]
+    return vlm.prefix_cache.keys(KIND, tenant)
 
 
 def entries(vlm: VLM, tenant: str = "") -> list[tuple[int, ...]]:
     """Their ids."""
-    return [key.content.ids for key in keys(vlm, tenant)]
+    return [key.ids for key in keys(vlm, tenant)]
 
 
 def tensors(vlm: VLM, key: Key) -> list[torch.Tensor]:
@@ -639,69 +638,68 @@ def test_what_began_with_another_model_is_not_stored(vlm: VLM) -> None:
     assert lengths[0] > lengths[1] == 0
 
 
-# --- the identity of entries ---------------------------------------------------------------------
+# --- look-ups ------------------------------------------------------------------------------------
 
 
-def test_beginnings_are_cut_to_what_is_common() -> None:
-    beginning = Beginning((1, 2, 3, 4), least=2)
-    assert [beginning.shared(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 9])] == [4, 3, 2]
-    assert [beginning.shared(ids) for ids in ([1, 9, 3], [], [9])] == [0, 0, 0]
-
-
-Ids = st.lists(st.integers(0, 2), max_size=9).map(tuple)
+Ids = st.lists(st.integers(0, 2), max_size=40).map(tuple)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), Ids, st.integers(0, 9))),
+    st.lists(st.tuples(st.sampled_from(["put", "remove", "find"]), Ids, st.integers(0, 40))),
 )
 def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> None:
     """The longest common beginning, of several the last that was used."""
-    tree: PrefixTree[Beginning] = PrefixTree()
-    known: list[Beginning] = []  # the last used one is the last
-    for step, ids, least in steps:
-        if step == "find":
-            of = {one: one.shared(list(ids)) for one in reversed(known)}
-            best = max(of, key=of.__getitem__, default=None)
-            wanted = None if best is None or of[best] < max(least, 1) else best
-            assert tree.find(ids, least) is wanted
-            assert {*tree.within(ids)} == {o for o in known if ids[: len(o.ids)] == o.ids}
-            if wanted is not None:
-                tree.use(wanted, wanted.ids)
-                known.append(known.pop(known.index(wanted)))
-            continue
-        one = Beginning(ids, min(least, len(ids)))
-        for old in [old for old in known if old == one]:
-            tree.remove(old, old.ids)
-            known.remove(old)
-        if step == "add":
-            tree.add(one, one.ids, one.least)
-            known.append(one)
-    for one in known:
-        tree.remove(one, one.ids)
-    assert not tree._root.children
+    cache, known = PrefixCache(1000), dict[tuple[int, ...], tuple[int, Entry]]()
+    for step, ids, least in steps:  # the last used one is the last that is known
+        if step == "put":
+            least = min(least, len(ids))
+            for old, (other, entry) in list(known.items()):
+                if old == ids or (old and ids[: len(old)] == old and other >= least):
+                    assert not known.pop(old)[1].in_use and entry.key.ids == old
+            entry = cache.put(Key("x", "", "", ids), ids, 1, least=least)
+            assert entry is not None
+            known[ids] = least, entry
+        elif step == "remove" and ids in known:
+            cache.remove(known.pop(ids)[1])
+        elif step == "find":
+            shared = {own: _shared(own, ids, of) for own, (of, _) in reversed(known.items())}
+            best = max(shared, key=shared.__getitem__, default=())
+            count = shared.get(best, 0)
+            wanted = (known[best][1], count) if count >= max(least, 1) else (None, 0)
+            assert cache.search(Key("x", "", "", ids), least) == wanted
+            if wanted[1]:
+                known[best] = known.pop(best)
+        assert [key.ids for key in cache.keys("x", "")] == [*reversed(known)]
+    cache.clear()
+    assert not cache._beginnings and not cache._ends
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...], least: int) -> int:
+    """How many of its first ids a prefix that can be cut to ``least`` shares."""
+    count = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    count = min(len(one), len(other)) if count is None else count
+    return count if count >= least else 0
 
 
 def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
     """Counted in lines of Python, with entries that share all but the end of a prompt."""
-    found, ids = Prefixes(vlm.adapter), list(range(400))
-    scope, costs = found.scope(vlm.recipe("none")), []
+    ids, cache, costs = list(range(400)), vlm.prefix_cache, list[int]()
+    scope = Prefixes(vlm.adapter).scope(vlm.recipe("none"))
 
     def lines(frame: Any, event: str, argument: Any) -> Any:
         costs[-1] += event == "line"
         return lines
 
     for number in range(200):
-        own = (*ids, 1000 + number, *range(40))
-        key = Key(KIND, "", Beginning(own, 300), scope.content)
-        vlm.prefix_cache.put(key, number, 1)
+        cache.put(scope.key([*ids, 1000 + number, *range(40)]), number, 1, least=300)
         if number in (9, 199):
             costs.append(0)
             before = sys.gettrace()
             sys.settrace(lines)
             try:
-                entry = found.find(scope, [*ids, 1005, *range(30)], 350)
+                entry, count = cache.search(scope.key([*ids, 1005, *range(30)]), 350)
             finally:
                 sys.settrace(before)
-            assert entry is not None and entry.value == 5
+            assert entry is not None and (entry.value, count) == (5, 431)
     assert costs[0] > 10 and costs[1] <= costs[0] + 10

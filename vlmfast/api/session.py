@@ -574,14 +574,14 @@ class Session:
             self._entries = [own for own in self._entries if own.stored and own is not entry]
             self._entries.append(entry)
             for old in self._entries[1:-2]:
-                self._prefixes.drop(old)
+                self._prefixes.cache.remove(old)
 
     # --- memory ----------------------------------------------------------------------------------
 
     def _drop(self) -> None:
         """Remove the conversation from the prefix cache; the next question reads it again."""
         for entry in self._entries:
-            self._prefixes.drop(entry)
+            self._prefixes.cache.remove(entry)
         self._entries.clear()
 
     def _known(self) -> tuple[Scope | None, list[int]]:

@@ -1,8 +1,13 @@
 """The prefix cache: what several requests to one model share, bounded in bytes.
 
-An entry is anything that was computed once and is read again: the features of an image, for
-example. Entries are never modified. The least recently used ones are dropped first, and an entry
-that is in use is not dropped before its last use has ended.
+It owns all entries, their order of use and the count of their bytes. An entry is anything that was
+computed once and is read again: the features of an image, or the keys and values of a prefix.
+Entries are never modified. The least recently used ones are dropped first, and an entry that is in
+use is not dropped before its last use has ended.
+
+Prefixes are also found by hashes of their beginnings, chained over blocks of ids: a look-up costs
+the length of the prompt, however many entries there are. The ids themselves are compared after the
+lock is released, so that equal hashes of other ids share nothing.
 
 A use lasts as long as its lock is held: no interrupt comes between a lock and its block, so that
 none leaves an entry in use.
@@ -14,20 +19,23 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
 from vlmfast.models.base import Adapter
 
 from .memory import total_bytes
-from .prefix_tree import Beginning, PrefixTree
 
 _LIMIT = 1 << 30  # bytes, where the memory of the device is unknown
 _PART = 10  # of the memory of the device that entries may take by default
+_BLOCK = 16  # ids that are hashed at once
+_touched = attrgetter("touched")
 
 
 class Key(NamedTuple):
@@ -40,19 +48,30 @@ class Key(NamedTuple):
     tenant : str
         Who may use it. Entries of one tenant are never found for another one.
     content : Hashable
-        Everything that determines the value, together with ``scope``.
-    scope : Hashable
-        Entries of the same kind, tenant and scope are searched together, see `PrefixCache.search`.
+        Everything that determines the value, together with ``ids``.
+    ids : tuple of int
+        Those of a prefix; see `PrefixCache.search`.
     """
 
     kind: str
     tenant: str
-    content: Any
-    scope: Any = None
+    content: Hashable
+    ids: tuple[int, ...] = ()
 
-    @property
-    def group(self) -> tuple[str, str, Any]:
-        return self.kind, self.tenant, self.scope
+    def hashes(self, least: int) -> list[int]:
+        """Of what it has in common with other prefixes: the first ``least`` ids, to all of them."""
+        parts = [self.ids[at : at + _BLOCK] for at in range(0, len(self.ids), _BLOCK)]
+        chain = [*itertools.accumulate(parts, _chained, initial=hash(self[:3]))]
+        ends = range(max(least, 1), len(self.ids) + 1)
+        return [hash((chain[end // _BLOCK], self.ids[end - end % _BLOCK : end])) for end in ends]
+
+    def begins(self, other: Key, count: int) -> bool:
+        """Whether both have the first ``count`` ids, and all else."""
+        return self[:3] == other[:3] and self.ids[:count] == other.ids[:count]
+
+
+def _chained(before: int, block: tuple[int, ...]) -> int:
+    return hash((before, block))
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,8 @@ class Entry:
         Whether it can still be found.
     touched : int
         When it was last used, in uses of all entries.
+    hashes : list of int
+        Of a prefix, by which it can be found.
     """
 
     key: Key
@@ -124,6 +145,7 @@ class Entry:
     uses: list[Lock] = field(default_factory=list)
     stored: bool = True
     touched: int = 0
+    hashes: list[int] = field(default_factory=list)
 
     @property
     def in_use(self) -> bool:
@@ -155,12 +177,11 @@ class PrefixCache:
         # An interrupt while keys are hashed or compared breaks an OrderedDict, and no dict.
         self._entries: dict[Key, Entry] = {}
         self._touches = 0
-        # The same, by group; those of prefixes also by their ids. An interrupt may leave a key here
-        # that has no entry any more, or none yet, and no tree.
-        self._groups: dict[tuple[str, str, Any], dict[Key, None]] = {}
-        self._trees: dict[tuple[str, str, Any], PrefixTree[Entry]] = {}
+        # Prefixes by hashes of their beginnings, and of all of their ids.
+        self._beginnings: dict[int, dict[Entry, None]] = {}
+        self._ends: dict[int, Entry] = {}
         self._dropped: dict[Entry, None] = {}  # they end after their last use
-        self._counts: dict[str, dict[str, int]] = {}
+        self._counts = Counter[tuple[str, str]]()
 
     @property
     def _lock(self) -> AbstractContextManager[Any]:
@@ -193,56 +214,50 @@ class PrefixCache:
             if not self.enabled:
                 return None
             entry = self._entries.get(key)
-            self._count(key.kind, "misses" if entry is None else "hits")
             if entry is not None:
-                self._touch(entry)
                 entry.used(use)
-            return entry
+            return self._looked_up(key, entry)
 
     def search(
-        self,
-        kind: str,
-        tenant: str,
-        scope: Any,
-        ids: tuple[int, ...],
-        least: int = 1,
-        use: Lock | None = None,
-        *,
-        counted: bool = True,
-    ) -> Entry | None:
-        """The entry that shares the most of the first ``ids``.
+        self, key: Key, least: int = 1, use: Lock | None = None, *, counted: bool = True
+    ) -> tuple[Entry | None, int]:
+        """The prefix that shares the most of the first ids of a key, and how many it shares.
+
+        Of several ones it is the last that was used.
 
         Parameters
         ----------
         least : int
-            How many it must share; ``None`` is returned where none does.
+            How many it must share; ``None`` and 0 are returned where none does.
         use : Lock, optional
             As in `find`.
         counted : bool
             Whether the look-up counts, and the entry becomes the last that was used.
         """
+        hashes, entry = key.hashes(least), None
         with self._lock:
             if not self.enabled:
-                return None
-            entry = self._tree((kind, tenant, scope)).find(ids, least)
-            if counted:
-                self._count(kind, "misses" if entry is None else "hits")
+                return None, 0
+            while hashes and entry is None:
+                found = self._beginnings.get(hashes.pop())
+                entry = max(found, key=_touched) if found else None
             if entry is not None:
-                if counted:
-                    self._touch(entry)
                 entry.used(use)
-            return entry
+        count = max(least, 1) + len(hashes)
+        if entry is not None and not entry.key.begins(key, count):
+            entry = None
+        if counted:
+            with self._lock:
+                self._looked_up(key, entry)
+        return entry, 0 if entry is None else count
 
-    def within(self, kind: str, tenant: str, scope: Any, ids: tuple[int, ...]) -> list[Key]:
-        """The keys of entries whose ids ``ids`` begin with."""
-        with self._lock:
-            return [entry.key for entry in self._tree((kind, tenant, scope)).within(ids)]
-
-    def remove(self, key: Key) -> None:
-        """Drop an entry, if there is one; in use, it ends after its last use."""
-        with self._lock:
-            if (entry := self._entries.get(key)) is not None:
-                self._drop([entry])
+    def _looked_up(self, key: Key, entry: Entry | None) -> Entry | None:
+        """Count a hit or a miss."""
+        self._counts[key.kind, "misses" if entry is None else "hits"] += 1
+        if entry is not None:
+            self._touches += 1
+            entry.touched = self._touches
+        return entry
 
     def put(
         self,
@@ -251,8 +266,11 @@ class PrefixCache:
         size: int,
         release: Callable[[], None] | None = None,
         use: Lock | None = None,
+        least: int = 0,
     ) -> Entry | None:
         """Store a value, in place of the one that the key had.
+
+        A prefix also takes the place of those that it contains.
 
         Parameters
         ----------
@@ -262,6 +280,8 @@ class PrefixCache:
             Called once, when the entry has been dropped and is not in use.
         use : Lock, optional
             As in `find`.
+        least : int
+            To how many ids a prefix can be cut.
 
         Returns
         -------
@@ -269,25 +289,37 @@ class PrefixCache:
             ``None`` where it does not fit, or nothing is stored now; the value then remains the
             caller's, and ``release`` is not called.
         """
+        hashes = key.hashes(least)
         with self._lock:
-            if not self.enabled or not self._make_room(size, besides=self._entries.get(key)):
+            if not self.enabled:
                 return None
-            if (old := self._entries.get(key)) is not None:
-                self._drop([old])
+            known = set(hashes)
+            inside = [self._ends[each] for each in hashes if each in self._ends]
+            old = [entry for entry in inside if known.issuperset(entry.hashes)]
+            self._drop([*old, *(own for own in [self._entries.get(key)] if own is not None)])
+            if not self._make_room(size):
+                return None
             self._touches += 1
-            entry = Entry(key, value, size, release, touched=self._touches)
+            entry = Entry(key, value, size, release, touched=self._touches, hashes=hashes)
             entry.used(use)
-            self._groups.setdefault(key.group, {})[key] = None
-            with self._changing(key.group) as tree:
-                self._entries[key] = entry
-                if isinstance(key.content, Beginning):
-                    tree.add(entry, key.content.ids, key.content.least)
+            self._entries[key] = entry
+            for each in hashes:
+                self._beginnings.setdefault(each, {})[entry] = None
+            if hashes:
+                self._ends[hashes[-1]] = entry
             return entry
 
-    def keys(self, kind: str, tenant: str, scope: Any = None) -> list[Key]:
-        """The keys of one scope, the most recently used first."""
+    def keys(self, kind: str, tenant: str) -> list[Key]:
+        """The keys of one tenant, the most recently used first."""
         with self._lock:
-            return [entry.key for entry in reversed(self._of_group((kind, tenant, scope)))]
+            own = [e for e in self._entries.values() if e.key[:2] == (kind, tenant)]
+            return [entry.key for entry in sorted(own, key=_touched, reverse=True)]
+
+    def remove(self, entry: Entry) -> None:
+        """Drop an entry; in use, it ends after its last use."""
+        with self._lock:
+            if entry.stored:
+                self._drop([entry])
 
     def clear(self) -> None:
         """Drop all entries, those in use as soon as they are not, and forget the counts."""
@@ -311,8 +343,9 @@ class PrefixCache:
     def limit(self, limit: int) -> None:
         with self._lock:
             self._limit = limit
-            if not self._make_room(0):  # those in use end with their use
-                self._drop(list(self._entries.values()))
+            if not self._make_room(0):
+                self.free()
+                self._drop(list(self._entries.values()))  # those in use end with their use
 
     @contextmanager
     def bypassed(self, bypassed: bool = True) -> Iterator[None]:
@@ -337,7 +370,7 @@ class PrefixCache:
         """What is stored, and how often it was found."""
         with self._lock:
             self._settle()
-            kinds = sorted({*self._counts, *(key.kind for key in self._entries)})
+            kinds = sorted({kind for kind, _ in (*self._counts, *(k[:2] for k in self._entries))})
             found = {kind: self._stats(kind) for kind in kinds}
             names = [each.name for each in fields(KindStats)]
             sums = {name: sum(getattr(of, name) for of in found.values()) for name in names}
@@ -345,46 +378,10 @@ class PrefixCache:
 
     def _stats(self, kind: str) -> KindStats:
         own = [entry for entry in self._entries.values() if entry.key.kind == kind]
-        counts = self._counts.get(kind, {})
+        counts = {name: self._counts[kind, name] for name in ("hits", "misses", "evictions")}
         return KindStats(entries=len(own), bytes=sum(e.bytes for e in own), **counts)
 
     # --- under the lock --------------------------------------------------------------------------
-
-    def _of_group(self, group: tuple[str, str, Any]) -> list[Entry]:
-        """The entries of a group, the least recently used first."""
-        own = [self._entries[key] for key in self._groups.get(group, ()) if key in self._entries]
-        return sorted(own, key=_touched)
-
-    def _touch(self, entry: Entry) -> None:
-        self._touches += 1
-        entry.touched = self._touches
-        if isinstance(entry.key.content, Beginning):
-            with self._changing(entry.key.group) as tree:
-                tree.use(entry, entry.key.content.ids)
-
-    def _tree(self, group: tuple[str, str, Any]) -> PrefixTree[Entry]:
-        """The prefixes of a group by their ids."""
-        tree = self._trees.get(group)
-        if tree is None:
-            tree = PrefixTree[Entry]()
-            for entry in self._of_group(group):
-                if isinstance(content := entry.key.content, Beginning):
-                    tree.add(entry, content.ids, content.least)
-            if group in self._groups:
-                self._trees[group] = tree
-        return tree
-
-    @contextmanager
-    def _changing(self, group: tuple[str, str, Any]) -> Iterator[PrefixTree[Entry]]:
-        """A tree while it changes; an interrupt inside leaves none, and it is built again."""
-        tree = self._tree(group)
-        self._trees.pop(group, None)
-        yield tree
-        self._trees[group] = tree
-
-    def _count(self, kind: str, name: str) -> None:
-        counts = self._counts.setdefault(kind, {})
-        counts[name] = counts.get(name, 0) + 1
 
     @property
     def _bytes(self) -> int:
@@ -392,28 +389,25 @@ class PrefixCache:
         used = sum(entry.bytes for entry in self._dropped if not entry.stored)
         return used + sum(entry.bytes for entry in self._entries.values())
 
-    def _make_room(self, size: int, besides: Entry | None = None) -> bool:
+    def _make_room(self, size: int) -> bool:
         """Evict entries until ``size`` more bytes fit; none where that is impossible.
 
-        ``besides`` is an entry that the new one replaces. Returns whether the bytes fit.
+        Returns whether they fit.
         """
         self._settle()
-        spare = 0 if besides is None or besides.in_use else besides.bytes
-        over = self._bytes - spare + size - self._limit
+        over = self._bytes + size - self._limit
         if over <= 0:
             return True
-        idle = [e for e in self._entries.values() if not e.in_use and e is not besides]
-        idle.sort(key=_touched)
-        fits = sum(entry.bytes for entry in idle) >= over
-        if size and not fits:
+        idle = sorted((e for e in self._entries.values() if not e.in_use), key=_touched)
+        freed = [*itertools.accumulate((entry.bytes for entry in idle), initial=0)]
+        if freed[-1] < over:
             return False
-        freed = itertools.accumulate((entry.bytes for entry in idle), initial=0)
         self._evict([entry for entry, before in zip(idle, freed, strict=False) if before < over])
-        return fits
+        return True
 
     def _evict(self, entries: list[Entry]) -> None:
         for entry in entries:
-            self._count(entry.key.kind, "evictions")
+            self._counts[entry.key.kind, "evictions"] += 1
         self._drop(entries)
 
     def _drop(self, entries: list[Entry]) -> None:
@@ -434,21 +428,15 @@ class PrefixCache:
 
     def _forget(self, entry: Entry) -> None:
         """Find an entry no longer. It may be called again."""
-        key = entry.key
-        keys = self._groups.get(key.group, {})
-        with self._changing(key.group) as tree:
-            self._entries.pop(key, None)
-            keys.pop(key, None)
-            if isinstance(key.content, Beginning):
-                tree.remove(entry, key.content.ids)
-        if not keys:
-            self._groups.pop(key.group, None)
-            self._trees.pop(key.group, None)
+        self._entries.pop(entry.key, None)
+        for each in entry.hashes:
+            found = self._beginnings.get(each, {})
+            found.pop(entry, None)
+            if not found:
+                self._beginnings.pop(each, None)
+        if entry.hashes:
+            self._ends.pop(entry.hashes[-1], None)
         entry.stored = False
-
-
-def _touched(entry: Entry) -> int:
-    return entry.touched
 
 
 def default_limit(adapter: Adapter) -> int:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,14 +34,12 @@ from .memory import free_bytes
 from .mode import Mode
 from .prefix import Prefix
 from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
-from .prefix_tree import Beginning
 from .sequence import Sequence
 
 KIND = "prefixes"
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """What prefixes that can be exchanged have in common, except their ids.
 
     Parameters
@@ -58,7 +55,11 @@ class Scope:
     tenant: str
     content: Hashable
     weights: tuple[bytes | None, ...] = ()
-    trained: tuple[nn.Module, ...] = field(default=(), repr=False)
+    trained: tuple[nn.Module, ...] = ()
+
+    def key(self, ids: Many[int]) -> Key:
+        """Of a prefix with these ids."""
+        return Key(KIND, self.tenant, self.content, tuple(ids))
 
 
 def parts(recipe: Recipe) -> list[Stage]:
@@ -148,17 +149,6 @@ class Prefixes:
         # What hooks do may change at any time.
         return tuple(fingerprints(*parts, kept=structures_of(self.adapter)))
 
-    def find(
-        self, scope: Scope | None, ids: list[int], least: int = 1, **more: Any
-    ) -> Entry | None:
-        """The entry that shares the most of the first ``ids``; ``least`` at the least.
-
-        ``more`` is passed to `PrefixCache.search`.
-        """
-        if scope is None:
-            return None
-        return self.cache.search(KIND, scope.tenant, scope.content, tuple(ids), least, **more)
-
     def resume(self, scope: Scope | None, sequence: Sequence, least: int) -> Prefix | None:
         """Continue a sequence from a copy of the longest prefix of its prompt.
 
@@ -175,9 +165,12 @@ class Prefixes:
         ids = sequence.inputs.ids.tolist()[:-1]  # the logits after the last one are needed
         use = Lock()
         with use:
-            if (entry := self.find(scope, ids, least, use=use)) is None:
+            if scope is None:
                 return None
-            prefix = entry.value.clone(entry.key.content.shared(ids))
+            entry, count = self.cache.search(scope.key(ids), least, use)
+            if entry is None:
+                return None
+            prefix = entry.value.clone(count)
         prefix.resume(sequence)
         return prefix
 
@@ -197,12 +190,8 @@ class Prefixes:
         size, entry = prefix.bytes, None
         fits = size <= self.cache.limit and windows == list(self.adapter.windows)
         if scope is not None and fits and (at_once or self._is_same(scope)):
-            beginning = Beginning(tuple(prefix.ids), prefix.least)
-            for key in self.cache.within(KIND, scope.tenant, scope.content, beginning.ids):
-                if beginning.least <= key.content.least:  # it can be cut to all that this one can
-                    self.cache.remove(key)
-            key = Key(KIND, scope.tenant, beginning, scope.content)
-            entry = self.cache.put(key, prefix, size, prefix.release)
+            key = scope.key(prefix.ids)
+            entry = self.cache.put(key, prefix, size, prefix.release, least=prefix.least)
         if entry is None:
             prefix.release()
         return entry
@@ -230,13 +219,8 @@ class Prefixes:
 
     def bytes(self, scope: Scope | None, ids: list[int]) -> int:
         """The size of the entry that shares the most of ``ids``; 0 without any."""
-        entry = self.find(scope, ids, counted=False)
+        entry = None if scope is None else self.cache.search(scope.key(ids), counted=False)[0]
         return 0 if entry is None else entry.bytes
-
-    def drop(self, entry: Entry) -> None:
-        """Remove an entry, if it is still stored."""
-        if entry.stored:
-            self.cache.remove(entry.key)
 
     def copied(self, scope: Scope | None, ids: list[int]) -> list[Prefix]:
         """Copies of all entries that begin as ``ids`` and can be cut to a part of them.
@@ -245,16 +229,30 @@ class Prefixes:
         """
         if scope is None:
             return []
-        found: dict[Beginning, Prefix] = {}
-        for key in self.cache.keys(KIND, scope.tenant, scope.content):
-            if not (count := key.content.shared(ids)):
-                continue
+        found: dict[tuple[int, ...], Prefix] = {}
+        for key in self.cache.keys(KIND, scope.tenant):
             use = Lock()
             with use:
-                if (entry := self.cache.find(key, use)) is not None:
+                if key.content != scope.content or (entry := self.cache.find(key, use)) is None:
+                    continue
+                pairs = enumerate(zip(key.ids, ids, strict=False))
+                length = min(len(key.ids), len(ids))
+                count = next((n for n, (a, b) in pairs if a != b), length)
+                if count >= max(entry.value.least, 1):
                     prefix = entry.value.clone(count)
-                    found[Beginning(tuple(prefix.ids), prefix.least)] = prefix
-        inside = [one for one in found if any(o != one and o.contains(one) for o in found)]
+                    old = found.get(key.ids[:count])
+                    if old is None or prefix.least < old.least:
+                        found[key.ids[:count]], prefix = prefix, old
+                    if prefix is not None:
+                        prefix.release()
+        inside = [
+            one
+            for one, prefix in found.items()
+            if any(
+                len(other) > len(one) and more.least <= prefix.least
+                for other, more in found.items()
+            )
+        ]
         for one in inside:
             found.pop(one).release()
         return sorted(found.values(), key=lambda prefix: len(prefix.ids))
