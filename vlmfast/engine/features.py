@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -21,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.saliency import Saliency
 from vlmfast.core.snapshot import mapped
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.models.base import Adapter, Encoded, Part
 
-from .fingerprint import fingerprint, fingerprints, settings_sha256, structures_of
+from .fingerprint import fingerprints, settings_sha256, structures_of
 from .mode import Mode
 from .prefix_cache import Key, prefix_cache_of
 from .stats import Stats
@@ -52,46 +52,6 @@ class Hashed:
 
     part: Part
     digest: bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """One of ``VisionStats.items`` after the tower; views are counted from its own first one.
-
-    Parameters
-    ----------
-    features, layout, extra
-        As in `Encoded`.
-    rows, keys, cls
-        Those of its views, as in `VisionStats`.
-    saliency : dict of str to Saliency
-    skipped : Tensor, optional
-        As in `VisionStats`.
-    """
-
-    features: Tensor
-    layout: TokenLayout
-    extra: tuple[Tensor, ...]
-    rows: dict[int, Tensor]
-    keys: dict[int, Tensor]
-    cls: Tensor | None
-    saliency: dict[str, Saliency]
-    skipped: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The value of an entry: images that were encoded; see `Images`.
-
-    Parameters
-    ----------
-    items : tuple of Item
-    groups, notes : dict
-    """
-
-    items: tuple[Item, ...]
-    groups: dict[int, Tensor] = field(default_factory=dict)
-    notes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def hashed(
@@ -168,7 +128,7 @@ def encoded(
     tenant : str
         As in `Key`.
     tower : bytes, optional
-        The result of `tower_fingerprint`, if nothing has run since.
+        The fingerprint of the model without its language model, if nothing has run since.
     """
     cache = prefix_cache_of(adapter)
     state = _state(adapter, wanted, trained, tower) if cache.enabled else None
@@ -177,45 +137,45 @@ def encoded(
     known = hashed(adapter, tensors, items) if known is None else known
     groups = [known] if wanted.joint else [[one] for one in known]
     keys = [Key(KIND, tenant, (state, _content(group, items, wanted))) for group in groups]
-    values: dict[Key, Kept] = {}
+    values: dict[Key, Images] = {}
     use = Lock()
     with use:
         for key in dict.fromkeys(keys):
             if (entry := cache.find(key, use)) is not None:
                 values[key] = entry.value
-        hits, by_key = set(values), dict[Key, list[Hashed]]()
+        hits, missing = set(values), dict[Key, list[Hashed]]()
         for key, group in zip(keys, groups, strict=True):
-            by_key.setdefault(key, group)  # the first of equal images is the one that is encoded
-        missing = {key: _indices(group) for key, group in by_key.items() if key not in hits}
-        everything = len(missing) == len(keys)
+            if key not in hits:
+                missing.setdefault(key, group)  # the first of equal images is encoded
         if missing:
-            own, chosen = items, list(range(len(items)))
+            own, everything = items, len(missing) == len(keys)
+            chosen = sorted(i for group in missing.values() for i in _indices(group))
             if not everything:
-                chosen = sorted(i for indices in missing.values() for i in indices)
                 own = _alone([items[i] for i in chosen])
-                parts = [one.part.tensors for key in missing for one in by_key[key]]
-                tensors = adapter.joined(parts)
+                tensors = adapter.joined(
+                    [one.part.tensors for group in missing.values() for one in group]
+                )
             made = encode(adapter, tensors, own, wanted, stats, trained)
-            encoded_items = dict(zip(chosen, separated(made.encoded), strict=True))
-            for key, indices in missing.items():
-                value = Kept(tuple(encoded_items[i] for i in indices), made.groups, made.notes)
+            places = {i: (made.encoded, at) for at, i in enumerate(chosen)}
+            for key, group in missing.items():
+                indices = _indices(group)
+                alone = _alone([items[i] for i in indices])
+                part = _joined(alone, [places[i] for i in indices], wanted)
                 # Not views of tensors that belong to all images.
-                values[key] = value = mapped(value, Tensor.clone)
+                values[key] = value = mapped(Images(part, made.groups, made.notes), Tensor.clone)
                 cache.put(key, value, _bytes(value), use=use)
             if everything:
                 return made
-        found = {
-            i: item
+        places = {
+            i: (values[key].encoded, at)
             for key, group in zip(keys, groups, strict=True)
-            for i, item in zip(_indices(group), values[key].items, strict=True)
+            for at, i in enumerate(_indices(group))
         }
         stats.cached_tokens = sum(
-            len(found[i].features)
-            for key, group in zip(keys, groups, strict=True)
-            for i in (_indices(group) if key in hits else ())
+            sum(map(len, values[key].encoded.features)) for key in keys if key in hits
         )
-        joined = _joined(items, [found[i] for i in range(len(items))], wanted)
         whole = values[keys[0]]  # of joint stages; all images are one entry
+        joined = _joined(items, [places[i] for i in range(len(items))], wanted)
         return Images(joined, whole.groups, whole.notes)
 
 
@@ -231,9 +191,9 @@ def tower_state(adapter: Adapter, trained: dict[str, nn.Module]) -> Hashable:
     trained : dict of str to Module
         Of the recipe's stages.
     """
+    parts = model_parts(adapter)[0], (list(trained.values()), [])
     given: dict[str, Any] = {"hooks": True, "training": True, "values": True}
-    given["kept"] = structures_of(adapter)
-    weights = tower_fingerprint(adapter, **given), fingerprint(*trained.values(), **given)
+    weights = fingerprints(*parts, kept=structures_of(adapter), **given)
     return *weights, Mode.current(adapter.device).autocast, settings_of(adapter)
 
 
@@ -255,11 +215,6 @@ def settings_of_files(adapter: Adapter, *, language: bool) -> str:
         if name[0] != "_" and not name.endswith(("_type", "_class"))
     ]
     return hashlib.sha256(f"{model} {processor}".encode()).hexdigest()
-
-
-def tower_fingerprint(adapter: Adapter, **given: Any) -> bytes | None:
-    """The `fingerprint` of the model without its language model."""
-    return fingerprints(model_parts(adapter)[0], **given)[0]
 
 
 def model_parts(adapter: Adapter) -> tuple[ModelPart, ModelPart]:
@@ -287,25 +242,35 @@ def _state(
     training = adapter.model.training or torch.is_grad_enabled()
     if training or torch.is_inference_mode_enabled():  # whose tensors others cannot use
         return None
-    mode = Mode.current(adapter.device)
-    kept = structures_of(adapter)
-    weights = [tower_fingerprint(adapter, kept=kept) if tower is None else tower]
+    parts = [model_parts(adapter)[0]] if tower is None else []
     if wanted.inside and trained:
-        weights.append(fingerprint(*trained.values(), kept=kept))
+        parts.append((list(trained.values()), []))
+    weights: list[bytes | None] = [] if tower is None else [tower]
+    weights += fingerprints(*parts, kept=structures_of(adapter))
     asked = (
         tuple((type(stage), stage) for stage in (*wanted.views, *wanted.inside)),
         tuple(sorted(wanted.requests.items())),
         tuple(sorted(wanted.saliency.items())),
         wanted.cls,
     )
+    if None in weights or not is_hashable(asked):
+        return None
+    return (*weights, *surroundings(adapter), asked)
+
+
+def is_hashable(asked: Any) -> bool:
+    """Whether no parameter of the stages in it can change."""
     try:
         hash(asked)
-    except TypeError:  # a stage whose parameters can change
-        return None
-    if None in weights:
-        return None
-    precision = torch.get_float32_matmul_precision()
-    return (*weights, str(mode.device), mode.autocast, precision, settings_of(adapter), asked)
+    except TypeError:
+        return False
+    return True
+
+
+def surroundings(adapter: Adapter) -> tuple[Hashable, ...]:
+    """What results depend on beside weights and recipe."""
+    mode, precision = Mode.current(adapter.device), torch.get_float32_matmul_precision()
+    return str(mode.device), mode.autocast, precision, settings_of(adapter)
 
 
 def settings_of(adapter: Adapter) -> Hashable:
@@ -321,13 +286,10 @@ def _content(
     digests = tuple(one.digest for one in group)
     if wanted.joint:  # its stages see which image is a frame of which video
         return (*digests, items)
-    return (*digests, tuple(_plain(items[i]) for i in _indices(group)))
-
-
-def _plain(item: ItemGeometry) -> Hashable:
-    """The geometry of an item, wherever it is in a prompt."""
-    first, stop = item.views
-    return item.size, item.tiles, item.patches, stop - first, item.video >= 0
+    # Wherever an image is in a prompt.
+    found = [items[i] for i in _indices(group)]
+    shapes = [(i.size, i.tiles, i.patches, i.views[1] - i.views[0], i.video >= 0) for i in found]
+    return (*digests, *shapes)
 
 
 # --- items ---------------------------------------------------------------------------------------
@@ -348,44 +310,34 @@ def _by_view(items: Sequence[ItemGeometry]) -> list[int]:
     return sorted(range(len(items)), key=lambda i: items[i].views[0])
 
 
-def separated(of: Encoded) -> list[Item]:
-    """Each item of encoded images."""
-    found = []
-    for i, (item, layout) in enumerate(zip(of.stats.items, of.layouts, strict=True)):
-        views = slice(*item.views)
-        found.append(
-            Item(
-                of.features[i],
-                _moved(layout, 0, -item.views[0]),
-                of.extra[i],
-                {layer: rows[views] for layer, rows in of.stats.rows.items()},
-                {layer: keys[views] for layer, keys in of.stats.keys.items()},
-                None if of.stats.cls is None else of.stats.cls[views],
-                {key: each[i] for key, each in of.stats.saliency.items()},
-                None if of.stats.skipped is None else of.stats.skipped[views],
-            )
-        )
-    return found
+def _joined(
+    items: tuple[ItemGeometry, ...], found: list[tuple[Encoded, int]], wanted: Wanted
+) -> Encoded:
+    """Images, each one of those that were encoded together, as the ``items`` of a prompt."""
+    by_view, first = [found[i] for i in _by_view(items)], found[0][0].stats
 
+    def views(read: Callable[[VisionStats], Tensor]) -> Tensor:
+        return torch.cat([read(of.stats)[slice(*of.stats.items[i].views)] for of, i in by_view])
 
-def _joined(items: tuple[ItemGeometry, ...], kept: list[Item], wanted: Wanted) -> Encoded:
-    """The inverse of `separated`, for the items of a prompt."""
-    ordered = [kept[i] for i in _by_view(items)]
-    first = kept[0]
+    def layers(name: str) -> dict[int, Tensor]:
+        known = getattr(first, name)
+        return {layer: views(lambda of, at=layer: getattr(of, name)[at]) for layer in known}
+
     stats = VisionStats(
         items,
-        {layer: torch.cat([of.rows[layer] for of in ordered]) for layer in first.rows},
-        {layer: torch.cat([of.keys[layer] for of in ordered]) for layer in first.keys},
-        None if first.cls is None else torch.cat([of.cls for of in ordered if of.cls is not None]),
-        {key: tuple(of.saliency[key] for of in kept) for key in first.saliency},
+        layers("rows"),
+        layers("keys"),
+        None if first.cls is None else views(attrgetter("cls")),
+        {key: tuple(of.stats.saliency[key][i] for of, i in found) for key in first.saliency},
         wanted.left_out,
-        None
-        if first.skipped is None
-        else torch.cat([of.skipped for of in ordered if of.skipped is not None]),
+        None if first.skipped is None else views(attrgetter("skipped")),
     )
-    pairs = zip(items, kept, strict=True)
-    layouts = [_moved(of.layout, i, item.views[0]) for i, (item, of) in enumerate(pairs)]
-    return Encoded([of.features for of in kept], layouts, stats, [of.extra for of in kept])
+    layouts = [
+        _moved(of.layouts[i], at, items[at].views[0] - of.stats.items[i].views[0])
+        for at, (of, i) in enumerate(found)
+    ]
+    features, extra = [of.features[i] for of, i in found], [of.extra[i] for of, i in found]
+    return Encoded(features, layouts, stats, extra)
 
 
 def _moved(layout: TokenLayout, item: int, views: int) -> TokenLayout:
@@ -401,7 +353,7 @@ def _moved(layout: TokenLayout, item: int, views: int) -> TokenLayout:
     return moved.seen(known)
 
 
-def _bytes(value: Kept) -> int:
+def _bytes(value: Images) -> int:
     sizes: list[int] = []
 
     def count(tensor: Tensor) -> Tensor:

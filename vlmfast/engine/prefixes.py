@@ -28,10 +28,9 @@ from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
 from .chunks import splits
-from .features import model_parts, settings_of
+from .features import is_hashable, model_parts, surroundings
 from .fingerprint import fingerprints, structures_of
 from .memory import free_bytes
-from .mode import Mode
 from .prefix import Prefix
 from .prefix_cache import Entry, Key, PrefixCache, prefix_cache_of
 from .sequence import Sequence
@@ -124,7 +123,6 @@ class Prefixes:
         weights = self._weights(modules)
         if None in weights:
             return None
-        mode = Mode.current(adapter.device)
         content = (
             weights,
             tuple((type(stage), stage) for stage in recipe),
@@ -132,14 +130,9 @@ class Prefixes:
             digests,
             tuple(sizes),
             tuple(frames),
-            str(mode.device),
-            mode.autocast,
-            torch.get_float32_matmul_precision(),
-            settings_of(adapter),
+            surroundings(adapter),
         )
-        try:
-            hash(content)
-        except TypeError:  # a stage whose parameters can change
+        if not is_hashable(content):
             return None
         return Scope(tenant, content, weights, modules)
 
