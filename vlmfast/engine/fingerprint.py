@@ -49,7 +49,7 @@ _SHOWN = (enum.Enum, torch.dtype, torch.device, np.generic, int, float, str)  # 
 _UNREAD = frozenset(
     (
         *vars(nn.Module()),
-        "forward",  # see `_calls`
+        "forward",  # see `Structure.code`
         "generate",  # of `attach`, like the next one
         "__getstate__",
         "generation_config",
@@ -70,20 +70,25 @@ _PLACED = frozenset(
 _HIDDEN = ("_hf_", "_old_", "_is_hf_", "_keep_", "_keys_", "_weight_", "hf_", "quantization_")
 
 
-def fingerprint(
-    *modules: nn.Module,
-    skip: Iterable[nn.Module] = (),
+def fingerprint(*modules: nn.Module, skip: Iterable[nn.Module] = (), **given: Any) -> bytes | None:
+    """The digest of one part; see `fingerprints`."""
+    return fingerprints((modules, skip), **given)[0]
+
+
+def fingerprints(
+    *parts: tuple[Many[nn.Module], Iterable[nn.Module]],
     hooks: bool = False,
     training: bool = False,
     values: bool = False,
     addresses: bool = False,
     kept: dict[Any, Structure] | None = None,
-) -> bytes | None:
-    """A digest of all that modules compute with, about half a millisecond for 150 tensors.
+) -> list[bytes | None]:
+    """A digest of all that the modules of each part compute with, read with one transfer.
 
-    It covers address, version counter, shape, strides, dtype and device of every parameter and
-    buffer, and some elements of each, spread over the whole tensor. A change through ``.data`` of
-    only a few elements of a large tensor may be missed.
+    It takes about half a millisecond for 150 tensors, and covers address, version counter, shape,
+    strides, dtype and device of every parameter and buffer, and some elements of each, spread over
+    the whole tensor. A change through ``.data`` of only a few elements of a large tensor may be
+    missed.
 
     It also covers the class of every module, its config, and its attributes, as far as they are
     plain values, functions, tensors, arrays, modules, or containers of these, dataclasses included:
@@ -91,9 +96,8 @@ def fingerprint(
 
     Parameters
     ----------
-    *modules : Module
-    skip : iterable of Module
-        Submodules that are left out, with all that they contain.
+    *parts : (modules, skip)
+        ``skip`` are submodules that are left out, with all that they contain.
     hooks : bool
         Whether hooks and a ``forward`` of the caller's own are part of it. Otherwise there is none
         while a module has any: they may change its output, or count its calls.
@@ -109,29 +113,8 @@ def fingerprint(
 
     Returns
     -------
-    bytes or None
+    list of bytes or None
         ``None`` in the cases that ``hooks`` and ``training`` describe.
-    """
-    given = {"hooks": hooks, "training": training, "values": values, "addresses": addresses}
-    return fingerprints((modules, skip), kept=kept, **given)[0]
-
-
-def fingerprints(
-    *parts: tuple[Many[nn.Module], Iterable[nn.Module]],
-    hooks: bool = False,
-    training: bool = False,
-    values: bool = False,
-    addresses: bool = False,
-    kept: dict[Any, Structure] | None = None,
-) -> list[bytes | None]:
-    """The `fingerprint` of several parts, with one transfer from each device.
-
-    Parameters
-    ----------
-    *parts : (modules, skip)
-        Of each part.
-    hooks, training, values, addresses, kept
-        As in `fingerprint`.
     """
     kept = {} if kept is None else kept
     shared = _own_hooks(globally._global_forward_pre_hooks, globally._global_forward_hooks)
@@ -139,14 +122,15 @@ def fingerprints(
     read: list[tuple[list[Tensor], Layouts]] = []
     for modules, skip in parts:
         structure = _structure(tuple(modules), tuple(skip), kept)
-        calls = shared + structure.calls()
+        calls, forwards = structure.code()
+        calls += shared
         if (structure.training and not training) or (calls and not hooks):
             digests.append(None)
             continue
         tensors, places = structure.weights()
         layouts = structure.layouts_of(tensors)
-        digest = structure.digest()
-        digest.update(repr((calls, structure.forwards(), () if values else places)).encode())
+        digest = structure.digest.copy()
+        digest.update(repr((calls, forwards, () if values else places)).encode())
         digest.update(layouts.kinds if values else layouts.described)
         if not values:
             digest.update(array("q", [tensor.data_ptr() for tensor in tensors]))
@@ -164,8 +148,7 @@ def settings_sha256(*modules: nn.Module, skip: Iterable[nn.Module] = ()) -> str:
 
     The arguments are those of `fingerprint`.
     """
-    structure = Structure(modules, tuple(skip), portable=True)
-    return hashlib.sha256(structure.settings).hexdigest()
+    return hashlib.sha256(Structure(modules, tuple(skip), portable=True).settings).hexdigest()
 
 
 def structures_of(adapter: Adapter) -> dict[Any, Structure]:
@@ -199,6 +182,8 @@ class Structure:
     ----------
     settings : bytes
         Classes and attributes of all modules.
+    digest : hash
+        Of these.
     training : bool
         Whether a module is in training mode.
     """
@@ -211,7 +196,9 @@ class Structure:
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
         self._states: list[dict[str, Any]] = []  # attributes of modules
         self._kinds: dict[type[nn.Module], None] = {}
-        self._forwards: tuple[list[Any], list[tuple[int, bool]]] = [], []  # see `_classes`
+        self._forwards: list[Any] = []  # of these, and what `code` says of them
+        self._replaced: list[int] = []
+        self._numbered: list[int] = []
         self._layouts = Layouts([])
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
@@ -228,37 +215,33 @@ class Structure:
         self.training = training
         # In this version of the format equal values have equal bytes.
         self.settings = marshal.dumps(found, 2)
-        self._digest = hashlib.blake2b(self.settings, digest_size=16)
-
-    def digest(self) -> Any:
-        """A hash that contains the settings."""
-        return self._digest.copy()
+        self.digest = hashlib.blake2b(self.settings, digest_size=16)
 
     def changed(self) -> bool:
         """Whether an object in it is another one now."""
         seen = [*chain.from_iterable(self._parts)]
         return len(seen) != len(self._seen) or not all(map(is_, seen, self._seen))
 
-    def calls(self) -> list[int]:
-        """Hooks and functions of the caller's own, see `_calls`; the engine has others."""
-        found = [number for number, replaced in self._classes() if replaced]
+    def code(self) -> tuple[list[int], list[int]]:
+        """Hooks and functions of the caller's own, and the ``forward`` of each class.
+
+        The first may change what a module computes; the engine has others. Each registration of a
+        hook has a number that no other one gets.
+        """
+        forwards = [kind.forward for kind in self._kinds]
+        if forwards != self._forwards:
+            self._forwards, self._numbered = forwards, [*map(_number_of, forwards)]
+            self._replaced = [
+                _number_of(kind.forward) for kind in self._kinds if replaced_forward(kind)
+            ]
+        found = [*self._replaced]
         for own in self._states:
             if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
-                found += _calls(own)
-        return found
-
-    def forwards(self) -> list[int]:
-        """The ``forward`` of each class, which may be replaced as well."""
-        return [number for number, _ in self._classes()]
-
-    def _classes(self) -> list[tuple[int, bool]]:
-        """For each class the number of its ``forward``, and whether a user has put it there."""
-        forwards = [kind.forward for kind in self._kinds]
-        known, found = self._forwards
-        if not known or not all(map(is_, forwards, known)):
-            found = [(_number_of(kind.forward), replaced_forward(kind)) for kind in self._kinds]
-            self._forwards = forwards, found
-        return found
+                found += _own_hooks(own["_forward_pre_hooks"], own["_forward_hooks"])
+                forward = own.get("forward")
+                if forward is not None and not is_of(forward):
+                    found.append(_number_of(forward))
+        return found, self._numbered
 
     def layouts_of(self, tensors: list[Tensor]) -> Layouts:
         """The layouts of all tensors, those of the last call where they are the same."""
@@ -374,38 +357,25 @@ class Structure:
         if (number := self._numbers.get(id(value))) is not None:
             return number
         self._numbers[id(value)] = len(self._numbers)
+        if not isinstance(value, dict | PreTrainedConfig) and not _is_record(value):
+            self._see(value)
+            parts = [self._value(part) for part in value]
+            return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
+        state = value if isinstance(value, dict) else vars(value)
+        self._see(state, state.values())
+        if isinstance(value, dict):
+            items = [(self._value(name), self._value(of)) for name, of in state.items()]
+            return sorted(items, key=repr) if self._portable else items
         if isinstance(value, PreTrainedConfig):
-            self._see(vars(value), vars(value).values())
             # The engine switches attention, for example, and modules have the configs of parts. A
             # config that was read from a file has another order.
             return [
                 (name, self._value(of))
-                for name, of in sorted(vars(value).items())
+                for name, of in sorted(state.items())
                 if name[0] != "_" and self._reads(name, of) and not isinstance(of, PreTrainedConfig)
             ]
-        if isinstance(value, dict):
-            self._see(value, value.values())
-            items = [(self._value(name), self._value(of)) for name, of in value.items()]
-            return sorted(items, key=repr) if self._portable else items
-        if _is_record(value):
-            state = vars(value)
-            self._see(state, state.values())
-            names = [f.name for f in fields(value)] if is_dataclass(value) else list(state)
-            items = [(name, self._value(state.get(name))) for name in names]
-            return [self._code(type(value)), items]
-        self._see(value)
-        parts = [self._value(part) for part in value]
-        return sorted(parts, key=repr) if isinstance(value, set | frozenset) else parts
-
-
-def _calls(state: dict[str, Any]) -> list[int]:
-    """Hooks and a ``forward`` of the caller's own, which may change what a module computes.
-
-    Each registration of a hook has a number that no other one gets.
-    """
-    found = _own_hooks(state["_forward_pre_hooks"], state["_forward_hooks"])
-    forward = state.get("forward")
-    return found if forward is None or is_of(forward) else [*found, _number_of(forward)]
+        names = [f.name for f in fields(value)] if is_dataclass(value) else list(state)
+        return [self._code(type(value)), [(name, self._value(state.get(name))) for name in names]]
 
 
 def _own_hooks(*hooks: dict[int, Any]) -> list[int]:
@@ -471,8 +441,8 @@ class Layouts:
     ----------
     described, kinds : bytes
         Digests of dtype, shape, strides and device of each tensor, and of dtype and shape alone.
-    chosen : list of (shape, strides), or None
-        A view of each tensor; ``None`` where another one is needed, see `_spread`.
+    chosen : list of (shape, strides)
+        Of views of the elements that are read.
     groups : list of (device, list of int)
         Indices of the tensors of one device and dtype.
     """
@@ -509,10 +479,8 @@ def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
     """Some elements of the tensors of each part, with one transfer from each device."""
     chosen: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for number, (tensors, layouts) in enumerate(parts):
-        views = [
-            _spread(tensor) if view is None else tensor.as_strided(*view)
-            for tensor, view in zip(tensors, layouts.chosen, strict=True)
-        ]
+        pairs = zip(tensors, layouts.chosen, strict=True)
+        views = [tensor.contiguous().as_strided(*view) for tensor, view in pairs]
         for device, group in layouts.groups:
             bits = torch.cat([views[n] for n in group]).view(torch.uint8)
             chosen.setdefault(device, []).append((number, bits))
@@ -526,19 +494,9 @@ def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
     return found
 
 
-def _view(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Shape and strides of a view of some elements, where the tensor is contiguous."""
-    if tensor.nbytes < _WHOLE or not tensor.is_contiguous():
-        return None
-    return (_PLACES,), (_step(tensor),)
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """All elements of a small tensor, some of any other one: 1-dimensional."""
-    flat = tensor.reshape(-1)
-    return flat if tensor.nbytes < _WHOLE else flat[:: _step(tensor)]
-
-
-def _step(tensor: Tensor) -> int:
-    """The distance of samples; odd, so that they are not all in one column of a matrix."""
-    return (tensor.numel() // _PLACES - 1) | 1
+def _view(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """All elements of a small tensor, some of any other one: shape and strides, 1-dimensional."""
+    if tensor.nbytes < _WHOLE:
+        return (tensor.numel(),), (1,)
+    # An odd distance, so that they are not all in one column of a matrix.
+    return (_PLACES,), ((tensor.numel() // _PLACES - 1) | 1,)
