@@ -421,8 +421,7 @@ def test_every_layout_and_dtype_is_read(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [*range(14, 40), 127, 511, 1023, 4096, 4099])
 def test_samples_are_spread_over_the_whole_tensor(size: int) -> None:
     flat = torch.arange(size, dtype=torch.int64).reshape(1, -1)
-    (found,) = module._samples(([flat], module.Layouts([flat])))
-    chosen = torch.frombuffer(bytearray(found), dtype=torch.int64)
+    chosen = flat.as_strided(*module._view(flat))
     if flat.nbytes < module._WHOLE:
         assert chosen.tolist() == list(range(size))
         return

@@ -119,7 +119,7 @@ def fingerprints(
     kept = {} if kept is None else kept
     shared = _own_hooks(globally._global_forward_pre_hooks, globally._global_forward_hooks)
     digests: list[Any] = []
-    read: list[tuple[list[Tensor], Layouts]] = []
+    read: list[tuple[list[Tensor], Structure]] = []
     for modules, skip in parts:
         structure = _structure(tuple(modules), tuple(skip), kept)
         calls, forwards = structure.code()
@@ -128,15 +128,15 @@ def fingerprints(
             digests.append(None)
             continue
         tensors, places = structure.weights()
-        layouts = structure.layouts_of(tensors)
+        structure.look_at(tensors)
         digest = structure.digest.copy()
         digest.update(repr((calls, forwards, () if values else places)).encode())
-        digest.update(layouts.kinds if values else layouts.described)
+        digest.update(structure.kinds if values else structure.described)
         if not values:
             digest.update(array("q", [tensor.data_ptr() for tensor in tensors]))
             digest.update(array("q", [] if addresses else _versions(tensors)))
         digests.append(digest)
-        read.append((tensors, layouts))
+        read.append((tensors, structure))
     found = [digest for digest in digests if digest is not None]
     for digest, samples in () if addresses else zip(found, _samples(*read), strict=True):
         digest.update(samples)
@@ -186,6 +186,12 @@ class Structure:
         Of these.
     training : bool
         Whether a module is in training mode.
+    described, kinds : bytes
+        Digests of dtype, shape, strides and device of each tensor, and of dtype and shape alone.
+    views : list of (shape, strides)
+        Of the elements of each tensor that are read.
+    groups : list of (device, list of int)
+        Indices of the tensors of one device and dtype.
     """
 
     def __init__(
@@ -199,7 +205,9 @@ class Structure:
         self._forwards: list[Any] = []  # of these, and what `code` says of them
         self._replaced: list[int] = []
         self._numbered: list[int] = []
-        self._layouts = Layouts([])
+        self.described, self.kinds, self._layouts = b"", b"", list[list[Any]]()
+        self.views: list[tuple[tuple[int], tuple[int]]] = []
+        self.groups: list[tuple[torch.device, list[int]]] = []
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
         self._parts: list[Iterable[Any]] = []
@@ -243,12 +251,18 @@ class Structure:
                     found.append(_number_of(forward))
         return found, self._numbered
 
-    def layouts_of(self, tensors: list[Tensor]) -> Layouts:
-        """The layouts of all tensors, those of the last call where they are the same."""
-        found = self._layouts
-        if not found.are_of(tensors):
-            found = self._layouts = Layouts(tensors)
-        return found
+    def look_at(self, tensors: list[Tensor]) -> None:
+        """Describe how tensors lie in memory, and choose their elements, where it has changed."""
+        dtypes, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
+        strides, devices = [tensor.stride() for tensor in tensors], [x.device for x in tensors]
+        if (found := [dtypes, shapes, strides, devices]) != self._layouts:
+            self._layouts = found
+            self.described, self.kinds = _hash(repr(found)), _hash(repr((dtypes, shapes)))
+            self.views = [_view(tensor) for tensor in tensors]
+            groups: dict[Any, list[int]] = {}
+            for index, kind in enumerate(zip(devices, dtypes, strict=True)):
+                groups.setdefault(kind, []).append(index)
+            self.groups = [(device, indices) for (device, _), indices in groups.items()]
 
     def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
         """All tensors, and the places of weights that are on disk."""
@@ -420,48 +434,6 @@ def _inner(tensor: Tensor) -> list[Tensor]:
     return [part for name in names for part in _inner(getattr(tensor, name))]
 
 
-def _read(tensors: list[Tensor]) -> list[list[Any]]:
-    """What `Layouts` follow from."""
-    return [
-        [tensor.dtype for tensor in tensors],
-        [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
-        [tensor.device for tensor in tensors],
-    ]
-
-
-class Layouts:
-    """How tensors lie in memory, and which of their elements are read.
-
-    Parameters
-    ----------
-    tensors : list of Tensor
-
-    Attributes
-    ----------
-    described, kinds : bytes
-        Digests of dtype, shape, strides and device of each tensor, and of dtype and shape alone.
-    chosen : list of (shape, strides)
-        Of views of the elements that are read.
-    groups : list of (device, list of int)
-        Indices of the tensors of one device and dtype.
-    """
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._read = _read(tensors)
-        dtypes, shapes, _, devices = self._read
-        self.described, self.kinds = _hash(repr(self._read)), _hash(repr((dtypes, shapes)))
-        self.chosen = [_view(tensor) for tensor in tensors]
-        found: dict[Any, list[int]] = {}
-        for index, kind in enumerate(zip(devices, dtypes, strict=True)):
-            found.setdefault(kind, []).append(index)
-        self.groups = [(device, indices) for (device, _), indices in found.items()]
-
-    def are_of(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the same."""
-        return _read(tensors) == self._read
-
-
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -475,13 +447,13 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 
 @torch.no_grad()
-def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
+def _samples(*parts: tuple[list[Tensor], Structure]) -> list[bytes]:
     """Some elements of the tensors of each part, with one transfer from each device."""
     chosen: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, (tensors, layouts) in enumerate(parts):
-        pairs = zip(tensors, layouts.chosen, strict=True)
+    for number, (tensors, structure) in enumerate(parts):
+        pairs = zip(tensors, structure.views, strict=True)
         views = [tensor.contiguous().as_strided(*view) for tensor, view in pairs]
-        for device, group in layouts.groups:
+        for device, group in structure.groups:
             bits = torch.cat([views[n] for n in group]).view(torch.uint8)
             chosen.setdefault(device, []).append((number, bits))
     found = [b""] * len(parts)
@@ -494,7 +466,7 @@ def _samples(*parts: tuple[list[Tensor], Layouts]) -> list[bytes]:
     return found
 
 
-def _view(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _view(tensor: Tensor) -> tuple[tuple[int], tuple[int]]:
     """All elements of a small tensor, some of any other one: shape and strides, 1-dimensional."""
     if tensor.nbytes < _WHOLE:
         return (tensor.numel(),), (1,)

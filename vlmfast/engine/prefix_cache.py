@@ -296,7 +296,9 @@ class PrefixCache:
             known = set(hashes)
             inside = [self._ends[each] for each in hashes if each in self._ends]
             old = [entry for entry in inside if known.issuperset(entry.hashes)]
-            self._drop([*old, *(own for own in [self._entries.get(key)] if own is not None)])
+            if key in self._entries:
+                old.append(self._entries[key])
+            self._drop(old)
             if not self._make_room(size):
                 return None
             self._touches += 1
