@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -191,7 +190,7 @@ def tower_state(adapter: Adapter, trained: dict[str, nn.Module]) -> Hashable:
     trained : dict of str to Module
         Of the recipe's stages.
     """
-    parts = model_parts(adapter)[0], (list(trained.values()), [])
+    parts: list[ModelPart] = [model_parts(adapter)[0], (list(trained.values()), [])]
     given: dict[str, Any] = {"hooks": True, "training": True, "values": True}
     weights = fingerprints(*parts, kept=structures_of(adapter), **given)
     return *weights, Mode.current(adapter.device).autocast, settings_of(adapter)
@@ -315,22 +314,22 @@ def _joined(
 ) -> Encoded:
     """Images, each one of those that were encoded together, as the ``items`` of a prompt."""
     by_view, first = [found[i] for i in _by_view(items)], found[0][0].stats
+    known = [of.stats for of, _ in by_view]
+    slices = [slice(*of.stats.items[i].views) for of, i in by_view]
 
-    def views(read: Callable[[VisionStats], Tensor]) -> Tensor:
-        return torch.cat([read(of.stats)[slice(*of.stats.items[i].views)] for of, i in by_view])
-
-    def layers(name: str) -> dict[int, Tensor]:
-        known = getattr(first, name)
-        return {layer: views(lambda of, at=layer: getattr(of, name)[at]) for layer in known}
+    def views(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part[own] for part, own in zip(parts, slices, strict=True)])
 
     stats = VisionStats(
         items,
-        layers("rows"),
-        layers("keys"),
-        None if first.cls is None else views(attrgetter("cls")),
+        {layer: views([of.rows[layer] for of in known]) for layer in first.rows},
+        {layer: views([of.keys[layer] for of in known]) for layer in first.keys},
+        None if first.cls is None else views([of.cls for of in known if of.cls is not None]),
         {key: tuple(of.stats.saliency[key][i] for of, i in found) for key in first.saliency},
         wanted.left_out,
-        None if first.skipped is None else views(attrgetter("skipped")),
+        None
+        if first.skipped is None
+        else views([of.skipped for of in known if of.skipped is not None]),
     )
     layouts = [
         _moved(of.layouts[i], at, items[at].views[0] - of.stats.items[i].views[0])

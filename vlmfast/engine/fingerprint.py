@@ -25,7 +25,7 @@ from functools import partial
 from itertools import chain, count
 from operator import is_
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ def fingerprints(
     kept = {} if kept is None else kept
     shared = _own_hooks(globally._global_forward_pre_hooks, globally._global_forward_hooks)
     digests: list[Any] = []
-    read: list[tuple[list[Tensor], Structure]] = []
+    read: list[tuple[list[Tensor], Layout]] = []
     for modules, skip in parts:
         structure = _structure(tuple(modules), tuple(skip), kept)
         calls, forwards = structure.code()
@@ -128,15 +128,15 @@ def fingerprints(
             digests.append(None)
             continue
         tensors, places = structure.weights()
-        structure.look_at(tensors)
+        layout = structure.layout_of(tensors)
         digest = structure.digest.copy()
         digest.update(repr((calls, forwards, () if values else places)).encode())
-        digest.update(structure.kinds if values else structure.described)
+        digest.update(layout.kinds if values else layout.described)
         if not values:
             digest.update(array("q", [tensor.data_ptr() for tensor in tensors]))
             digest.update(array("q", [] if addresses else _versions(tensors)))
         digests.append(digest)
-        read.append((tensors, structure))
+        read.append((tensors, layout))
     found = [digest for digest in digests if digest is not None]
     for digest, samples in () if addresses else zip(found, _samples(*read), strict=True):
         digest.update(samples)
@@ -168,6 +168,28 @@ def _structure(
     return found
 
 
+class Layout(NamedTuple):
+    """How tensors lie in memory, and which of their elements are read.
+
+    Parameters
+    ----------
+    read : list
+        Their dtypes, shapes, strides and devices.
+    described, kinds : bytes
+        Digests of these, and of dtypes and shapes alone.
+    views : list of (shape, strides)
+        Of the elements that are read.
+    groups : list of (device, list of int)
+        Indices of the tensors of one device and dtype.
+    """
+
+    read: list[Any]
+    described: bytes
+    kinds: bytes
+    views: list[tuple[tuple[int], tuple[int]]]
+    groups: list[tuple[torch.device, list[int]]]
+
+
 class Structure:
     """What modules consist of, apart from the values of their tensors.
 
@@ -186,12 +208,6 @@ class Structure:
         Of these.
     training : bool
         Whether a module is in training mode.
-    described, kinds : bytes
-        Digests of dtype, shape, strides and device of each tensor, and of dtype and shape alone.
-    views : list of (shape, strides)
-        Of the elements of each tensor that are read.
-    groups : list of (device, list of int)
-        Indices of the tensors of one device and dtype.
     """
 
     def __init__(
@@ -202,12 +218,9 @@ class Structure:
         self._hooked: list[dict[str, Any]] = []  # modules that accelerate may have offloaded
         self._states: list[dict[str, Any]] = []  # attributes of modules
         self._kinds: dict[type[nn.Module], None] = {}
-        self._forwards: list[Any] = []  # of these, and what `code` says of them
-        self._replaced: list[int] = []
-        self._numbered: list[int] = []
-        self.described, self.kinds, self._layouts = b"", b"", list[list[Any]]()
-        self.views: list[tuple[tuple[int], tuple[int]]] = []
-        self.groups: list[tuple[torch.device, list[int]]] = []
+        # Other threads may look at the same structure: what belongs together is set at once.
+        self._classes: tuple[list[Any], list[int], list[int]] = [], [], []  # see `code`
+        self._layout = Layout([], b"", b"", [], [])
         self._tensors: list[Tensor] = []  # that are attributes
         # Live views of attributes, and containers: what they contain, and what they contained.
         self._parts: list[Iterable[Any]] = []
@@ -237,32 +250,38 @@ class Structure:
         hook has a number that no other one gets.
         """
         forwards = [kind.forward for kind in self._kinds]
-        if forwards != self._forwards:
-            self._forwards, self._numbered = forwards, [*map(_number_of, forwards)]
-            self._replaced = [
-                _number_of(kind.forward) for kind in self._kinds if replaced_forward(kind)
-            ]
-        found = [*self._replaced]
+        known, numbers, replaced = self._classes
+        if forwards != known:
+            numbers = [*map(_number_of, forwards)]
+            replaced = [_number_of(kind.forward) for kind in self._kinds if replaced_forward(kind)]
+            self._classes = forwards, numbers, replaced
+        found = [*replaced]
         for own in self._states:
             if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
                 found += _own_hooks(own["_forward_pre_hooks"], own["_forward_hooks"])
                 forward = own.get("forward")
                 if forward is not None and not is_of(forward):
                     found.append(_number_of(forward))
-        return found, self._numbered
+        return found, numbers
 
-    def look_at(self, tensors: list[Tensor]) -> None:
-        """Describe how tensors lie in memory, and choose their elements, where it has changed."""
+    def layout_of(self, tensors: list[Tensor]) -> Layout:
+        """The layout of all tensors, that of the last call where it is the same."""
         dtypes, shapes = [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
         strides, devices = [tensor.stride() for tensor in tensors], [x.device for x in tensors]
-        if (found := [dtypes, shapes, strides, devices]) != self._layouts:
-            self._layouts = found
-            self.described, self.kinds = _hash(repr(found)), _hash(repr((dtypes, shapes)))
-            self.views = [_view(tensor) for tensor in tensors]
+        read: list[Any] = [dtypes, shapes, strides, devices]
+        found = self._layout
+        if read != found.read:
             groups: dict[Any, list[int]] = {}
             for index, kind in enumerate(zip(devices, dtypes, strict=True)):
                 groups.setdefault(kind, []).append(index)
-            self.groups = [(device, indices) for (device, _), indices in groups.items()]
+            found = self._layout = Layout(
+                read,
+                _hash(repr(read)),
+                _hash(repr((dtypes, shapes))),
+                [_view(tensor) for tensor in tensors],
+                [(device, indices) for (device, _), indices in groups.items()],
+            )
+        return found
 
     def weights(self) -> tuple[list[Tensor], list[tuple[str, str]]]:
         """All tensors, and the places of weights that are on disk."""
@@ -447,13 +466,13 @@ def _versions(tensors: list[Tensor]) -> list[int]:
 
 
 @torch.no_grad()
-def _samples(*parts: tuple[list[Tensor], Structure]) -> list[bytes]:
+def _samples(*parts: tuple[list[Tensor], Layout]) -> list[bytes]:
     """Some elements of the tensors of each part, with one transfer from each device."""
     chosen: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, (tensors, structure) in enumerate(parts):
-        pairs = zip(tensors, structure.views, strict=True)
+    for number, (tensors, layout) in enumerate(parts):
+        pairs = zip(tensors, layout.views, strict=True)
         views = [tensor.contiguous().as_strided(*view) for tensor, view in pairs]
-        for device, group in structure.groups:
+        for device, group in layout.groups:
             bits = torch.cat([views[n] for n in group]).view(torch.uint8)
             chosen.setdefault(device, []).append((number, bits))
     found = [b""] * len(parts)
