@@ -840,12 +840,23 @@ def test_a_search_reads_its_own_content_alone() -> None:
 
 
 def test_equal_hashes_of_other_ids_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PrefixCache(10)
+    """Ids are compared while other threads can use the cache."""
+    cache, begins = PrefixCache(10), Key.begins
+
+    def compared(*given: Any) -> bool:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(cache.stats).result(timeout=60).entries == 2
+        return begins(*given)
+
+    monkeypatch.setattr(Key, "begins", compared)
     assert cache.put(Key("x", "a", "", (1, 2)), 1, 1) is not None
     monkeypatch.setattr(Key, "hashes", lambda key, least: [0] * len(key.ids))
     assert cache.put(Key("x", "b", "", (3, 4)), 2, 1) is not None
-    assert cache.search(Key("x", "a", "", (3, 4))) == (None, 0)
-    assert cache.search(Key("x", "b", "", (3, 5))) == (None, 0)
+    for tenant, ids, count in (("a", (3, 4), 0), ("b", (3, 5), 0), ("b", (3, 4), 2)):
+        entry, found = cache.search(Key("x", tenant, "", ids))
+        assert (found, entry is not None) == (count, count > 0)
+    stats = cache.stats()
+    assert (stats.hits, stats.misses) == (1, 2)
 
 
 class Store(RuleBasedStateMachine):
