@@ -134,7 +134,9 @@ def fingerprints(
         digest.update(layout.kinds if values else layout.described)
         if not values:
             digest.update(array("q", [tensor.data_ptr() for tensor in tensors]))
-            digest.update(array("q", [] if addresses else _versions(tensors)))
+        if not values and not addresses:  # inference tensors have no version
+            versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            digest.update(array("q", versions))
         digests.append(digest)
         read.append((tensors, layout))
     found = [digest for digest in digests if digest is not None]
@@ -455,14 +457,6 @@ def _inner(tensor: Tensor) -> list[Tensor]:
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    """Version counters; -1 for inference tensors, which have none."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @torch.no_grad()
