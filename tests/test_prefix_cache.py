@@ -31,10 +31,10 @@ import tiny_families
 import vlmfast
 from interrupts import Line, traced
 from vlmfast import VLM, RecipeError, Request, VLMFastError
+from vlmfast.core.nested import mapped
 from vlmfast.core.protocols import InEncoderStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
-from vlmfast.core.snapshot import mapped
 from vlmfast.engine import features, prefill
 from vlmfast.engine.attention import switched
 from vlmfast.engine.memory import total_bytes

@@ -50,10 +50,6 @@ class Beginning:
         count = common(self.ids, ids)
         return count if count >= self.least else 0
 
-    def contains(self, other: Beginning) -> bool:
-        """Whether all that can be taken from ``other`` can be taken from this one."""
-        return self.least <= other.least and common(self.ids, other.ids) == len(other.ids)
-
 
 @dataclass(eq=False)
 class _Node(Generic[T]):

@@ -237,24 +237,3 @@ class Prefixes:
         """Remove an entry, if it is still stored."""
         if entry.stored:
             self.cache.remove(entry.key)
-
-    def copied(self, scope: Scope | None, ids: list[int]) -> list[Prefix]:
-        """Copies of all entries that begin as ``ids`` and can be cut to a part of them.
-
-        The shortest comes first. None is part of another one.
-        """
-        if scope is None:
-            return []
-        found: dict[Beginning, Prefix] = {}
-        for key in self.cache.keys(KIND, scope.tenant, scope.content):
-            if not (count := key.content.shared(ids)):
-                continue
-            use = Lock()
-            with use:
-                if (entry := self.cache.find(key, use)) is not None:
-                    prefix = entry.value.clone(count)
-                    found[Beginning(tuple(prefix.ids), prefix.least)] = prefix
-        inside = [one for one in found if any(o != one and o.contains(one) for o in found)]
-        for one in inside:
-            found.pop(one).release()
-        return sorted(found.values(), key=lambda prefix: len(prefix.ids))
