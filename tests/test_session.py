@@ -516,62 +516,41 @@ def test_saved_session_is_a_safetensors_file(saved):
     assert list(saved.parent.iterdir()) == [saved]
 
 
-DAMAGED = r"is damaged|is not a saved session|saved by vlmfast .* in format"
-
-
-def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
+def test_damaged_files_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     header = 8 + int.from_bytes(data[:8], "little")
-    path.write_bytes(data)
-    vlm.load_session(path).close()
-    # Half of the positions are in the header, which is smaller.
+    # Half of the flipped bits are in the header, which is smaller.
     offsets = [rng.randrange(header) for _ in range(500)]
     offsets += [rng.randrange(header, len(data)) for _ in range(500)]
-    offsets += [*range(100), len(data) - 1]
-    for offset in offsets:
-        flipped = bytearray(data)
-        flipped[offset] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
-        with pytest.raises(VLMFastError, match=DAMAGED):
+    cuts = [0, 1, 8, 9, 40, 90, len(data) - 1, *rng.sample(range(len(data)), 20)]
+    broken = [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]
+    for offset in [*range(100), *offsets, len(data) - 1]:
+        bit = data[offset] ^ 1 << rng.randrange(8)
+        broken.append(data[:offset] + bytes([bit]) + data[offset + 1 :])
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session|in format"):
             vlm.load_session(path)
-
-
-def test_truncated_and_extended_files_are_rejected(vlm, saved, tmp_path):
-    data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
-    cuts = [0, 1, 8, 9, 40, 90, 98, 99, len(data) - 1, *rng.sample(range(len(data)), 20)]
-    for broken in [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]:
-        path.write_bytes(broken)
-        with pytest.raises(VLMFastError, match=DAMAGED):
-            vlm.load_session(path)
-
-
-def rewritten(path: Path, into: Path, **changes: str) -> Path:
-    """A valid file with other metadata."""
-    metadata, tensors = read_content(path)
-    write_content(into, {**metadata, **changes}, tensors)
-    return into
 
 
 def test_incompatible_sessions_are_rejected(vlm, saved, tmp_path):
     from safetensors.torch import save_file
 
     target = tmp_path / "a.session"
-    vlm.load_session(rewritten(saved, target)).close()
-    with pytest.raises(VLMFastError, match="in format 3; this vlmfast reads format 2"):
-        vlm.load_session(rewritten(saved, target, version="3"))
-    with pytest.raises(VLMFastError, match="is not a saved session"):
-        vlm.load_session(rewritten(saved, target, kind="something"))
-    with pytest.raises(VLMFastError, match="cannot be used: its parts are others"):
-        vlm.load_session(rewritten(saved, target, session="[]"))
-    with pytest.raises(RecipeError, match="unknown method 'newest'"):
-        vlm.load_session(rewritten(saved, target, recipe="newest:0.2"))
+    metadata, tensors = read_content(saved)
+    for changes, message in (
+        ({"version": "3"}, "in format 3; this vlmfast reads format 2"),
+        ({"kind": "something"}, "is not a saved session"),
+        ({"recipe": "newest:0.2"}, "unknown method 'newest'"),
+    ):
+        write_content(target, metadata | changes, tensors)
+        with pytest.raises(VLMFastError, match=message):
+            vlm.load_session(target)
     save_file({"x": torch.zeros(3)}, target, metadata={"format": "pt"})
     with pytest.raises(VLMFastError, match="is not a saved session"):
         vlm.load_session(target)
     with pytest.raises(VLMFastError, match=r"nowhere.*cannot be read: No such file"):
         vlm.load_session(tmp_path / "nowhere")
-    with pytest.raises(VLMFastError, match="cannot be read"):
-        vlm.load_session(tmp_path)
 
     for build, message in {
         lambda: build_llava(seed=1): "its weights are different",
