@@ -6,6 +6,9 @@ import errno
 import os
 import secrets
 import stat
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +19,8 @@ import torch
 
 import eval_fakes as fakes
 from vlmfast import Recipe, VLMFastError
-from vlmfast.core import snapshot
+from vlmfast.api.session_file import read_content, write_content
+from vlmfast.core import files
 from vlmfast.core.files import (
     make_folder,
     open_to_append,
@@ -45,6 +49,7 @@ WRITERS: dict[str, Callable[[Path, int], None]] = {
     "json": lambda path, value: write_json(path, [value] * 5000),
     "recipe": lambda path, value: Recipe.parse(f"hired:0.{value}").save(path),
     "checkpoint": torch_save,
+    "session": lambda path, value: write_content(path, {}, {"pixels": torch.tensor([value])}),
 }
 EVERY = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 
@@ -88,6 +93,71 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, write, step, err
                 with pytest.raises(KeyboardInterrupt):
                     write(path, 2)
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_failed_folder_sync_keeps_the_new_file(tmp_path: Path, monkeypatch) -> None:
+    def full(folder: Path) -> None:
+        raise FULL
+
+    monkeypatch.setattr(files, "_sync_folder", full)
+    refused(lambda: replace_text(tmp_path / "a", "new"), tmp_path / "a", "No space left on device")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from vlmfast.core import files
+
+    path, whole, lines = Path(sys.argv[1]), {}, 0
+
+    def write(name):
+        files.replace_bytes(path, [name * (1 << 14)] * 4)
+
+    def counted(last):
+        def trace(frame, event, argument):
+            global lines
+            if frame.f_code.co_filename != files.__file__:
+                return None
+            lines += event == "line"
+            if lines == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+        return trace
+
+    for name in (b"b", b"a"):
+        lines = 0
+        sys.settrace(counted(None))
+        write(name)
+        sys.settrace(None)
+        whole[path.read_bytes()] = name.decode()
+    seen, torn = [], 0
+    for last in range(1, lines + 1):
+        if (child := os.fork()) == 0:
+            lines = 0
+            sys.settrace(counted(last))
+            write(b"b")
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        seen.append(whole[path.read_bytes()])
+        for draft in path.parent.glob(".*.tmp"):
+            torn += draft.read_bytes() not in whole
+            draft.unlink()
+        if seen[-1] == "b":
+            write(b"a")
+    print("".join(seen), torn)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
+def test_killed_write_leaves_old_or_new_file(tmp_path: Path) -> None:
+    """The process is killed before every line that it runs."""
+    code = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "file")]
+    done = subprocess.run(code, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen, torn = done.stdout.split()
+    # The old file, then the new one from some line on; some runs left a partial temporary file.
+    assert set(seen) == {"a", "b"} and seen == "".join(sorted(seen)) and int(torn) > 0
 
 
 @EVERY
@@ -157,7 +227,7 @@ def test_evaluation_appends_to_its_own_files_alone(tmp_path: Path) -> None:
     "read",
     [
         Recipe.load,
-        partial(snapshot.read, what="a session"),
+        read_content,
         read_subtitles,
         read_questions,
         load_image,

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
-import os
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +16,9 @@ from transformers import LogitsProcessorList
 from driven import harmless
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
-from vlmfast.api.session import Session
-from vlmfast.api.session_file import classes, frozen, identity
-from vlmfast.core import files, snapshot
-from vlmfast.core.protocols import MediaStage
+from vlmfast.api.identity import identity
+from vlmfast.api.session_file import read_content, write_content
+from vlmfast.core.protocols import DecodeStage, MediaStage
 from vlmfast.core.registry import stage_class
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "picture.png"
@@ -93,22 +87,6 @@ def counted(vlm: VLM) -> Iterator[dict[str, int]]:
             handle.remove()
 
 
-def cache_tensors(s: Session) -> dict[str, torch.Tensor]:
-    """Every tensor of a session's cache."""
-    tensors: dict[str, torch.Tensor] = {}
-    prefixes = s._prefixes.copied(*s._known())
-    found = [frozen(prefix) for prefix in prefixes]
-    snapshot.pack(found, tensors, "cache", classes(s.recipe, ()))
-    return {name: tensor.clone() for name, tensor in tensors.items() if ".trace" not in name}
-
-
-def same(one: dict[str, torch.Tensor], another: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == another.keys() and all(
-        torch.equal(tensor, another[name]) and tensor.dtype == another[name].dtype
-        for name, tensor in one.items()
-    )
-
-
 @pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest) -> None:
     """Every test begins without what others have asked."""
@@ -128,9 +106,7 @@ def test_without_history_answers_equal_ask(family):
         assert s.reuses == "kv" and s.messages == []
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] == expected
         # Questions leave no state: order and repetition do not matter.
-        before = cache_tensors(s)
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS[::-1]] == expected[::-1]
-        assert same(cache_tensors(s), before)
     with family.session(images=other, history=False) as s:
         assert [s.ask(q, **ASK).token_ids for q in QUESTIONS] != expected
 
@@ -455,38 +431,45 @@ def test_eviction_does_not_change_answers(vlm, recipe):
 # --- saved sessions ------------------------------------------------------------------------------
 
 
-SAVED = {"none": None, "hired": "hired:0.4", "pyramiddrop": "pyramiddrop", "mustdrop": "mustdrop"}
-SAVED |= SMALL
+SAVED = {
+    "none": None,
+    "hired": "hired:0.4",
+    "pyramiddrop": "pyramiddrop",
+    "mustdrop": "mustdrop",
+    "crops": "crops:0.5",
+    "snapkv": "snapkv:keep=0.5,window=8",
+    "draft": "draft-ngram",
+    **SMALL,
+}
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("history", [True, False])
 @pytest.mark.parametrize("recipe", SAVED.values(), ids=SAVED)
-def test_loaded_session_continues_bit_for_bit(vlm, tmp_path, recipe, history):
-    path = tmp_path / "a.session"
-    options = {"max_new_tokens": 10}
+def test_loaded_session_continues(tmp_path, recipe, history):
+    """With equal ids, except for methods that change the cache in decode: answers are prefilled."""
+    path, options = tmp_path / "a.session", {"max_new_tokens": 10}
+    vlm, other = VLM(*build_llava_next()), VLM(*build_llava_next())
     with vlm.session(images=make_image(), recipe=recipe, history=history) as s:
-        s.ask(QUESTIONS[0], **options)
+        for question in QUESTIONS[:2]:
+            s.ask(question, **options)
         s.save(path)
-        other = VLM(*build_llava())
         loaded = other.load_session(path)
         assert str(loaded.recipe) == str(s.recipe) and loaded.reuses == s.reuses
         assert loaded.messages == s.messages and loaded.history == history
-        # Copies have no free space in their quantized segments.
-        assert 0 < loaded.bytes <= s.bytes if s.reuses == "kv" else loaded.bytes == s.bytes == 0
-        for question in QUESTIONS[1:]:
-            mine, its = s.ask(question, **options), loaded.ask(question, **options)
-            assert mine.token_ids == its.token_ids
-            assert mine.stats.prompt_reused == its.stats.prompt_reused
-            assert mine.stats.prompt_fed == its.stats.prompt_fed
-            assert torch.equal(mine.trace.depth, its.trace.depth) and its.trace.images == []
-            assert s.reuses == "features" or same(cache_tensors(s), cache_tensors(loaded))
-        mine = s.ask(QUESTIONS[0], restore=True, **options)
-        assert loaded.ask(QUESTIONS[0], restore=True, **options).token_ids == mine.token_ids
-        if s.reuses == "kv":  # control of the cache comparison
-            entry = s._prefixes.find(*s._known())
-            entry.value.group.position.add_(1)
-            assert not same(cache_tensors(s), cache_tensors(loaded))
+        assert bool(loaded.bytes) == (s.reuses == "kv") and loaded.stats.time_vision_s > 0
+        mine, its = (of.ask(QUESTIONS[2], **options) for of in (s, loaded))
+        assert len(loaded.messages) == len(s.messages) and its.trace.images == []
+        lengths = [of.stats.prompt_fed + of.stats.prompt_reused for of in (mine, its)]
+        assert lengths[0] == lengths[1]
+        if history and s.recipe.acting(DecodeStage):
+            return
+        assert mine.token_ids == its.token_ids and torch.equal(mine.trace.depth, its.trace.depth)
+        full = [of.ask(QUESTIONS[0], restore=True, **options).token_ids for of in (s, loaded)]
+        assert full[0] == full[1]
+    metadata, tensors = read_content(path)  # the control: other pixels
+    write_content(path, metadata, {key: -of for key, of in tensors.items()})
+    assert other.load_session(path).ask(QUESTIONS[2], **options).token_ids != its.token_ids
 
 
 @pytest.mark.parametrize("recipe", ["pvc:0.5", "atp:0.6"])
@@ -502,18 +485,16 @@ def test_loaded_session_reloads_trained_weights(tiny, tmp_path, recipe):
     assert loaded.ask(question, restore=True, **ASK).stats.equivalent_tokens == 336
 
 
-def test_evicted_or_unused_session_is_saved_without_cache(vlm, tmp_path):
-    with vlm.session(images=make_image()) as s:
-        expected = s.ask(QUESTIONS[0], **ASK).token_ids
-        s._drop()
-        s._messages = []
-        s.save(tmp_path / "a")
-    loaded = vlm.load_session(tmp_path / "a")
-    assert loaded.bytes == 0 and loaded.ask(QUESTIONS[0], **ASK).token_ids == expected
+@pytest.mark.parametrize("asked", [0, 2])
+def test_session_without_images_is_saved(vlm, tmp_path, asked):
     with vlm.session() as s:
-        s.save(tmp_path / "b")
-        expected = s.ask(QUESTIONS[0], **ASK).token_ids
-    assert vlm.load_session(tmp_path / "b").ask(QUESTIONS[0], **ASK).token_ids == expected
+        for question in QUESTIONS[:asked]:
+            s.ask(question, **ASK)
+        s.save(tmp_path / "a")
+        expected = s.ask(QUESTIONS[2], **ASK)
+    answer = vlm.load_session(tmp_path / "a").ask(QUESTIONS[2], **ASK)
+    assert answer.token_ids == expected.token_ids
+    assert answer.stats.prompt_fed == expected.stats.prompt_fed + expected.stats.prompt_reused
 
 
 @pytest.fixture(scope="module")
@@ -531,66 +512,45 @@ def test_saved_session_is_a_safetensors_file(saved):
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
         assert metadata["recipe"] == SMALL["kivi"] and len(metadata["digest"]) == 64
-        assert any(name.startswith("session.caches.0.layers.0") for name in file.keys())  # noqa: SIM118
-        for name in file.keys():  # noqa: SIM118
-            file.get_tensor(name)
+        assert list(file.keys()) == ["pixel_values"]
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_flipped_bytes_are_rejected(vlm, saved, tmp_path):
+def test_damaged_files_are_rejected(vlm, saved, tmp_path):
     data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
     header = 8 + int.from_bytes(data[:8], "little")
-    path.write_bytes(data)
-    vlm.load_session(path).close()
-    # Half of the positions are in the header, which is smaller.
+    # Half of the flipped bits are in the header, which is smaller.
     offsets = [rng.randrange(header) for _ in range(500)]
     offsets += [rng.randrange(header, len(data)) for _ in range(500)]
-    offsets += [*range(100), len(data) - 1]
-    for offset in offsets:
-        flipped = bytearray(data)
-        flipped[offset] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
-        with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session"):
+    cuts = [0, 1, 8, 9, 40, 90, len(data) - 1, *rng.sample(range(len(data)), 20)]
+    broken = [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]
+    for offset in [*range(100), *offsets, len(data) - 1]:
+        bit = data[offset] ^ 1 << rng.randrange(8)
+        broken.append(data[:offset] + bytes([bit]) + data[offset + 1 :])
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session|in format"):
             vlm.load_session(path)
-
-
-def test_truncated_and_extended_files_are_rejected(vlm, saved, tmp_path):
-    data, path, rng = saved.read_bytes(), tmp_path / "a.session", random.Random(0)
-    cuts = [0, 1, 8, 9, 40, 90, 98, 99, len(data) - 1, *rng.sample(range(len(data)), 20)]
-    for broken in [*(data[:cut] for cut in cuts), data + b"\0", data + data, b"\0" + data]:
-        path.write_bytes(broken)
-        with pytest.raises(VLMFastError, match=r"is damaged|is not a saved session"):
-            vlm.load_session(path)
-
-
-def rewritten(path: Path, into: Path, **changes: str) -> Path:
-    """A valid file with other metadata."""
-    metadata, tensors = snapshot.read(path, "a file")
-    metadata.pop("digest")
-    snapshot.write(into, {**metadata, **changes}, tensors)
-    return into
 
 
 def test_incompatible_sessions_are_rejected(vlm, saved, tmp_path):
     from safetensors.torch import save_file
 
     target = tmp_path / "a.session"
-    vlm.load_session(rewritten(saved, target)).close()
-    with pytest.raises(VLMFastError, match="in format 3; this vlmfast reads format 1"):
-        vlm.load_session(rewritten(saved, target, version="3"))
-    with pytest.raises(VLMFastError, match="is not a saved session"):
-        vlm.load_session(rewritten(saved, target, kind="something"))
-    with pytest.raises(VLMFastError, match="cannot be used: its parts are others"):
-        vlm.load_session(rewritten(saved, target, session='{"dict": []}'))
-    with pytest.raises(RecipeError, match="unknown method 'newest'"):
-        vlm.load_session(rewritten(saved, target, recipe="newest:0.2"))
+    metadata, tensors = read_content(saved)
+    for changes, message in (
+        ({"version": "3"}, "in format 3; this vlmfast reads format 2"),
+        ({"kind": "something"}, "is not a saved session"),
+        ({"recipe": "newest:0.2"}, "unknown method 'newest'"),
+    ):
+        write_content(target, metadata | changes, tensors)
+        with pytest.raises(VLMFastError, match=message):
+            vlm.load_session(target)
     save_file({"x": torch.zeros(3)}, target, metadata={"format": "pt"})
     with pytest.raises(VLMFastError, match="is not a saved session"):
         vlm.load_session(target)
     with pytest.raises(VLMFastError, match=r"nowhere.*cannot be read: No such file"):
         vlm.load_session(tmp_path / "nowhere")
-    with pytest.raises(VLMFastError, match="cannot be read"):
-        vlm.load_session(tmp_path)
 
     for build, message in {
         lambda: build_llava(seed=1): "its weights are different",
@@ -640,99 +600,6 @@ def test_a_file_of_another_state_is_refused(tmp_path, part: str):
         other.load_session(path)
     changed(other)
     other.load_session(path).close()
-
-
-# --- saves that fail -----------------------------------------------------------------------------
-
-
-def test_failed_folder_sync_keeps_the_new_file(vlm, tmp_path, monkeypatch):
-    path = tmp_path / "a.session"
-    with vlm.session(images=make_image()) as s:
-        s.save(path)
-        s.ask(QUESTIONS[0], **ASK)
-
-        def full(folder):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "_sync_folder", full)
-            with pytest.raises(VLMFastError, match="No space left"):
-                s.save(path)
-        assert vlm.load_session(path).messages == s.messages
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no device without an end")
-def test_device_is_no_session(vlm):
-    with pytest.raises(VLMFastError, match=r"/dev/zero cannot be read: Is not a regular file"):
-        vlm.load_session("/dev/zero")
-
-
-def test_unwritable_paths_raise(vlm, tmp_path):
-    with vlm.session(images=make_image()) as s:
-        with pytest.raises(VLMFastError, match=r"nowhere.a cannot be written: No such file"):
-            s.save(tmp_path / "nowhere" / "a")
-        (tmp_path / "folder").mkdir()
-        with pytest.raises(VLMFastError, match=r"folder cannot be written"):
-            s.save(tmp_path / "folder")
-        assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
-
-
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    import torch
-    from vlmfast.core import files, snapshot
-
-    path, whole, lines = Path(sys.argv[1]), {}, 0
-    tensors = {str(i): torch.full((1 << 14,), float(i), dtype=torch.float16) for i in range(4)}
-
-    def counted(last):
-        def trace(frame, event, argument):
-            global lines
-            if frame.f_code.co_filename not in (files.__file__, snapshot.__file__):
-                return None
-            lines += event == "line"
-            if lines == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return trace
-        return trace
-
-    for name in "ba":
-        lines = 0
-        sys.settrace(counted(None))
-        snapshot.write(path, {"name": name}, tensors)
-        sys.settrace(None)
-        whole[name] = path.read_bytes()
-    seen, torn = [], 0
-    for last in range(1, lines + 1):
-        if (child := os.fork()) == 0:
-            lines = 0
-            sys.settrace(counted(last))
-            snapshot.write(path, {"name": "b"}, tensors)
-            os._exit(0)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        metadata, _ = snapshot.read(path, "a file")
-        seen.append(metadata["name"])
-        assert path.read_bytes() == whole[metadata["name"]]
-        for draft in path.parent.glob(".*.tmp"):
-            torn += draft.read_bytes() not in whole.values()
-            draft.unlink()
-        if seen[-1] == "b":
-            snapshot.write(path, {"name": "a"}, tensors)
-    print("".join(seen), torn)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
-def test_killed_save_leaves_old_or_new_file(tmp_path):
-    """The process is killed before every line that it runs."""
-    code = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "a.session")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(code, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    seen, torn = done.stdout.split()
-    # The old file, then the new one from some line on; some runs left a partial temporary file.
-    assert set(seen) == {"a", "b"} and seen == "".join(sorted(seen)) and int(torn) > 0
 
 
 # --- errors --------------------------------------------------------------------------------------

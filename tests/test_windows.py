@@ -827,7 +827,7 @@ def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
         session.save(tmp_path / "session")
         second = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
     with vlm.load_session(tmp_path / "session") as session:
-        *_, kept = session._prefixes.copied(*session._known())
+        kept = session._prefixes.find(*session._known()).value
         assert any(layer.rank is not None for layer in kept.cache.layers)
         again = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
         assert again.token_ids == second.token_ids

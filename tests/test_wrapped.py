@@ -27,7 +27,7 @@ import rope_types
 import tiny_families
 import tiny_models
 from vlmfast import VLM
-from vlmfast.api.session_file import identity
+from vlmfast.api.identity import identity
 from vlmfast.errors import ModelError
 
 RECIPES = ("divprune:0.2", "snapkv:0.5")

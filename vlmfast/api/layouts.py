@@ -21,7 +21,7 @@ from .request import messages_of, render, tensors_of
 
 def image_layout(adapter: Adapter, size: tuple[int, int], alone: bool) -> ImageLayout:
     """As `VLM.image_layout`."""
-    return _layouts(adapter, images=[_blank(size)] * (1 if alone else 2))[0]
+    return _layouts(adapter, images=[blank(size)] * (1 if alone else 2))[0]
 
 
 def video_layout(
@@ -30,7 +30,7 @@ def video_layout(
     """As `VLM.video_layout`."""
     if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
         raise MediaError(f"frames={frames!r} must be a whole number from 1")
-    return VideoLayout(tuple(_layouts(adapter, video=[_blank(size)] * frames, fps=fps)))
+    return VideoLayout(tuple(_layouts(adapter, video=[blank(size)] * frames, fps=fps)))
 
 
 def _layouts(adapter: Adapter, **media: Any) -> list[ImageLayout]:
@@ -42,7 +42,8 @@ def _layouts(adapter: Adapter, **media: Any) -> list[ImageLayout]:
     return [ImageLayout.of(*of) for of in zip(items, (x.to("cpu") for x in layouts), strict=True)]
 
 
-def _blank(size: tuple[int, int]) -> Image.Image:
+def blank(size: tuple[int, int]) -> Image.Image:
+    """An image of a height and a width, if such an image may be read."""
     whole = [isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size]
     if whole != [True, True]:
         raise MediaError(f"size={size!r} must be a height and a width in pixels, from 1")

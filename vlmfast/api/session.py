@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from vlmfast.core import snapshot
 from vlmfast.core.display import plural
-from vlmfast.core.params import check_keys
+from vlmfast.core.nested import moved
 from vlmfast.core.protocols import MediaStage, tower_stages
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
@@ -40,13 +39,12 @@ from vlmfast.engine.prefixes import Prefixes, Scope, parts
 from vlmfast.engine.sequence import Phase, Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError, RecipeError, RequestCancelled, VLMFastError
-from vlmfast.media import FrameTimes
 from vlmfast.models.base import Adapter
 
 from . import session_file
 from .answer import Answer
-from .conversation import Consumed, answered, before, continued, split, tail_ids, turns
-from .generation import Generation, gate, shown
+from .conversation import Consumed, answered, continued, split, tail_ids, turns
+from .generation import Generation, gate
 from .request import (
     Rendered,
     answer_of,
@@ -61,9 +59,8 @@ from .request import (
     recipe_of,
     render,
     submitted,
-    tensors_of,
 )
-from .session_state import Images, checked
+from .session_media import Images, Media
 
 if TYPE_CHECKING:
     from vlmfast.media.types import ImageLike, VideoLike
@@ -124,7 +121,8 @@ class Session:
     A conversation keeps the ids that the model has consumed and generated. Where the chat template
     does not repeat an answer verbatim, the prompt is prefilled again from there on.
 
-    All features of the tower stay in host memory, so that ``restore=True`` can run the full model.
+    All features of the tower stay in host memory, so that ``restore=True`` can run the full model,
+    and the pixels that the tower has read, so that the session can be saved.
 
     Attributes
     ----------
@@ -153,6 +151,7 @@ class Session:
         self.recipe, self.history, self.stats = recipe, history, stats
         asks = any(p.query_dependent for p in parts(recipe))
         self._shares = group.adapter.reusable and not asks
+        self._inside = bool(tower_stages(recipe))  # the tower's full features are not there
         self.reuses = "kv" if self._shares else "features"
         self._messages: list[dict] = []
         self._consumed: Consumed | None = None
@@ -180,54 +179,46 @@ class Session:
         history: bool,
         tenant: str,
     ) -> Session:
-        start = time.perf_counter()
-        for stage in recipe.acting(MediaStage):
-            if stage.query_dependent:
-                raise RecipeError(
-                    f"{stage.name} chooses frames by the question, so a session would have to read "
-                    "the video again for each; use ask"
-                )
-        question = "?"  # a placeholder
-        entries = media_of(images, video, num_frames, fps, timestamps)
-        adapter, prompt = group.adapter, Rendered("")
-        media = read_media(adapter, entries, prompt, chooser(recipe, ""))
-        images_read, frames, sizes = prompt.images, prompt.frames, prompt.sizes
-        loaded = time.perf_counter()
-        engine = engine_of(adapter)
-        fitted(adapter, recipe)  # raises for recipes that the engine does not run
-        if not images_read:
+        start, adapter = time.perf_counter(), group.adapter
+        _check_recipe(adapter, recipe)
+        entries, prompt = media_of(images, video, num_frames, fps, timestamps), Rendered("")
+        content = read_media(adapter, entries, prompt, chooser(recipe, ""))
+        if not prompt.images:
             return cls(group, recipe, history, None, Stats(), tenant)
-        begin = time.perf_counter()
-        text = prompt.text = render(adapter, turns(media, [], question), Recipe()).text
-        tensors = tensors_of(adapter, prompt)
-        check_length(adapter, tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
-        stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - begin)
-        head, tail = split(text, adapter.marks())
-        ids = tensors.pop("input_ids")
-        prefix = before(adapter, ids[0].tolist(), tail)
-        inputs = Inputs({**tensors, "input_ids": ids}, sizes, "", frames, tenant=tenant)
+        loaded = time.perf_counter()
+        media = Media.of(adapter, content, prompt)
+        stats = Stats(time_media_s=loaded - start, time_processor_s=time.perf_counter() - loaded)
+        return cls._encoded(group, recipe, history, media, stats, tenant, start)
+
+    @classmethod
+    def _encoded(
+        cls,
+        group: Sessions,
+        recipe: Recipe,
+        history: bool,
+        media: Media,
+        stats: Stats,
+        tenant: str,
+        start: float,
+    ) -> Session:
+        """Encode media and, where questions share their keys and values, prefill them."""
+        adapter = group.adapter
+        ids = torch.tensor([media.prefix + media.tail], device=adapter.device)
+        inputs = media.inputs(adapter, ids, pixels=True, tenant=tenant)
+        media.tensors = moved(media.tensors, "cpu")
+        check_length(adapter, inputs.tensors, recipe, gate(adapter, {"max_new_tokens": 1}))
         identify(adapter, inputs)
-        tensors.pop("attention_mask", None)
-        pixels = {k: value for k, value in tensors.items() if k.startswith("pixel_values")}
         opened: list[Session] = []
 
         def prefill(sequence: Sequence) -> Prefill:
-            trace = Trace(images=images_read)
+            trace = Trace(images=media.images)
             seen = look(adapter, inputs, recipe, stats, trace)
             known = Images(
-                media,
-                head,
-                prefix,
-                sizes,
-                frames,
-                snapshot.moved({k: v for k, v in tensors.items() if k not in pixels}, "cpu"),
-                snapshot.moved(pixels, "cpu") if tower_stages(recipe) else {},
-                snapshot.moved(seen, "cpu"),
-                copy.deepcopy(stats),
-                copied(trace, "cpu", []),
-                images_read,
+                **vars(media),
+                seen=moved(seen, "cpu"),
+                stats=copy.deepcopy(stats),
+                trace=copied(trace, "cpu", []),
                 digests=tuple(image.digest.hex() for image in inputs.hashed or ()),
-                times=prompt.times,
             )
             yield True
             session = cls(group, recipe, history, known, stats, tenant)
@@ -237,8 +228,9 @@ class Session:
             return None
 
         more = {"prefill": prefill}
-        sequence = reading(adapter, inputs, recipe, begin, stats, images_read, **more)
-        session = result_of(lambda: engine.submit(sequence, lambda sequence: opened[0]))
+        sequence = reading(adapter, inputs, recipe, start, stats, media.images, **more)
+        submit = engine_of(adapter).submit
+        session = result_of(lambda: submit(sequence, lambda sequence: opened[0]))
         stats.time_total_s = time.perf_counter() - start
         return session
 
@@ -314,23 +306,7 @@ class Session:
 
     @messages.setter
     def messages(self, messages: list[dict]) -> None:
-        if not isinstance(messages, list | tuple):
-            raise VLMFastError(f"messages must be a list of turns, not {shown(messages)}")
-        if messages and not self.history:
-            raise VLMFastError("messages: this session was opened with history=False")
-        for number, turn in enumerate(messages):
-            role = ("user", "assistant")[number % 2]
-            if (
-                not isinstance(turn, dict)
-                or turn.get("role") != role
-                or not isinstance(turn.get("content"), str)
-                or (role == "user" and not turn["content"].strip())
-            ):
-                raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
-            check_keys(f"messages[{number}]", turn, ("role", "content"))
-        if len(messages) % 2:
-            raise VLMFastError("messages must end with an answer; ask puts the next question")
-        self._messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+        self._messages = session_file.checked_messages(messages, self.history)
 
     @property
     def bytes(self) -> int:
@@ -406,11 +382,9 @@ class Session:
     ) -> Sequence:
         """Open the sequence of a question; nothing is computed yet."""
         adapter, known, begin = self._adapter, self._images, time.perf_counter()
-        media = [] if known is None else known.media
-        text = render(adapter, turns(media, self._messages, question), Recipe()).text
-        inputs = self._inputs(self._ids(text), question)
-        if restore and known is not None:
-            inputs.tensors |= snapshot.moved(known.pixels, adapter.device)
+        content = [] if known is None else known.content
+        text = render(adapter, turns(content, self._messages, question), Recipe()).text
+        inputs = self._inputs(self._ids(text), question, pixels=restore and self._inside)
         recipe = Recipe() if restore else self.recipe
         spent = Stats(time_processor_s=time.perf_counter() - begin)
         # Without history and images there is nothing to share.
@@ -436,7 +410,7 @@ class Session:
             return (yield from self._extend(sequence))
         prefiller = self._engine.prefiller
         prefiller.count_prompt(sequence, reused=0)
-        if restore and self._images is not None and self._images.pixels:
+        if restore and self._inside:
             return prefiller.read(sequence)  # the features have to be recomputed
         return self._read(sequence, sequence.ids)
 
@@ -483,18 +457,11 @@ class Session:
             ids = known.prefix + tail_ids(adapter, tail)
         return torch.tensor([continued(adapter, text, ids, self._consumed)], device=adapter.device)
 
-    def _inputs(self, ids: Tensor, question: str) -> Inputs:
-        known = self._images
-        if known is None:
-            return Inputs({"input_ids": ids}, question=question, tenant=self._tenant)
-        tensors = snapshot.moved(known.tensors, ids.device)
-        return Inputs(
-            {**tensors, "input_ids": ids},
-            known.sizes,
-            question,
-            known.frames,
-            tenant=self._tenant,
-        )
+    def _inputs(self, ids: Tensor, question: str, *, pixels: bool = False) -> Inputs:
+        given: dict[str, Any] = {"question": question, "tenant": self._tenant}
+        if self._images is None:
+            return Inputs({"input_ids": ids}, **given)
+        return self._images.inputs(self._adapter, ids, pixels=pixels, **given)
 
     def _read(self, sequence: Sequence, ids: Tensor, **more: Any) -> Tensor:
         """Prefill a prompt, or its first ``ids`` (1, S). Returns the logits (1, V) after it.
@@ -504,7 +471,7 @@ class Session:
         known, seen = self._images, None
         if known is not None:
             self._engine.prefiller.adopt(sequence, known.stats, known.trace)
-            seen = snapshot.moved(known.seen, self._adapter.device)
+            seen = moved(known.seen, self._adapter.device)
         inputs = self._inputs(ids, sequence.inputs.question)
         return self._engine.prefiller.read(sequence, inputs=inputs, seen=seen, **more)
 
@@ -597,9 +564,9 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the session to one safetensors file, which `VLM.load_session` reads.
 
-        The file contains the features of the images, their compressed cache and the conversation.
-        It does not contain the images, except for the processor's pixels if the recipe works inside
-        the vision tower. If saving fails, an older file is left unchanged.
+        The file contains the conversation with its ids, and the pixels of the images as the vision
+        tower takes them: who can read the file can see the images. It contains neither features
+        nor keys and values. If saving fails, an older file is left unchanged.
 
         Raises
         ------
@@ -609,48 +576,39 @@ class Session:
         with self._claimed():
             self._must_be_open()
             self._check_tower()
-            known = self._images
-            if known is not None:
-                known = replace(known, seen=replace(known.seen, trained={}), images=[], digests=())
-            state = {
-                "history": self.history,
-                "messages": self._messages,
-                "consumed": self._consumed,
-                "stats": self.stats,
-                "pictures": known,
-            }
-            prefixes = self._prefixes.copied(*self._known())
-            try:
-                state["caches"] = [session_file.frozen(prefix) for prefix in prefixes]
-                session_file.write(path, self._adapter, self.recipe, _SAVED, state)
-            finally:
-                for prefix in prefixes:
-                    prefix.release()
+            state = session_file.State(self.history, self._messages, self._consumed, self._images)
+            session_file.write(path, self._adapter, self.recipe, state)
 
     @classmethod
     def _load(
         cls, group: Sessions, path: str | Path, recipe: str | Stage | Recipe | None
     ) -> Session:
-        adapter = group.adapter
+        start, adapter = time.perf_counter(), group.adapter
 
         def choose(saved: str) -> Recipe:
-            return recipe_of(adapter, saved if recipe is None else recipe)
+            chosen = recipe_of(adapter, saved if recipe is None else recipe)
+            _check_recipe(adapter, chosen)
+            return chosen
 
-        def build(chosen: Recipe, state: dict[str, Any]) -> Session:
-            known, prefixes = checked(adapter, chosen, state)
-            # No one else continues from what a file contains.
-            tenant = secrets.token_hex()
-            session = cls(group, chosen, state["history"], known, state["stats"], tenant)
-            session._messages, session._consumed = state["messages"], state["consumed"]
-            if known is not None:
-                known.digests = ("",)
-            session._scope, _ = session._known()
-            for prefix in prefixes:
-                session._store(prefix, session._prefixes.keep)
-            session._scope = None
-            return session
-
-        return session_file.read(path, adapter, choose, _SAVED, build)
+        chosen, state = session_file.read(path, adapter, choose)
+        # No one else continues from what a file contains.
+        given = group, chosen, state.history
+        tenant = secrets.token_hex()
+        if state.media is None:
+            session = cls(*given, None, Stats(), tenant)
+        else:
+            stats = Stats(time_media_s=time.perf_counter() - start)
+            session = cls._encoded(*given, state.media, stats, tenant, start)
+        session._messages, session._consumed = state.messages, state.consumed
+        return session
 
 
-_SAVED = Images, Consumed, FrameTimes  # classes of a file
+def _check_recipe(adapter: Adapter, recipe: Recipe) -> None:
+    """Raise for recipes that the engine does not run, or not before there is a question."""
+    for stage in recipe.acting(MediaStage):
+        if stage.query_dependent:
+            raise RecipeError(
+                f"{stage.name} chooses frames by the question, so a session would have to read "
+                "the video again for each; use ask"
+            )
+    fitted(adapter, recipe)

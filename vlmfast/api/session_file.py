@@ -1,80 +1,96 @@
-"""Saves and loads sessions, and validates a file before anything in it is used."""
+"""Saves sessions and loads them: their conversation, and their media as the processor gave them.
+
+A file is one safetensors file. Its tensors are pixels; everything else is JSON in its metadata,
+with a checksum of both. A checksum detects damage but not forgery, so every part is checked against
+the model before anything is computed: what depends on the sizes of images alone is computed again
+from blank ones, and pixels must have the shapes of theirs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vlmfast.core import snapshot
-from vlmfast.core.layout import TokenLayout, VisualTokens
-from vlmfast.core.placement import weights_of
-from vlmfast.core.protocols import DecodeStage
+from vlmfast.core.files import read_bytes, readable, replace_bytes
+from vlmfast.core.params import check_keys
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.saliency import Saliency
-from vlmfast.core.statistics import ItemGeometry, VisionStats
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.decode import RowGroup
-from vlmfast.engine.features import settings_of_files
-from vlmfast.engine.kv_layer import SLOTWISE
-from vlmfast.engine.prefill import Seen
-from vlmfast.engine.prefix import Prefix
-from vlmfast.engine.stats import Stats, Trace
+from vlmfast.engine.features import digest
 from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
-from vlmfast.kernels.quantize_kv import Segment
+from vlmfast.media import MAX_VIDEO_PIXELS, FrameTimes
 from vlmfast.models.base import Adapter
 from vlmfast.version import __version__
 
-from .session_checks import capacity
+from .conversation import Consumed, turns
+from .generation import shown
+from .identity import identity
+from .layouts import blank
+from .request import Rendered, render
+from .session_media import Media, is_pixels
 
-__all__ = ["OF_CACHE", "classes", "frozen", "identity", "read", "thawed", "write"]
+__all__ = ["State", "checked_messages", "read", "write"]
 
-_KIND, _VERSION = "vlmfast-session", "1"
+_KIND, _VERSION = "vlmfast-session", "2"
 _LONGEST = 4096  # characters of a recipe
+_LEAST = 64  # values that the pixels of an image have at least
 
 
-def identity(adapter: Adapter) -> dict[str, Any]:
-    """Identify a model by its sizes, dtype and settings, and a hash of samples of every weight."""
-    digest = hashlib.sha256()
-    picked: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name, weight in weights_of(adapter.model):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        flat = weight.detach().reshape(-1)
-        if len(flat):
-            index = torch.arange(16, device=flat.device) * (len(flat) - 1) // 15
-            picked.setdefault(flat.dtype, []).append(flat[index].cpu())
-    for samples in picked.values():
-        digest.update(torch.cat(samples).view(torch.uint8).numpy().tobytes())
-    return {
-        "sizes": adapter.sizes(),
-        "dtype": str(adapter.dtype).removeprefix("torch."),
-        "weights": digest.hexdigest(),
-        "settings": settings_of_files(adapter, language=True),
-    }
-
-
-def _one_device(adapter: Adapter) -> None:
-    if adapter.split:
-        raise ModelError("sessions of a model on several devices cannot be saved or loaded")
-
-
-def write(
-    path: str | Path, adapter: Adapter, recipe: Recipe, own: tuple[type, ...], state: dict[str, Any]
-) -> None:
-    """Write a session's state, replacing an existing file atomically.
+@dataclass
+class State:
+    """What a file tells of a session.
 
     Parameters
     ----------
-    own : tuple of type
-        As in `read`.
-    state : dict
-        ``history``, ``messages``, ``consumed``, ``stats``, ``pictures`` and ``caches`` (a list
-        of what `frozen` returns).
+    history : bool
+    messages : list of dict
+    consumed : Consumed, optional
+    media : Media, optional
+    """
+
+    history: bool
+    messages: list[dict]
+    consumed: Consumed | None
+    media: Media | None
+
+
+def checked_messages(messages: object, history: bool) -> list[dict]:
+    """The turns of a conversation, which ends with an answer.
+
+    Raises
+    ------
+    VLMFastError
+        For the first turn that is none, and for any without ``history``.
+    """
+    if not isinstance(messages, list | tuple):
+        raise VLMFastError(f"messages must be a list of turns, not {shown(messages)}")
+    if messages and not history:
+        raise VLMFastError("messages: this session was opened with history=False")
+    for number, turn in enumerate(messages):
+        role = ("user", "assistant")[number % 2]
+        if (
+            not isinstance(turn, dict)
+            or turn.get("role") != role
+            or not isinstance(turn.get("content"), str)
+            or (role == "user" and not turn["content"].strip())
+        ):
+            raise VLMFastError(f"messages[{number}] must have the role {role} and a text")
+        check_keys(f"messages[{number}]", turn, ("role", "content"))
+    if len(messages) % 2:
+        raise VLMFastError("messages must end with an answer; ask puts the next question")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def write(path: str | Path, adapter: Adapter, recipe: Recipe, state: State) -> None:
+    """Write a session's state, replacing an existing file atomically.
 
     Raises
     ------
@@ -82,35 +98,51 @@ def write(
         With the reason, if the file cannot be written.
     """
     _one_device(adapter)
-    tensors: dict[str, torch.Tensor] = {}
+    media, consumed, pixels = state.media, state.consumed, dict[str, Tensor]()
+    session: dict[str, Any] = {
+        "history": state.history,
+        "messages": state.messages,
+        "consumed": None,
+        "media": None,
+    }
+    if media is not None:
+        pixels = {key: of.contiguous() for key, of in media.tensors.items() if is_pixels(key)}
+        session["media"] = {
+            "content": media.content,
+            "sizes": media.sizes,
+            "frames": media.frames,
+            "times": [asdict(of) for of in media.times],
+        }
+    if consumed is not None:
+        start = 0 if media is None else len(media.prefix)
+        session["consumed"] = {"text": consumed.text, "ids": consumed.ids[start:]}
     metadata = {
         "kind": _KIND,
         "version": _VERSION,
         "vlmfast": __version__,
         "recipe": str(recipe),
         "model": json.dumps(identity(adapter)),
-        "session": json.dumps(snapshot.pack(state, tensors, "session", classes(recipe, own))),
+        "session": json.dumps(session),
     }
-    snapshot.write(path, metadata, tensors)
+    write_content(path, metadata, pixels)
+
+
+def write_content(path: str | Path, metadata: dict[str, str], tensors: dict[str, Tensor]) -> None:
+    """Write a file with a checksum; tensors in host memory, contiguous."""
+    from safetensors.torch import save
+
+    replace_bytes(path, [save(tensors, {**metadata, "digest": _checksum(metadata, tensors)})])
 
 
 def read(
-    path: str | Path,
-    adapter: Adapter,
-    choose: Callable[[str], Recipe],
-    own: tuple[type, ...],
-    build: Callable[[Recipe, dict[str, Any]], Any],
-) -> Any:
-    """Read a file and return what ``build`` makes of its recipe and state.
+    path: str | Path, adapter: Adapter, choose: Callable[[str], Recipe]
+) -> tuple[Recipe, State]:
+    """Read a file and check all of it.
 
     Parameters
     ----------
     choose : callable
         Returns the recipe of the session from the text of the saved recipe.
-    own : tuple of type
-        Additional classes that the state may contain.
-    build : callable
-        Checks the state; any exception becomes a single error about the file.
 
     Raises
     ------
@@ -119,23 +151,15 @@ def read(
         `RecipeError` if it was saved under another recipe.
     """
     _one_device(adapter)
-    metadata, tensors = snapshot.read(path, "a saved session")
-    if metadata.get("kind") != _KIND:
-        raise VLMFastError(f"{path} is not a saved session")
-    version = metadata.get("version")
-    if version != _VERSION:
-        raise VLMFastError(
-            f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
-            f"{str(version)[:40]}; this vlmfast reads format {_VERSION}"
-        )
+    metadata, tensors = read_content(path)
     lacking = [key for key in ("model", "recipe", "session") if not metadata.get(key)]
-    if not lacking and len(metadata["recipe"]) > _LONGEST:
-        raise VLMFastError(f"{path} cannot be used: its recipe is too long")
     if lacking:
         raise VLMFastError(f"{path} cannot be used: it has no {lacking[0]}")
+    if len(metadata["recipe"]) > _LONGEST:
+        raise VLMFastError(f"{path} cannot be used: its recipe is too long")
     try:
         saved = json.loads(metadata["model"])
-        about = json.loads(metadata["session"])
+        session = json.loads(metadata["session"])
     except (ValueError, RecursionError) as error:
         raise VLMFastError(f"{path} cannot be used: its metadata are not JSON") from error
     _same_model(path, saved, identity(adapter))
@@ -145,18 +169,50 @@ def read(
             f"{path} was saved under the recipe {metadata['recipe'][:200]}, not {recipe}"
         )
     try:
-        state = snapshot.unpack(about, tensors, classes(recipe, own))
-        if not isinstance(state, dict):
-            raise ValueError("it contains no state")
-        return build(recipe, state)
-    except (ModelError, RecipeError):
-        raise
+        return recipe, _checked(adapter, session, tensors)
     except Exception as error:  # a forged file can cause any exception
         check_memory(error)
         reason = str(error).partition("\n")[0][:300]
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
         raise VLMFastError(f"{path} cannot be used: {reason}") from error
+
+
+def read_content(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file whose checksum is that of its content."""
+    from safetensors.torch import load
+
+    with readable(path):
+        data = read_bytes(path)
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = header["__metadata__"]
+        stated, own = metadata.pop("digest", None), _checksum(metadata, tensors)
+    except Exception as error:  # the parser has errors of its own
+        check_memory(error)
+        raise VLMFastError(f"{path} is not a saved session, or it is damaged") from error
+    if metadata.get("kind") != _KIND:
+        raise VLMFastError(f"{path} is not a saved session")
+    version = metadata.get("version")
+    if version != _VERSION:
+        raise VLMFastError(
+            f"{path} was saved by vlmfast {str(metadata.get('vlmfast'))[:40]} in format "
+            f"{str(version)[:40]}; this vlmfast reads format {_VERSION}"
+        )
+    if stated != own:
+        raise VLMFastError(f"{path} is damaged: its checksum does not match its content")
+    return metadata, tensors
+
+
+def _checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    text = json.dumps(metadata, sort_keys=True).encode()
+    return hashlib.sha256(text + digest(tensors)).hexdigest()
+
+
+def _one_device(adapter: Adapter) -> None:
+    if adapter.split:
+        raise ModelError("sessions of a model on several devices cannot be saved or loaded")
 
 
 def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
@@ -184,106 +240,75 @@ def _same_model(path: str | Path, saved: Any, own: dict[str, Any]) -> None:
     )
 
 
-def classes(recipe: Recipe, own: tuple[type, ...]) -> dict[str, type]:
-    """Classes allowed in a file, by their names there: the project's and those of its methods."""
-    found = [*own, Seen, Stats, Trace, Segment]
-    found += [ItemGeometry, Saliency, TokenLayout, VisionStats, VisualTokens]
-    names = {cls.__qualname__: cls for cls in found}
-    for part in (part for stage in recipe for part in (stage, *stage.expand())):
-        for cls in vars(sys.modules[type(part).__module__]).values():
-            dataclass = isinstance(cls, type) and hasattr(cls, "__dataclass_fields__")
-            if dataclass and cls not in names.values():
-                names[f"{part.name}.{cls.__qualname__}"] = cls
-    return names
+# --- checks --------------------------------------------------------------------------------------
 
 
-# --- caches --------------------------------------------------------------------------------------
+def _need(condition: object, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
 
 
-def frozen(prefix: Prefix) -> dict[str, Any]:
-    """The state of a session's cache, from which `thawed` restores it."""
-    cache = prefix.cache
-    layers = []
-    for layer in cache.layers:
-        length = layer.max_lengths[0]
-        layers.append(
-            {
-                "held": length,
-                "capacity": layer.keys.shape[2],
-                "shift": layer.shift,
-                "gap": layer.gap,
-                "even": layer.even,
-                "stored": layer.stored,
-                "segments": layer.segments,
-                "buffers": {
-                    name: buffer[:, :, :length]
-                    for name in SLOTWISE
-                    if (buffer := getattr(layer, name)) is not None
-                },
-            }
-        )
-    return {
-        "layers": layers,
-        "length": cache.length,
-        "logical": cache.logical,
-        "compressed": cache.base,
-        "track": cache.track,
-        "attention_mass": cache.attention_mass,
-        "position": prefix.group.position,
-        "notes": prefix.notes,
-        "prompt": prefix.prompt_slots,
-        "steps": prefix.steps,
-        "ids": prefix.ids,
-        "stats": prefix.stats,
-        "trace": prefix.trace,
-    }
+def _checked(adapter: Adapter, session: Any, tensors: dict[str, Tensor]) -> State:
+    """The state in a file; raises any exception if a part of it cannot be right."""
+    names = {"history", "messages", "consumed", "media"}
+    _need(isinstance(session, dict) and session.keys() == names, "its parts are others")
+    history, media, consumed = session["history"], None, None
+    _need(isinstance(history, bool), "history is neither true nor false")
+    messages = checked_messages(session["messages"], history)
+    if session["media"] is not None:
+        media = _checked_media(adapter, session["media"], messages, tensors)
+    _need(media is not None or not tensors, "it has pixels of no image")
+    if session["consumed"] is not None:
+        text, ids = session["consumed"]["text"], session["consumed"]["ids"]
+        _need(isinstance(text, str), "the conversation has no text")
+        for at in ids:
+            fine = type(at) is int and 0 <= at < adapter.vocabulary
+            _need(fine, f"{str(at)[:40]} is no id of a text")
+        spoken = torch.tensor(ids, dtype=torch.int64)
+        _need(not adapter.visual(spoken).any(), "there are image tokens in the conversation")
+        consumed = Consumed(text, ids if media is None else media.prefix + ids)
+    return State(history, messages, consumed, media)
 
 
-def thawed(adapter: Adapter, recipe: Recipe, file: dict[str, Any]) -> Prefix:
-    """Restore what `frozen` saved; ``file`` has passed `session_checks.check_cache`."""
-    saved = snapshot.moved({key: file[key] for key in OF_CACHE}, adapter.device)
-    cache = KVCache(adapter.depth, adapter.pool, adapter.windows)
-    cache.track, cache.attention_mass = saved["track"], saved["attention_mass"]
-    cache.length, cache.logical = saved["length"].clone(), list(saved["logical"])
-    cache.base = saved["compressed"]
-    cache.seen = torch.tensor(cache.logical, device=adapter.device)
-    for layer, length, state in zip(cache.layers, cache.length, saved["layers"], strict=True):
-        buffers = state["buffers"]
-        layer.lazy_initialization(buffers["keys"], buffers["values"])
-        layer.length, layer.seen, layer.even = length, cache.seen, state["even"]
-        layer.max_lengths, layer.shift = [state["held"]], list(state["shift"])
-        if layer.window is not None:
-            layer.gap = list(state["gap"])
-        layer.segments = list(state["segments"])
-        layer.stored = [list(s) for s in state["stored"]]
-        slots = capacity(state["capacity"], state["held"])
-        for name, data in buffers.items():
-            shape = (*data.shape[:2], slots, *data.shape[3:])
-            buffer = adapter.pool.take(shape, data.dtype, data.device)
-            buffer[:, :, : data.shape[2]] = data
-            setattr(layer, name, buffer)
-    stages = recipe.acting(DecodeStage) if cache.track else []
-    return Prefix(
-        RowGroup(adapter, cache, saved["position"].clone(), []),
-        file["ids"],
-        file["stats"],
-        file["trace"],
-        stages,
-        saved["notes"],
-        saved["prompt"],
-        saved["steps"],
-    )
+def _checked_media(
+    adapter: Adapter, saved: dict[str, Any], messages: list[dict], tensors: dict[str, Tensor]
+) -> Media:
+    """The media of a file: blank ones of its sizes, with its pixels."""
+    content, sizes, frames = saved["content"], saved["sizes"], saved["frames"]
+    for part in content:
+        text = part["type"] == "text" and isinstance(part.get("text"), str)
+        _need(text or part in ({"type": "image"}, {"type": "video"}), "media are not a turn")
+    # The processor may enlarge the blank images: few bytes must not become many.
+    values = sum(of.numel() for of in tensors.values())
+    _need(0 < _LEAST * len(sizes) <= values, f"{len(sizes)} images have {values} values")
+    blanks, pixels = [], 0
+    for size in sizes:
+        blanks.append(blank(size))
+        pixels += blanks[-1].width * blanks[-1].height
+        _need(pixels <= MAX_VIDEO_PIXELS, "the images are too large together")
+    times: list[FrameTimes] = []
+    for one in saved["times"]:
+        lists: dict[str, Any] = {key: tuple(one.pop(key)) for key in ("indices", "timestamps_s")}
+        times.append(FrameTimes(**one, **lists))
+    frames = [tuple(of) for of in frames]
+    framed = [(at, i, len(of.indices)) for at, of in enumerate(times) for i in range(len(of))]
+    _need([of for of in frames if of != (-1, 0, 1)] == framed, "frames and times differ")
+    _need(len(frames) == len(sizes), "frames and sizes differ")
 
-
-OF_CACHE = (
-    "layers",
-    "length",
-    "logical",
-    "compressed",
-    "track",
-    "attention_mass",
-    "position",
-    "notes",
-    "prompt",
-    "steps",
-)
+    # The conversation too: a placeholder in it would be mistaken for one of the images.
+    text = render(adapter, turns(content, messages, "?"), Recipe()).text
+    images, videos = adapter.parted(blanks, frames)
+    placeholders = sum(map(text.count, adapter.marks()))
+    _need(placeholders == len(images) + len(videos), "its images stand in another prompt")
+    media = Media.of(adapter, content, Rendered("", blanks, frames, times))
+    own = {key: of for key, of in media.tensors.items() if is_pixels(key)}
+    _need(tensors.keys() == own.keys(), "its tensors are not the pixels of its images")
+    for key, of in tensors.items():
+        like = own[key]
+        fits = of.dtype == like.dtype and of.shape == like.shape
+        what = f"{of.dtype} {tuple(of.shape)}, not {like.dtype} {tuple(like.shape)}"
+        _need(fits, f"{key} is {what}")
+        _need(of.isfinite().all(), f"{key} contains values that are not finite")
+    media.tensors |= tensors
+    media.images = []
+    return media

@@ -12,7 +12,7 @@ from vlmfast.core.files import make_folder
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import RecipeError
 
-from .session_file import identity
+from .identity import identity
 
 if TYPE_CHECKING:
     from vlmfast.models.base import Adapter

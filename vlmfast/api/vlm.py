@@ -574,6 +574,12 @@ class VLM:
     ) -> Session:
         """Load a session that `Session.save` wrote, and continue it.
 
+        This costs as much as opening it: the images are encoded and, if the recipe allows,
+        prefilled. The first question also prefills the conversation so far. In float32, answers
+        have the ids that those of the saved session would have had. Methods that change the cache
+        in decode (`DecodeStage`) are the exception: earlier answers are prefilled instead of
+        decoded, so other tokens of them may be kept.
+
         Parameters
         ----------
         path : str or Path

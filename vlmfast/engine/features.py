@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.snapshot import mapped
+from vlmfast.core.nested import mapped
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.models.base import Adapter, Encoded, Part
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.drafting import Read
+from vlmfast.core.nested import moved
 from vlmfast.core.protocols import DecodeStage
-from vlmfast.core.snapshot import moved
 
 from .cache import KVCache
 from .decode import RowGroup

@@ -311,12 +311,6 @@ class PrefixCache:
                 self._ends[hashes[-1]] = entry
             return entry
 
-    def keys(self, kind: str, tenant: str) -> list[Key]:
-        """The keys of one tenant, the most recently used first."""
-        with self._lock:
-            own = [e for e in self._entries.values() if e.key[:2] == (kind, tenant)]
-            return [entry.key for entry in sorted(own, key=_touched, reverse=True)]
-
     def remove(self, entry: Entry) -> None:
         """Drop an entry; in use, it ends after its last use."""
         with self._lock:

@@ -214,38 +214,3 @@ class Prefixes:
         """The size of the entry that shares the most of ``ids``; 0 without any."""
         entry = None if scope is None else self.cache.search(scope.key(ids), counted=False)[0]
         return 0 if entry is None else entry.bytes
-
-    def copied(self, scope: Scope | None, ids: list[int]) -> list[Prefix]:
-        """Copies of all entries that begin as ``ids`` and can be cut to a part of them.
-
-        The shortest comes first. None is part of another one.
-        """
-        if scope is None:
-            return []
-        found: dict[tuple[int, ...], Prefix] = {}
-        for key in self.cache.keys(KIND, scope.tenant):
-            use = Lock()
-            with use:
-                if key.content != scope.content or (entry := self.cache.find(key, use)) is None:
-                    continue
-                pairs = enumerate(zip(key.ids, ids, strict=False))
-                length = min(len(key.ids), len(ids))
-                count = next((n for n, (a, b) in pairs if a != b), length)
-                if count >= max(entry.value.least, 1):
-                    prefix = entry.value.clone(count)
-                    old = found.get(key.ids[:count])
-                    if old is None or prefix.least < old.least:
-                        found[key.ids[:count]], prefix = prefix, old
-                    if prefix is not None:
-                        prefix.release()
-        inside = [
-            one
-            for one, prefix in found.items()
-            if any(
-                len(other) > len(one) and more.least <= prefix.least
-                for other, more in found.items()
-            )
-        ]
-        for one in inside:
-            found.pop(one).release()
-        return sorted(found.values(), key=lambda prefix: len(prefix.ids))

@@ -102,7 +102,7 @@ def tune(
     tested: int,
 ) -> Result:
     """Run or continue the race; the answers are in ``args.out``. ``tested`` are held out."""
-    from vlmfast.api.session_file import identity
+    from vlmfast.api.identity import identity
 
     names = recipes or space.candidates(settings.objective)
     progress = Progress("tune", 0, "answers")
