@@ -15,7 +15,7 @@ from shortage import Allocations
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, Request
 from vlmfast.core.buffers import BufferPool
-from vlmfast.engine.prefix import Prefix
+from vlmfast.engine.prefixes import Prefix
 
 QUESTION = "what is here ?"
 KIVI = "kivi:bits=4,group=4,residual=8"

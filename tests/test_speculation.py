@@ -23,7 +23,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.engine.cache import RowSlots
 from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.engine.prefix import Prefix
+from vlmfast.engine.prefixes import Prefix
 from vlmfast.errors import RecipeError
 
 FLOAT = torch.float32  # norms and rotary tables are float32 in float64 models too

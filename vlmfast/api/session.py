@@ -33,9 +33,8 @@ from vlmfast.engine.features import tower_state
 from vlmfast.engine.handle import Handle, pieces_of, result_of
 from vlmfast.engine.opening import fitted, reading
 from vlmfast.engine.prefill import Inputs, look
-from vlmfast.engine.prefix import Prefix, copied
 from vlmfast.engine.prefix_cache import Entry
-from vlmfast.engine.prefixes import Prefixes, Scope, parts
+from vlmfast.engine.prefixes import Prefix, Prefixes, Scope, copied, parts
 from vlmfast.engine.sequence import Phase, Prefill, Sequence
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.errors import ModelError, RecipeError, RequestCancelled, VLMFastError

@@ -24,8 +24,7 @@ from .forward import shifted
 from .hidden_states import nothing_seen
 from .mode import lasting
 from .prefill import Inputs, Prompt, Seen, TooLarge, prefill, prepare, rows_of
-from .prefix import Prefix, copied
-from .prefixes import Prefixes
+from .prefixes import Prefix, Prefixes, copied
 from .sequence import Prefill, Sequence
 from .stats import Stats, Trace
 
