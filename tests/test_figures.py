@@ -31,7 +31,6 @@ NAMES = {*stage_names(), *PRESETS}
 DERIVED = {
     ("README.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
     ("docs/gpu.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
-    ("docs/kv-cache.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
     ("docs/models.md", "method"): "commands",
     ("docs/pocket.md", "preset"): "columns of other recipes",
     ("docs/serving.md", "answers per second over `transformers serve`"): "ratios to another row",
