@@ -121,7 +121,6 @@ types: $(READY)  ## Check types
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
-	$(BIN)/python benchmarks/kv.py
 
 results: $(READY) $(PAGE)   ## Measure every figure of README and docs again; many hours, resumable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval]"

@@ -46,7 +46,6 @@ Result = TypeVar("Result")
 OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {"action": "append", "dest": "recipes", "help": "may be repeated"},
     "repeats": {"type": count, "help": "measured runs of each variant (%(default)s)"},
-    "repeat": {"type": count, "help": "measured runs of each variant (%(default)s)"},
     "pairs": {"type": count, "help": "measured pairs (%(default)s)"},
     "warmup": {"type": int, "help": "runs before them (%(default)s)"},
     "new_tokens": {"type": count, "help": "tokens of an answer (%(default)s)"},
