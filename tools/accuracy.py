@@ -376,24 +376,6 @@ def pocket_curve() -> str:
     return listed((found[step] for step in steps), {"step": "{step}", **columns})
 
 
-def pocket_answers() -> str:
-    """Free answers of `pocket` on unseen layouts."""
-    columns = {
-        "on a CPU": measured("pocket-cpu-float32")["types"],
-        "on an H100": measured("pocket-nvidia-h100-80gb-hbm3")["types"],
-    }
-
-    def cell(type_: str, types: dict[str, Any]) -> str:
-        if type_ not in types:
-            return ""
-        of = types[type_]
-        low, high = (f"{100 * bound:.0f}" for bound in of["interval"])
-        return f"{100 * of['accuracy']:.1f} % of {of['asked']} [{low}, {high}]"
-
-    asked = (type_ for types in columns.values() for type_ in types)
-    return grid("", {f"`{type_}`": type_ for type_ in asked}, columns, cell)
-
-
 def pocket_recipes(group: str) -> str:
     """Accuracy of recipes on `pocket` and `tiny`, of one kind of recipes (`_recipe_kind`)."""
     against = {
