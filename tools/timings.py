@@ -32,7 +32,7 @@ def speed() -> str:
 
 def timings() -> str:
     """Every measure of ``benchmarks/ask.py``, with quartiles."""
-    ask, tables = script("benchmarks", "ask"), []
+    ask, tables = script("ask"), []
     for name, rows in measured("ask-cpu-bfloat16")["models"].items():
         tables.append(ask.markdown(name, rows))
         if all("media" in row for row in rows.values()):
@@ -42,10 +42,8 @@ def timings() -> str:
 
 def overhead() -> str:
     """CPU time of `none` and of Hugging Face."""
-    first, later = "first", "per token"
-    files = {"tiny": (first, later), "qwen2-0.5b": (first,), "qwen2-0.5b-tokens": (later,)}
     rows = []
-    for name, parts in files.items():
+    for name, parts in (("tiny", ("first", "per token")), ("qwen2-0.5b", ("first",))):
         result = measured(f"overhead-{name}-cpu")
         for part in parts:
             found = result["row"][part]
@@ -66,12 +64,12 @@ def overhead() -> str:
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
     ((model, rows),) = measured(name)["models"].items()
-    return script("benchmarks", "ask").parts_table(model, rows)
+    return script("ask").parts_table(model, rows)
 
 
 def recipes_cost() -> str:
     """What each method costs and saves before the first token."""
-    return script("benchmarks", "reduce").table(measured("reduce-cpu-bfloat16")["rows"])
+    return script("reduce").table(measured("reduce-cpu-bfloat16")["rows"])
 
 
 # --- servers -------------------------------------------------------------------------------------
