@@ -14,7 +14,6 @@ LMMS   := .venv-lmms
 KITENV := .venv-vlmevalkit
 VLLM   := .venv-vllm
 RAYENV := .venv-ray
-PRESS  := .venv-presses
 KIT    ?= VLMEvalKit
 RECIPE ?= balanced
 MODEL  ?= tiny
@@ -34,7 +33,7 @@ GPU_FLAGS ?=
 GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
-.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm vllm-launches test-ray test-cpus kvpress mutants lint format types bench results gpu gpu-first docs wheel clean
+.PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm vllm-launches test-ray test-cpus mutants lint format types bench results gpu gpu-first docs wheel clean
 
 help:            ## List the targets
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -103,8 +102,6 @@ test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)
 
-kvpress: $(PRESS)/.ready   ## Install kvpress for benchmarks/compare_presses.py
-
 mutants: $(READY)   ## Change the code in small ways and see whether a test fails; hours, resumable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	$(BIN)/python tools/mutants.py --report benchmarks/results/mutants.json $(MUTANTS_FLAGS)
@@ -124,7 +121,6 @@ types: $(READY)  ## Check types
 bench: $(READY)  ## Benchmark against Hugging Face generate; writes benchmarks/results
 	$(BIN)/python benchmarks/ask.py
 	$(BIN)/python benchmarks/reduce.py
-	$(BIN)/python benchmarks/kv.py
 
 results: $(READY) $(PAGE)   ## Measure every figure of README and docs again; many hours, resumable
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[eval]"
@@ -159,7 +155,7 @@ wheel: $(BUILD)  ## Build the sdists and wheels of vlmfast and its plug-in in di
 	@$(BIN)/python tools/release.py dist/*.whl $(WHEEL_FLAGS)
 
 clean:           ## Remove environments and caches
-	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) $(VLLM) $(RAYENV) $(PRESS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf site $(VENV) $(FLOOR) $(LMMS) $(KITENV) $(VLLM) $(RAYENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 # A stamp file rather than the folder, so that an interrupted installation is resumed.
 $(CORE): pyproject.toml
@@ -239,11 +235,4 @@ $(RAYENV)/.ready: pyproject.toml
 	@echo "setting up $(RAYENV) ..."
 	@$(RAYENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		"httpx2>=2.12" "hypothesis>=6.100" "pytest>=8.3" "pytest-timeout>=2.3" -e ".[ray,serve]"
-	@touch $@
-
-# Without vlmfast, whose transformers is newer than the one that kvpress supports.
-$(PRESS)/.ready:
-	@test -x $(PRESS)/bin/python || $(PYTHON) -m venv $(PRESS)
-	@echo "setting up $(PRESS) ..."
-	@$(PRESS)/bin/python -m pip install --quiet --disable-pip-version-check "kvpress==0.5.5"
 	@touch $@

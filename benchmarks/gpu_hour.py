@@ -32,7 +32,6 @@ from functools import partial
 from typing import Any
 
 import harness
-import kv
 import shapes
 import torch
 from gpu_answers import asked, bfloat16, smoke
@@ -41,12 +40,17 @@ from ttft import anatomy
 
 from vlmfast import VLM
 from vlmfast.check.kernels import measure_copy
+from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
+from vlmfast.engine.engine import Engine
 from vlmfast.engine.forward import forward
 from vlmfast.engine.fused import fusable
 from vlmfast.engine.graphs import StepGraphs
+from vlmfast.engine.opening import reading
+from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
 from vlmfast.eval.bench import drawn
 
@@ -57,6 +61,7 @@ STEP_OF_FLOOR = {"llava-next-7b": 0.75, "qwen2.5-vl-7b": 0.70}
 SHORT_CACHE = 1.8  # times that a step of 16 rows is faster with a fifth of the keys and values
 RAGGED = 0.7  # tokens per second with different answer lengths, over those with equal ones
 CAPTURE = 0.15  # seconds, at most
+BEFORE, AFTER = 20, 40  # text tokens around the image of a measured prompt
 IDLE = 2.0  # GB that are reserved and not allocated after all requests, at most
 
 
@@ -91,13 +96,31 @@ def weights(model: Any) -> int:
     return sum(p.nbytes for p in decoder.parameters()) - embedding + head.weight.nbytes
 
 
+def prefilled(vlm: VLM, recipe: Recipe, tokens: int) -> Sequence:
+    """A request after the prefill of random embeddings: text around one long image."""
+    adapter, ids = vlm.adapter, torch.zeros(1, 1, dtype=torch.int64, device=vlm.adapter.device)
+    width = vlm.model.config.get_text_config().hidden_size
+    embeds = 0.02 * torch.randn(tokens, width, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(tokens, device=adapter.device)
+    visual = (order >= BEFORE) & (order < tokens - AFTER)
+    axes = len(adapter.positions({"input_ids": ids}))
+    layout = TokenLayout.text(order, order.expand(axes, -1)).replace(
+        kind=torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
+    )
+    prompt = Prompt(embeds.to(adapter.device, adapter.dtype), layout, tokens, tokens)
+    sequence = reading(adapter, Inputs({"input_ids": ids}), recipe, clock(adapter.device))
+    sequence.trace.begin(layout.select(layout.visual), adapter.depth)
+    Engine(adapter).prefiller.prefill(sequence, prompt, 200)  # room for as many tokens
+    return sequence
+
+
 @torch.no_grad()
 def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth: float) -> float:
     """Measure decode steps of ``batch`` requests of equal length; returns the seconds of one."""
     report, what = bench.report, f"{name} | {recipe} | batch {batch}"
     with switched(vlm.model):
-        asked, plan = kv.noise(vlm, 256 if bench.dry else 2944), Recipe.parse(recipe)
-        runs = [kv.prefilled(vlm, plan, asked, 200)[0] for _ in range(batch)]
+        length, plan = 256 if bench.dry else 2944, Recipe.parse(recipe)
+        runs = [prefilled(vlm, plan, length) for _ in range(batch)]
         decoder = Batch(batch)
         for run in runs:
             decoder.join(run.group)

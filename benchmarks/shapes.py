@@ -239,7 +239,7 @@ def _resize(images: Any, size: dict[str, int]) -> None:
 
 # --- the ratio of Qwen2.5-VL-3B ------------------------------------------------------------------
 
-LARGE_QWEN, SMALL_QWEN = "qwen2.5-vl-3b", "qwen2.5-vl-3b-ratio"
+SMALL_QWEN = "qwen2.5-vl-3b-ratio"
 # Tower and language model. In GFLOPs for 1,024 visual tokens, that is 4,096 patches, and 32 others:
 #
 #              linear layers of blocks    attention    other           sum
@@ -253,63 +253,23 @@ LARGE_QWEN, SMALL_QWEN = "qwen2.5-vl-3b", "qwen2.5-vl-3b-ratio"
 # MFLOP there are 23 entries of the map that `hired` reads in the 3B, and 72 here with one head, 289
 # with four. With 22 % of the visual tokens both models need 1/1.65 of the FLOPs: the tower reads
 # all patches.
-RATIO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    LARGE_QWEN: (
-        {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-            "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-            "out_hidden_size": 2048,
-        },
-        {
-            "num_hidden_layers": 36, "hidden_size": 2048, "intermediate_size": 11008,
-            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
-        },
-    ),
-    SMALL_QWEN: (
-        {
-            "depth": 8, "hidden_size": 320, "intermediate_size": 856, "num_heads": 1,
-            "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7],
-            "out_hidden_size": 512,
-        },
-        {
-            "num_hidden_layers": 9, "hidden_size": 512, "intermediate_size": 3360,
-            "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64,
-            "rope": {"mrope_section": [8, 12, 12]},
-        },
-    ),
-}  # fmt: skip
-
-
-def prefill_flops(name: str, visual: int, others: int, steps: int = 1) -> tuple[float, float]:
-    """FLOPs of the vision tower and the language model of `RATIO` for one image or video.
-
-    Two for each multiplication with an addition, in linear layers and attention; without the head.
-
-    Parameters
-    ----------
-    visual, others : int
-        Tokens of the image or video, and of the text.
-    steps : int
-        Of the video, in which patches attend to those of their step.
-    """
-    vision, text = RATIO[name]
-    width, depth, mlp = vision["hidden_size"], vision["depth"], vision["intermediate_size"]
-    full, window = len(vision["fullatt_block_indexes"]), vision["window_size"] // 14
-    patches = 4 * visual
-    spans = full * patches / steps + (depth - full) * window**2
-    each = depth * (4 * width**2 + 3 * width * mlp) + 2 * width * spans + 2 * 3 * 14**2 * width
-    merger = 16 * width**2 + 4 * width * vision["out_hidden_size"]
-    hidden, head, rows = text["hidden_size"], text["head_dim"], visual + others
-    queries, keys = head * text["num_attention_heads"], head * text["num_key_value_heads"]
-    layer = 2 * hidden * (queries + keys) + 3 * hidden * text["intermediate_size"]
-    causal = queries * rows
-    language = text["num_hidden_layers"] * rows * (layer + causal)
-    return 2.0 * (patches * each + visual * merger), 2.0 * language
+SMALL_SIZES: tuple[dict[str, Any], dict[str, Any]] = (
+    {
+        "depth": 8, "hidden_size": 320, "intermediate_size": 856, "num_heads": 1,
+        "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7],
+        "out_hidden_size": 512,
+    },
+    {
+        "num_hidden_layers": 9, "hidden_size": 512, "intermediate_size": 3360,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64,
+        "rope": {"mrope_section": [8, 12, 12]},
+    },
+)  # fmt: skip
 
 
 def small_qwen(dtype: torch.dtype, image: int, frame: int) -> tuple[Any, Any]:
     """`SMALL_QWEN`, and a processor that keeps the sizes of squares with these sides in pixels."""
-    model, processor = sized("qwen2_5_vl", torch.device("cpu"), dtype, *RATIO[SMALL_QWEN])
+    model, processor = sized("qwen2_5_vl", torch.device("cpu"), dtype, *SMALL_SIZES)
     for of, side in ((processor.image_processor, image), (processor.video_processor, frame)):
         _resize(of, {"shortest_edge": 3136, "longest_edge": side * side})
         of.patch_size = 14

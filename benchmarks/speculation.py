@@ -35,9 +35,6 @@ rows are its ``generate``, also compared with the plain answers of vlmfast.
 
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
-
-``--accepted`` counts the accepted tokens of all trained drafters and of `draft-self`, on captions
-by `tiny` in batches, and measures no time.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any, ClassVar
 
 import end_to_end
@@ -58,7 +54,7 @@ import harness
 import torch
 from torch import Tensor
 
-from vlmfast import VLM, Request
+from vlmfast import VLM
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.params import param
 from vlmfast.core.protocols import DrafterStage
@@ -84,19 +80,6 @@ DRAFTERS = (
     "draft-vispec",
     "draft-auto",
 )
-# Of `--accepted`: the usual trees, and chains that can be compared with those of `draft-self`.
-TRAINED = (
-    *("draft-eagle", "draft-eagle:depth=4,nodes=5,top_k=1"),
-    *("draft-eagle:kind=eagle3", "draft-eagle:kind=eagle3,depth=4,nodes=5,top_k=1"),
-    *("draft-vispec", "draft-vispec:depth=4,nodes=5,top_k=1"),
-)
-VIEWS = (
-    *("topk", "snapkv", "pyramidkv", "h2o", "vlcache", "cake"),
-    *("hired", "divprune", "visionzip", "random", "fastv", "pyramiddrop"),
-)
-KEEPS = (0.1, 0.2, 0.5)
-CHAIN = "draft-self:view={view},keep={keep:g},confidence=0"
-ACCEPTED = harness.RESULTS / "speculation-accepted-tiny.json"
 HF = "hf"
 LAYER, AUTO = " + layer", "draft-auto over "
 DEPTH = 4  # of simulated drafts
@@ -459,44 +442,6 @@ def _decode(stats: Stats) -> float:
     return stats.time_total_s - stats.ttft_s
 
 
-# --- accepted tokens -----------------------------------------------------------------------------
-
-
-def accepted(args: argparse.Namespace, argv: list[str]) -> int:
-    """Count the accepted tokens of all drafters on captions by `tiny`, in batches; no times."""
-    vlm = VLM.from_pretrained(TINY, device=args.device, dtype="float32", prefix_cache_bytes=0)
-    views = [CHAIN.format(view=view, keep=keep) for view in VIEWS for keep in KEEPS]
-    every = [*TRAINED, *views, CHAIN.format(view="topk", keep=1), "draft-layerskip"]
-    if args.eagle3 is None:
-        every = [name for name in every if "eagle3" not in name]
-    images = [image_example(EVAL_SEED_START + n).image for n in range(args.pairs)]
-
-    def answers(recipe: Recipe) -> list[Any]:
-        asked = [Request(CAPTION_QUESTION, image, recipe=recipe) for image in images]
-        limits = {"max_new_tokens": args.new_tokens, "do_sample": False}
-        return vlm.ask_many(asked, batch_size=16, **limits)
-
-    plain = answers(Recipe())
-
-    def measure(key: str) -> dict[str, Any]:
-        (stage,) = Recipe.parse(key.rpartition(" | ")[2])
-        if "eagle3" in key and args.eagle3 is not None:
-            stage = dataclasses.replace(stage, weights=str(args.eagle3))
-        got = answers(Recipe((stage,)))
-        pairs = zip(plain, got, strict=True)
-        same = sum(a.token_ids == b.token_ids for a, b in pairs)
-        counts = rounds_of([answer.stats for answer in got])
-        return {"prompts": len(got), "identical": same, "bugs": len(got) - same} | counts
-
-    about = harness.begin("speculation.py", argv, args)
-    settings = {key: getattr(args, key) for key in ("pairs", "new_tokens")}
-    parts = harness.Parts(args.out or ACCEPTED, about, settings, args.fresh)
-    wanted = [f"captions | none | {name}" for name in args.drafters or every]
-    left = parts.measure(parts.missing(wanted), measure, float("inf"))
-    print(harness.shown(parts.rows, "mean_accepted", "identical", "prompts"))
-    return parts.ended(left, wrong_of(parts))
-
-
 def wrong_of(parts: harness.Parts) -> int:
     """The number of parts that failed or had a wrong answer; says which."""
     wrong = 0
@@ -539,24 +484,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--rates", default="0.6,0.8", help="simulated acceptance (%(default)s)")
     add("--nodes", type=int, default=26, help="nodes of trees with a layer (%(default)s)")
     add("--no-hf", action="store_true", help="leave Hugging Face out")
-    add("--accepted", action="store_true", help="count accepted tokens of all drafters on tiny")
-    add("--eagle3", type=Path, help="of --accepted: folder of EAGLE-3 weights, none are shipped")
     args = parser.parse_args(argv)
     pairs, tokens = USUAL[args.shape]
     args.pairs, args.new_tokens = args.pairs or pairs, args.new_tokens or tokens
     args.rates = [float(rate) for rate in args.rates.split(",")]
     args.recipes = args.recipes or list(RECIPES)
     args.workloads = args.workloads or list(WORKLOADS)
-    usual = list(DRAFTERS) if args.shape == TINY and not args.accepted else []
-    args.drafters = args.drafters or usual
+    args.drafters = args.drafters or (list(DRAFTERS) if args.shape == TINY else [])
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     return args
 
 
 def main(argv: list[str]) -> int:
     args, start = parse(argv), time.perf_counter()
-    if args.accepted:
-        return accepted(args, argv)
     about = harness.begin("speculation.py", argv, args)
     keys = ("shape", "dtype", "pairs", "new_tokens", "nodes", "layers", "decoding")
     parts = harness.Parts(

@@ -78,12 +78,6 @@ def test_verdicts(ratio: float, bound: float | None, least: bool, verdict: str) 
     assert f"| gap: what | {ratio:.4g} | {ratio:.4g} | {ratio:.4g} | " in harness.table([row])
 
 
-def test_wrong_results_have_no_ratio() -> None:
-    row = harness.Row("gap", "what", [2.0], 2.0, wrong=True)
-    assert row.report() | {"median": None, "verdict": "WRONG"} == row.report()
-    assert "| gap: what |  |  |  | 2 | WRONG |" in harness.table([row])
-
-
 # --- result files --------------------------------------------------------------------------------
 
 

@@ -292,14 +292,3 @@ def test_command_measures_all_parts(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert list(report["parts"]) == [f"question | none | {name}" for name in names]
     assert {"date", "command", "environment", "settings", "numerics", "device"} <= set(report)
     assert "| question, none, recorded 1 + layer | " in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_accepted_tokens_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, name = tmp_path / "accepted.json", "draft-self:view=topk,keep=0.5,confidence=0"
-    argv = ["--accepted", "--pairs", "2", "--new-tokens", "8", "--drafter", name, "--device", "cpu"]
-    assert speculation.main([*argv, "--out", str(out)]) == 0
-    row = json.loads(out.read_text())["parts"][f"captions | none | {name}"]
-    assert row["identical"] == row["prompts"] == 2
-    assert row["mean_accepted"] == row["accepted"] / row["rounds"]
-    assert sum(row["accepted_at_depth"]) == row["accepted"] <= row["drafted"]

@@ -31,7 +31,6 @@ NAMES = {*stage_names(), *PRESETS}
 DERIVED = {
     ("README.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
     ("docs/gpu.md", "llava-next-7b, NVIDIA H200"): "ratios to another row",
-    ("docs/kv-cache.md", "KL / same top-1 token / perplexity"): "perplexities of likelihoods",
     ("docs/models.md", "method"): "commands",
     ("docs/pocket.md", "preset"): "columns of other recipes",
     ("docs/serving.md", "answers per second over `transformers serve`"): "ratios to another row",
@@ -65,7 +64,7 @@ def canonical(text: str) -> str | None:
 @functools.cache
 def filled() -> Callable[[str], str]:
     """What puts the tables into a page."""
-    names = ("sources", "charts", "accuracy", "timings", "tables")
+    names = ("sources", "accuracy", "timings", "tables")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "tools")
         modules = {name: importlib.import_module(name) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tiny_pocket import (
     SIZE,
     build,
-    evaluate,
+    evidence,
     make_objects,
     make_pocket,
     objects,
@@ -23,6 +24,7 @@ from tiny_pocket import (
     scenes,
     train,
 )
+from vlmfast import VLM
 
 SETTINGS = train.Settings(size=SIZE, batch=2, questions=3)
 ASKED = [
@@ -252,17 +254,20 @@ def test_from_parts_to_answers(
     assert build.main([str(folder), str(out), "--run", str(run), "--dtype", "float32"]) == 0
     about = json.loads((out / "pocket.json").read_text())
     assert about["stage"] == "b" and about["step"] == 3
-    asked = ["--device", "cpu", "--scenes", "2", "--kind", "scene", "--kind", "video"]
-    result = tmp_path / "result.json"
-    asked += ["--compare", "12", "--out", str(result)]
-    assert evaluate.main([str(out), str(folder), *asked]) == 0
-    found = json.loads(result.read_text())
-    assert found["compared"] == {"equal": 12, "asked": 12}
-    assert {name: of["asked"] for name, of in found["types"].items()} == dict.fromkeys(
-        ("what", "where", "list", "count", "empty", "way", "moves"), 2
-    ) | {"count": 4}
-    assert found["model"]["step"] == 3 and found["recipe"] == "none"
-    assert "12 of 12 greedy answers" in capsys.readouterr().out
+    vlm, task = (
+        VLM.from_pretrained(str(out), device="cpu"),
+        evidence.Scenes(drawn, SIZE, ("scene", "video")),
+    )
+    docs = task.docs(2, 0)
+    assert Counter(doc.type for doc in docs) == dict.fromkeys(
+        ("what", "where", "list", "count", "empty", "video-way", "video-moves", "video-count"), 2
+    )
+    for doc in docs:
+        images = task.frames(doc)
+        own = vlm.ask(doc.question, images=images, recipe="none", **evidence.GREEDY).token_ids
+        inputs = vlm.inputs(doc.question, images=images)
+        ids = vlm.model.generate(**inputs, **evidence.GREEDY)
+        assert own == ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_built_weights_are_the_trained_ones(

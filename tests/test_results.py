@@ -109,8 +109,6 @@ def test_benchmarks_run_as_recorded(tool: ModuleType) -> None:
             if entry.name == "mutants":  # `make` runs it
                 assert recorded[:2] == ["python", "tools/mutants.py"]
                 continue
-            if entry.name == "decoder":  # in any folder
-                recorded[2] = kept[-1][2]
             for option in ("--out", "--minutes"):
                 if option in recorded:
                     at = recorded.index(option)

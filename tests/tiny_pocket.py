@@ -17,13 +17,13 @@ if not FOLDER.is_dir():
     pytest.skip("the benchmarks are not part of this distribution", allow_module_level=True)
 SCRIPTS = (
     *("parts", "objects", "scenes", "build"),
-    *("patches", "train", "evidence", "evaluate", "counting"),
+    *("patches", "train", "evidence", "counting"),
 )
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(FOLDER)
     modules = map(importlib.import_module, SCRIPTS)
     parts, objects, scenes, build, *others = modules
-    patches, train, evidence, evaluate, counting = others
+    patches, train, evidence, counting = others
 SIZE, PATCH = 48, 8
 COLOURS = {
     "cat": (250, 0, 0),

@@ -6,7 +6,6 @@ import json
 import statistics
 from typing import Any
 
-from charts import html_of
 from sources import (
     RESULTS,
     ROOT,
@@ -249,44 +248,16 @@ def _kind(recipe: str) -> int:
     return 2 * kinds.index(stages[0]) + len(stages) - 1
 
 
-_STACKED = (0.66, 0.44, 0.22, 0.1)
-# Label -> the recipes of one curve.
-_CURVES = {
-    "none": ("none",),
-    "hired": tuple(f"hired:budget={budget}" for budget in BUDGETS),
-    "hired + divprune": tuple(f"hired:budget=0.5+divprune:budget={b}" for b in _STACKED),
-    "tome:0.5 + divprune": tuple(f"tome:budget=0.5+divprune:budget={b}" for b in (0.44, 0.22)),
-    "tome:0.33 + divprune": ("tome:budget=0.33+divprune:budget=0.33",),
-    "tome + hired + divprune": ("tome:budget=0.5+hired:budget=0.5+divprune:budget=0.44",),
-    "crops:0.5 + hired": tuple(f"crops:0.5+hired:budget={b}" for b in (0.6, 0.4, 0.2, 0.1)),
-    "crops:0.25 + hired": tuple(f"crops:0.25+hired:budget={b}" for b in (0.4, 0.2)),
-}
-
-
-def _timed() -> dict[str, list[dict[str, Any]]]:
-    """Numbers of recipes; ``faster`` is Hugging Face's time to the first token over theirs."""
-    accuracy = {str(Recipe.parse(name)): run for name, run in numbers("views-stacks").items()}
-    (times,) = measured("ask-views-cpu-float32")["models"].values()
-    timed = {str(Recipe.parse(name)): of for name, of in times.items() if name != "huggingface"}
-    return {
-        label: [
-            {**accuracy[name], "recipe": recipe, "faster": timed[name]["ratio"]["ttft"]}
-            for recipe in recipes
-            if (name := str(Recipe.parse(recipe))) in accuracy and name in timed
-        ]
-        for label, recipes in _CURVES.items()
-    }
-
-
 def equal_time() -> str:
-    """Accuracy beside the measured time to the first token, the slowest recipe first."""
-    curves = _timed()
-    full = 100 * curves["none"][0]["accuracy_image"]
-    found = [
-        {**run, "minus": 100 * run["accuracy_image"] - full}
-        for own in curves.values()
-        for run in own
-    ]
+    """Accuracy beside the ratio of times to the first token, the slowest recipe first."""
+    accuracy = {str(Recipe.parse(name)): run for name, run in numbers("views-stacks").items()}
+    full, found = 100 * accuracy["none"]["accuracy_image"], []
+    (times,) = measured("ask-views-cpu-float32")["models"].values()
+    for recipe, row in times.items():
+        if recipe != "huggingface":
+            run = accuracy[str(Recipe.parse(recipe))]
+            about = {"minus": 100 * run["accuracy_image"] - full, "faster": row["ratio"]["ttft"]}
+            found.append({**run, **about, "recipe": recipe})
     columns = {
         "recipe": "`{recipe}`",
         "kept": "{kept_image:.0f %}",
@@ -295,34 +266,6 @@ def equal_time() -> str:
         "minus `none`": "{minus:+.1f}",
     }
     return listed(sorted(found, key=lambda run: run["faster"]), columns)
-
-
-def time_chart() -> str:
-    """The same as a chart."""
-    from plotly.graph_objects import Figure, Scatter
-
-    shown = Figure()
-    for label, runs in _timed().items():
-        x = [run["faster"] for run in runs]
-        y = [100 * run["accuracy_image"] for run in runs]
-        marks = [percent(run["kept_image"]) for run in runs]
-        shown.add_trace(
-            Scatter(x=x, y=y, name=label, text=marks, mode="lines+markers+text").update(
-                textposition="top center",
-                hovertext=[run["recipe"] for run in runs],
-                hoverinfo="text+x+y",
-            )
-        )
-    shown.update_layout(
-        template="none",
-        paper_bgcolor="rgba(0, 0, 0, 0)",
-        plot_bgcolor="rgba(0, 0, 0, 0)",
-        height=460,
-        legend={"orientation": "h", "y": -0.2},
-        xaxis_title="time to the first token: Hugging Face / recipe",
-        yaxis_title="accuracy of tiny on images (%)",
-    )
-    return html_of(shown, "")
 
 
 def home(part: str) -> str:
@@ -374,24 +317,6 @@ def pocket_curve() -> str:
     columns = {f"`{name}`": f"{{check_{name}:.0f %}}" for name in types}
     steps = (50, 100, 200, 400, 800, max(found))
     return listed((found[step] for step in steps), {"step": "{step}", **columns})
-
-
-def pocket_answers() -> str:
-    """Free answers of `pocket` on unseen layouts."""
-    columns = {
-        "on a CPU": measured("pocket-cpu-float32")["types"],
-        "on an H100": measured("pocket-nvidia-h100-80gb-hbm3")["types"],
-    }
-
-    def cell(type_: str, types: dict[str, Any]) -> str:
-        if type_ not in types:
-            return ""
-        of = types[type_]
-        low, high = (f"{100 * bound:.0f}" for bound in of["interval"])
-        return f"{100 * of['accuracy']:.1f} % of {of['asked']} [{low}, {high}]"
-
-    asked = (type_ for types in columns.values() for type_ in types)
-    return grid("", {f"`{type_}`": type_ for type_ in asked}, columns, cell)
 
 
 def pocket_recipes(group: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import string
 import sys
@@ -59,17 +59,14 @@ def rows_of(page: Path) -> Iterator[dict[str, str]]:
             yield dict(zip(head, cells, strict=True))
 
 
-def script(folder: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[name] = script  # where its dataclasses look for their annotations
-    sys.path.insert(0, str(ROOT / folder))  # scripts import each other
+def script(name: str) -> ModuleType:
+    """A script of ``benchmarks``; they import each other."""
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(script)
+        return importlib.import_module(name)
     finally:
-        sys.path.remove(str(ROOT / folder))
-    return script
+        sys.path.remove(folder)
 
 
 # --- tables --------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ Each public function is one.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -34,7 +32,7 @@ def speed() -> str:
 
 def timings() -> str:
     """Every measure of ``benchmarks/ask.py``, with quartiles."""
-    ask, tables = script("benchmarks", "ask"), []
+    ask, tables = script("ask"), []
     for name, rows in measured("ask-cpu-bfloat16")["models"].items():
         tables.append(ask.markdown(name, rows))
         if all("media" in row for row in rows.values()):
@@ -44,10 +42,8 @@ def timings() -> str:
 
 def overhead() -> str:
     """CPU time of `none` and of Hugging Face."""
-    first, later = "first", "per token"
-    files = {"tiny": (first, later), "qwen2-0.5b": (first,), "qwen2-0.5b-tokens": (later,)}
     rows = []
-    for name, parts in files.items():
+    for name, parts in (("tiny", ("first", "per token")), ("qwen2-0.5b", ("first",))):
         result = measured(f"overhead-{name}-cpu")
         for part in parts:
             found = result["row"][part]
@@ -68,12 +64,12 @@ def overhead() -> str:
 def tower_time(name: str) -> str:
     """The parts of the time to the first token of a run of ``benchmarks/ask.py``."""
     ((model, rows),) = measured(name)["models"].items()
-    return script("benchmarks", "ask").parts_table(model, rows)
+    return script("ask").parts_table(model, rows)
 
 
 def recipes_cost() -> str:
     """What each method costs and saves before the first token."""
-    return script("benchmarks", "reduce").table(measured("reduce-cpu-bfloat16")["rows"])
+    return script("reduce").table(measured("reduce-cpu-bfloat16")["rows"])
 
 
 # --- servers -------------------------------------------------------------------------------------
@@ -173,66 +169,6 @@ def _served() -> dict[str, dict[str, Any]]:
 
 def _quartiles(row: dict[str, Any]) -> str:
     return f"{row['median']:.2f} [{row['q1']:.2f}, {row['q3']:.2f}]"
-
-
-# --- cache methods and drafters ------------------------------------------------------------------
-
-_PRESSES = "presses-gemma3-270m"
-
-
-def presses() -> str:
-    """KL divergence, equal first tokens and perplexity of cache methods beside those of kvpress."""
-
-    def cell(line: dict[str, Any]) -> str:
-        kept = f" ({percent(line['slots'])})" if line["slots"] < 0.98 * line["keep"] else ""
-        return f"{line['kl']:.3f} / {percent(line['top1'])} / {math.exp(line['nll']):.1f}{kept}"
-
-    return _pressed("KL / same top-1 token / perplexity", cell)
-
-
-def passkeys() -> str:
-    """Passkeys that each method still finds."""
-
-    def cell(line: dict[str, Any]) -> str:
-        return f"{10 * line['passkey texts'] * line['passkeys']:.0f}"
-
-    return _pressed("passkeys found", cell)
-
-
-def _pressed(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
-    """A row for each method and a column for each fraction of slots, over all prefixes."""
-    found = {
-        (line["side"], line["method"], line["keep"]): line
-        for line in measured(_PRESSES)["lines"]
-        if line["prefix"] is None and line["method"] != "none"
-    }
-    keeps = sorted({keep for *_, keep in found}, reverse=True)
-    # Methods of a kind stand together.
-    methods = dict.fromkeys((side, method) for side, method, _ in found)
-    ranked = sorted(methods, key=lambda of: re.split(r"\W", of[1].lower())[0])
-    return grid(
-        title,
-        {_press(*of): of for of in ranked},
-        {f"{percent(keep)} of the slots": keep for keep in keeps},
-        lambda of, keep: cell(found[*of, keep]),
-    )
-
-
-def _press(side: str, method: str) -> str:
-    name, comma, rest = method.partition(", ")
-    return f"`{name}`{comma}{rest}" if side == "vlmfast" else f"kvpress {method}"
-
-
-def drafters() -> str:
-    """Accepted tokens and speed of drafters on the same texts."""
-    columns = {
-        "drafter": "`{method}`",
-        "accepted tokens per forward pass": "{accepted per pass:.2f}",
-        "speed": "{speedup:.2f}×",
-        "same tokens as without": "{same} of {documents}",
-    }
-    lines = measured(_PRESSES)["drafts"]
-    return listed((line for line in lines if line["method"] != "none"), columns)
 
 
 # --- GPUs ----------------------------------------------------------------------------------------

@@ -312,11 +312,6 @@ def save(pocket: Pocket, folder: Path, notes: dict[str, Any], parts: Path, dtype
     part.rename(folder)
 
 
-def about(folder: Path) -> dict[str, Any]:
-    """What `save` has noted in a folder."""
-    return json.loads((folder / "pocket.json").read_text(encoding="utf-8"))
-
-
 NOTICE = """\
 # Parts of this model
 

@@ -1,7 +1,13 @@
 """Measure recipes on pocket: ``python benchmarks/pocket/evidence.py pocket --parts PARTS``.
 
 All options are those of ``vlmfast eval``, and ``vlmfast report`` reads the results. ``--model`` is
-a folder of ``build.py``. The questions are about the unseen layouts of ``evaluate.py``.
+a folder of ``build.py``. Answers are greedy, and are right if they equal the expected text.
+
+===========  ===================================================================================
+``train``    new scenes of the drawings that were trained on
+``style``    objects in a drawing style in which they were not trained
+``objects``  objects that were not trained at all
+===========  ===================================================================================
 """
 
 from __future__ import annotations

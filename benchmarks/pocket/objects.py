@@ -70,17 +70,14 @@ class Objects:
 
     def __init__(self, files: Mapping[str, Mapping[str, Path]]) -> None:
         self.files = {name: dict(files[name]) for name in sorted(files)}
-        self._drawing = functools.cache(self._read)
+        self.drawing = functools.cache(self._drawing)
 
     @property
     def names(self) -> list[str]:
         return list(self.files)
 
-    def drawing(self, name: str, style: str) -> Image.Image:
+    def _drawing(self, name: str, style: str) -> Image.Image:
         """The image of an object, RGBA."""
-        return self._drawing(name, style)
-
-    def _read(self, name: str, style: str) -> Image.Image:
         with Image.open(self.files[name][style]) as image:
             return image.convert("RGBA")
 

@@ -36,10 +36,8 @@ No code was published. What the paper leaves open, and what differs:
   This changes the function for the better: nothing is left out, for about the time that gathering
   so many rows takes. The cache still uses ``T``. By default no layer does so.
 - Rows that skip attention in many layers change the answer on some trained models far more than the
-  attention that is left out. Gemma 3 270M needs ``rows="all"`` or ``dense_above=0``: its KL to the
-  full model is 3.75 by default, 0.019 with ``kv="none", rows="all"`` and 0.026 with
-  ``dense_above=0`` (``python benchmarks/decoder.py``, 2026-11-25), and `pocket`, whose decoder it
-  is, answers 42 % instead of 97 % of the questions right (2026-11-27).
+  attention that is left out. `pocket`, whose decoder is Gemma 3 270M, answers 42 % instead of 97 %
+  of the questions right (2026-11-27). Such a model needs ``rows="all"`` or ``dense_above=0``.
 - ``tau=1`` leaves the prefill to the model: all tokens are important.
 """
 
