@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from vlmfast import VLM, Answer, Request
 from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
-from vlmfast.compressors.tokens.grid import Grid
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
@@ -25,7 +23,6 @@ from vlmfast.core.views import cells
 from vlmfast.engine.features import with_digests
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
-classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])
 
 
 def reduced(stage: EncodeStage, *images: dict) -> tuple[VisualTokens, VisualTokens]:
@@ -33,46 +30,7 @@ def reduced(stage: EncodeStage, *images: dict) -> tuple[VisualTokens, VisualToke
     return tokens, stage.reduce(tokens, VisionStats(stats.items, NO_ROWS), REQUEST)
 
 
-def same(a: VisualTokens, b: VisualTokens) -> bool:
-    return torch.equal(a.layout.order, b.layout.order) and torch.equal(a.features, b.features)
-
-
-# --- common properties ---------------------------------------------------------------------------
-
-
-@classes
-@given(arguments=st.lists(image_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_order_type_and_repeatability(
-    kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
-) -> None:
-    name = data.draw(st.sampled_from(["keep", "budget"]))
-    stage = kind(**{name: data.draw(st.floats(0.01, 0.99))})
-    tokens, kept = reduced(stage, *arguments)
-    order = kept.layout.order.tolist()
-    assert order == sorted(set(order))
-    assert set(order) <= set(tokens.layout.order.tolist())
-    assert kept.layout.patches.all()  # neither text nor newlines
-    assert set(kept.layout.item.tolist()) == set(range(len(arguments)))
-    assert kept.features.dtype == tokens.features.dtype
-    torch.manual_seed(data.draw(st.integers(0, 9)))  # the global RNG state has no effect
-    assert same(reduced(stage, *arguments)[1], kept)
-    first = reduced(stage, arguments[0])[1]
-    assert torch.equal(first.features, kept.features[kept.layout.item == 0])
-
-
 # --- random and grid -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Random, Grid])
-@given(image_arguments(), st.floats(0.01, 0.99))
-@settings(max_examples=25, deadline=None)
-def test_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
-    tokens, kept = reduced(kind(rate), arguments)
-    patches = int(tokens.layout.patches.sum())
-    assert len(kept) == min(count(rate, len(tokens)), patches)
-    rows = torch.isin(tokens.layout.order, kept.layout.order)
-    assert torch.equal(kept.features, tokens.features[rows])
 
 
 def test_counts_round_half_to_even() -> None:
@@ -86,7 +44,8 @@ def test_random_draws_differ_by_seed_and_item() -> None:
     second = same_image_twice.layout.item == 1
     offset = int(same_image_twice.layout.order[second][0] - one.layout.order[0])
     assert not torch.equal(same_image_twice.layout.order[second], one.layout.order + offset)
-    assert not same(reduced(Random(0.3, seed=1), arguments)[1], one)
+    other = reduced(Random(0.3, seed=1), arguments)[1]
+    assert not torch.equal(other.layout.order, one.layout.order)
     few = set(reduced(Random(0.1), arguments)[1].layout.order.tolist())
     assert few < set(one.layout.order.tolist())
     # Every patch is drawn at some seed: no part of the image is left out.

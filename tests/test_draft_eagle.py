@@ -19,7 +19,6 @@ from helpers_layout import make_image
 from replayed import accepts_something, replay
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import RANKS, grow
 from vlmfast.drafters._layer import Cache
@@ -721,18 +720,12 @@ def test_drafter_that_knows_the_target_is_always_accepted() -> None:
 # --- the stage ------------------------------------------------------------------------------------
 
 
-def test_requests_of_a_recipe_and_invalid_values() -> None:
+def test_requests_of_a_recipe() -> None:
     assert DraftEagle().largest() == (26, 4)
     assert (DraftEagle().features, DraftEagle().aux_hidden_state_layers(32)) == (True, ())
     third = DraftEagle(kind="eagle3")
     assert not third.features
     assert [third.aux_hidden_state_layers(n) for n in (32, 28)] == [(2, 16, 29), (2, 14, 25)]
-    for bad, text in {
-        "draft-eagle:top_k=2,depth=2,nodes=8": "at most 7 nodes",
-        "draft-eagle:all,keep=0.1": "keep=0.1 applies to",
-    }.items():
-        with pytest.raises(RecipeError, match=text):
-            Recipe.parse(bad)
     assert DraftEagle(top_k=2, depth=2, nodes=7).nodes == 7
 
 

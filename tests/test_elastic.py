@@ -26,7 +26,6 @@ from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.training import Outcome
 from vlmfast.core.weights import SHIPPED
 from vlmfast.errors import RecipeError
@@ -329,21 +328,6 @@ def test_keep_1_is_identity(mode: str, share: dict) -> None:
     assert Elastic(mode=mode, **share).reduce(tokens, stats, REQUEST) is tokens  # without weights
 
 
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("elastic:mode=concat,branch=pool", "mode=concat"),
-        ("elastic:mode=weighted,text=true", "mode=weighted"),
-        ("elastic:0.1,text=true", "keep=0.1"),
-        ("elastic:budget=0.1,branch=text", "budget=0.1"),
-    ],
-)
-def test_invalid_values_are_named(word: str, named: str) -> None:
-    with pytest.raises(RecipeError, match="elastic") as caught:
-        Recipe.parse(word)
-    assert named in str(caught.value)
-
-
 def test_unsupported_modes_of_the_weights_are_named() -> None:
     with pytest.raises(RecipeError, match=r"elastic: queries=10 .* 9"):
         reduced(Elastic(queries=10), module(), PLAIN)
@@ -485,12 +469,6 @@ def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
                 f"elastic:0.3,mode={mode},proportional_attention={value},positions=compact",
                 count,
             )
-
-
-def test_weights_of_this_model_are_needed() -> None:
-    vlm = vlmfast.VLM(*tiny_models.build_llava())
-    with pytest.raises(RecipeError, match=r"vlmfast train elastic"):
-        ask(vlm, "elastic")
 
 
 @pytest.mark.parametrize("queries", ["0", "1"])

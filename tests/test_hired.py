@@ -19,7 +19,6 @@ from vlmfast.compressors.tokens.hired import (
     view_budgets,
 )
 from vlmfast.core.layout import Kind, VisualTokens
-from vlmfast.core.saliency import SaliencyRequest
 
 stages = st.builds(
     HiRED,
@@ -186,11 +185,6 @@ def test_swapped_grid_drops_tokens(
     assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
 
 
-def test_blocks_are_the_first_and_the_feature_layer() -> None:
-    assert HiRED().saliencies() == (SaliencyRequest("first"), SaliencyRequest("features"))
-    assert {of.source for of in HiRED(saliency="received").saliencies()} == {"received"}
-
-
 # --- properties ----------------------------------------------------------------------------------
 
 
@@ -211,30 +205,6 @@ def test_choice_is_ascending_repeatable_and_visual(stage: HiRED, images: list[di
     rows = torch.isin(tokens.layout.order, kept.layout.order)
     assert torch.equal(kept.features, tokens.features[rows])
     assert orders(reduced(stage, *images)[1]) == orders(kept)
-
-
-@given(stages | to_budget, st.lists(image_arguments(patches=(4, 4)), min_size=2, max_size=3))
-@settings(max_examples=30, deadline=None)
-def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]) -> None:
-    alone = reduced(stage, images[0])[1]
-    together = reduced(stage, *images)[1]
-    assert orders(together)[: len(alone)] == orders(alone)
-    assert (together.layout.item[: len(alone)] == 0).all()
-    assert (together.layout.item[len(alone) :] > 0).all()
-
-
-@given(stages, image_arguments())
-@settings(max_examples=40, deadline=None)
-def test_keep_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
-    tokens, kept = reduced(stage, arguments)
-    if stage.keep == 1:
-        assert kept is tokens
-        return
-    (h, w), (gh, gw) = arguments["patches"], arguments["tiles"]
-    total = int((1 + gh * gw) * h * w * stage.keep)
-    assert 1 <= int(kept.layout.patches.sum()) <= max(total, 1)
-    if stage.newline == "keep":
-        assert newlines(kept) == newlines(tokens)
 
 
 @given(to_budget, image_arguments())

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from closeness import apart, close, network, tolerance
+from closeness import close, tolerance
 from driven import Driven
 from helpers_layout import REQUEST, make_image, prompt, stats_of
-from reference import answer_logits, dense_logits
+from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import tower
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors.budget import drop_layers, equivalent, solve_counts
 from vlmfast.compressors.encoder.mustdrop import (
     PUBLISHED,
@@ -33,11 +33,8 @@ from vlmfast.core.contexts import PrefillContext, VisionContext
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.protocols import EncodeStage
-from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.kernels.quantize_kv import quantize
-
-TOKENS = [5, 9, 11, 7, 8]  # fed one by one after the prompt
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -340,52 +337,6 @@ def test_filters_keep_equal_fractions() -> None:
     assert solve_counts(576, 120, (3, 7, 11, 15), 32, least=47)[-1] == 47
 
 
-def test_recipe_and_expanded_stages() -> None:
-    stage = MustDrop()
-    protocols = ["in-encoder", "encode", "prefill", "cache"]
-    assert [part.protocol for part in stage.expand()] == protocols
-    assert [part.protocol for part in MustDrop(cache=False).expand()] == protocols[:3]
-    assert {part.name for part in stage.expand()} == {"mustdrop"}
-    assert {part.positions for part in stage.expand()[1:]} == {"keep"}
-    renumbered = MustDrop(positions="compact").expand()
-    assert {part.positions for part in renumbered[1:]} == {"compact"}
-    assert {part.proportional_attention for part in stage.expand()} == {False}
-    assert {
-        part.proportional_attention for part in MustDrop(proportional_attention=True).expand()
-    } == {True}
-    assert stage.expand()[0].blocks(24) == (1,)
-    assert stage.expand()[1].saliencies() == (SaliencyRequest("last"),)
-    close(stage.floor(32), (3 + 29 * 0.08) / 32, terms=3)
-    assert stage.query_dependent
-    assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))
-    assert str(Recipe.parse("mustdrop:window=2,published=64")) == "mustdrop:window=2,published=64"
-    assert Recipe.parse("mustdrop:layers=3/7/21")[0].layers == (3, 7, 21)
-    with pytest.raises(RecipeError, match=r"pipeline order; write mustdrop\+hired"):
-        Recipe.parse("hired+mustdrop")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mustdrop:merge=all", r"merge=all is out of range, allowed is one of view, call"),
-        ("mustdrop:layers=three", r"layers='three' cannot be read"),
-        ("mustdrop:layers=2.5", r"layers=2.5 must be one or more whole numbers"),
-        ("mustdrop:layers=inf", r"layers=inf must be one or more whole numbers"),
-        ("mustdrop:layers=7/3", r"layers=7/3 must be .* that ascend"),
-        ("mustdrop:layers=0.1/0.1", r"layers=0.1/0.1 must be .* that ascend"),
-        ("mustdrop:published=100", r"published=100 .* one of 192, 128, 64, 64-vizwiz"),
-        ("mustdrop:published=64,global_thr=0.5", r"published=64 and global_thr=0.5 replace"),
-        ("mustdrop:published=192,individual_thr=0", r"published=192 and individual_thr=0 replace"),
-        ("mustdrop:0.5,global_thr=0", None),
-        ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot be combined with budget"),
-        ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot be combined"),
-    ],
-)
-def test_invalid_recipes_raise(text: str, message: str | None) -> None:
-    with pytest.raises(RecipeError, match=message or "global_thr=0 cannot be combined with budget"):
-        Recipe.parse(text)
-
-
 # --- whole runs ----------------------------------------------------------------------------------
 
 
@@ -495,71 +446,6 @@ def test_padding_does_not_change_statistics(vlm: VLM) -> None:
         close(together[: len(alone)], alone, terms=tower(vlm))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", ["keep", "compact"])
-@pytest.mark.parametrize("budget", [None, 0.45])
-def test_logits_equal_dense_reference(
-    vlm: VLM, case: str, policy: str, budget: float | None
-) -> None:
-    stage = MustDrop(positions=policy, budget=budget, cache=False, **STRONG)
-    run = Driven.of(vlm, stage, CASES[case])
-    got = answer_logits(vlm, run, TOKENS)
-    layout, ones = run.prompt.layout, torch.ones(len(TOKENS), dtype=torch.bool)
-    alive = []
-    for layer in range(4):
-        gone = run.trace.layout.order[run.trace.depth <= layer]
-        alive.append(torch.cat([~torch.isin(layout.order, gone), ones]))
-    lengths = [int(rows.sum()) for rows in alive]
-    assert lengths[0] == len(layout) + len(TOKENS)
-    assert lengths[0] > lengths[1] >= lengths[2] == lengths[3]
-    assert run.cache.lengths() == lengths
-    for rows in alive:
-        assert rows[: len(layout)][layout.protected].all()
-    with torch.no_grad():
-        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
-    embeds = torch.cat([run.prompt.embeds, answer])
-    if policy == "compact":
-        position = [(rows.cumsum(0) - 1).clamp(min=0) for rows in alive]
-    else:
-        follow = run.prompt.full_length + torch.arange(len(TOKENS))
-        position = [torch.cat([layout.order, follow])] * 4
-    expected = dense_logits(vlm.model, embeds, position, alive)[-len(TOKENS) - 1 :]
-    terms = network(vlm.model, len(embeds))
-    close(got, expected, terms=terms)
-    control = dense_logits(vlm.model, embeds, position, [torch.ones_like(alive[0])] * 4)
-    apart(got, control[-len(TOKENS) - 1 :], terms=terms)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", ["keep", "compact"])
-def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) -> None:
-    """The keys equal those without the third part, except for dropped tokens; same prefill."""
-    strong = STRONG | {"layers": (2, 3)}
-    runs = [
-        Driven.of(vlm, MustDrop(positions=policy, cache=cache, **strong), CASES[case])
-        for cache in (True, False)
-    ]
-    cut, plain = (answer_logits(vlm, run, TOKENS) for run in runs)
-    assert torch.equal(cut[0], plain[0])
-    run, whole = runs
-    apart(cut[1:], plain[1:], terms=network(vlm.model, len(run.prompt.layout) + len(TOKENS)))
-    layout, depth = run.prompt.layout, run.trace.depth
-    n = len(TOKENS)
-    for layer in range(4):
-        before = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
-        left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
-        kept = before if layer < 1 else left  # the first filter runs after layer 1
-        assert whole.cache.lengths()[layer] == int(before.sum()) + n
-        assert run.cache.lengths()[layer] == int(kept.sum()) + n
-        for name in ("keys", "values"):
-            mine, all_ = (getattr(r.cache.layers[layer], name)[0] for r in runs)
-            rows = kept[before].nonzero().flatten()
-            assert torch.equal(mine[:, : len(rows)], all_[:, rows])
-    assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
-    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: tokens can be dropped
-    assert run.stats.kv_bytes < whole.stats.kv_bytes
-
-
 def test_cache_stage_example() -> None:
     """Heads of different lengths, as an earlier stage may produce."""
     order = torch.tensor([[0, 2, 3, 5, 6], [1, 2, 5, 6, 6]])
@@ -589,17 +475,6 @@ def test_cache_stage_example() -> None:
     codes = quantize(kv.keys, kv.values, kv.order, kv.lengths, 4)
     with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* use cache=false"):
         part.finish(context, [replace(kv, segments=(codes,))] * 4)
-
-
-@pytest.mark.parametrize("budget", [0.9, 0.6, 0.45, 0.33])
-@pytest.mark.parametrize("case", CASES)
-def test_budget_is_met(vlm: VLM, case: str, budget: float) -> None:
-    run = Driven.of(vlm, MustDrop(similarity=0.35, budget=budget), CASES[case])
-    answer_logits(vlm, run, [])
-    stats = run.stats
-    assert stats.equivalent_tokens == pytest.approx(budget * stats.visual_tokens_in, abs=1)
-    least = stats.visual_tokens_per_layer[0] + 3 * int(run.prompt.layout.protected.sum())
-    assert stats.equivalent_tokens >= least / 4
 
 
 def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:

@@ -120,14 +120,6 @@ def test_budget_limits_the_windows(vlm, media) -> None:
     assert len(tokens) < len(plain) or small
 
 
-@pytest.mark.cases(17)
-@pytest.mark.parametrize("recipe", ["mustdrop:0.5", "mustdrop:0.5+divprune:0.6", "mustdrop+hired"])
-def test_in_recipes(vlm, media, recipe) -> None:
-    answer = vlm.ask("what is here ?", **media, recipe=recipe, max_new_tokens=2)
-    assert answer.token_ids
-    assert answer.stats.left_out == []
-
-
 # --- against references ---------------------------------------------------------------------------
 
 

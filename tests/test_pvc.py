@@ -543,18 +543,6 @@ def test_shipped_counts(tiny: VLM) -> None:
 # --- recipes and configurations ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("pvc:image_repeat=5", "image_repeat=5"),
-        ("pvc:side=4,video_repeat=17", "video_repeat=17"),
-    ],
-)
-def test_invalid_recipes_raise(text: str, named: str) -> None:
-    with pytest.raises(RecipeError, match=named):
-        Recipe.parse(text)
-
-
 def test_mismatched_module_raises(next_vlm: VLM) -> None:
     module = encoder(next_vlm)
     with pytest.raises(RecipeError, match="side=3"):
@@ -568,10 +556,3 @@ def test_mismatched_module_raises(next_vlm: VLM) -> None:
     context.merged = torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(RecipeError, match="merges"):
         inside.on_block(context, 1, noise(1, 17, 64))
-
-
-def test_recipe_round_trip_and_floor() -> None:
-    stage = PVC(side=4, video_repeat=2, positions="keep")
-    assert Recipe.parse(str(stage)) == Recipe((stage,))
-    assert PVC.from_texts({None: "0.22"}).budget == 0.22
-    assert PVC().floor(32) == 1 / 16

@@ -372,18 +372,6 @@ def test_kivi_quantizes_many_new_tokens_at_once():
     assert (slots.max_length, slots.calls) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"bits": 3}, "kivi: bits=3 cannot be packed; allowed are 2, 4 and 8"),
-        ({"residual": 100}, "kivi: residual=100 does not consist of groups of 32"),
-    ],
-)
-def test_kivi_invalid_parameters_raise(parameters, message):
-    with pytest.raises(RecipeError, match=message):
-        Kivi(**parameters)
-
-
 def test_unsupported_head_sizes_raise():
     with pytest.raises(RecipeError, match="kivi: groups of 32 channels do not divide a head of 48"):
         Kivi().compress(prefill_context(128), 0, prompt(128, dim=48), None)
@@ -513,18 +501,6 @@ def test_zipcache_requests_fractions_of_probe_rows():
     (request,) = set(stage.text_stats(3).values())
     assert set(stage.text_stats(3)) == {0, 1, 2}
     assert (request.rows, request.n, request.random, request.seed) == ("probe", 0.1, 0.2, 7)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"bits_high": 6}, "zipcache: bits_high=6 cannot be packed; allowed are 2, 4 and 8"),
-        ({"bits_high": 2, "bits_low": 4}, "bits_low=4 is more than bits_high=2"),
-    ],
-)
-def test_zipcache_invalid_parameters_raise(parameters, message):
-    with pytest.raises(RecipeError, match=message):
-        ZipCache(**parameters)
 
 
 # --- dtype of the parameters ---------------------------------------------------------------------

@@ -13,7 +13,6 @@ from torch import Tensor
 from closeness import apart, close, tolerance
 from fake_slots import FakeSlots, prompt_kv, prompt_step
 from tiny_models import make_image
-from vlmfast import Recipe, RecipeError
 from vlmfast.compressors.prefill.zipvl import ZipVL, important, probe_rows, sparse_attention
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
@@ -333,25 +332,6 @@ def test_answer_is_quantized_in_pages() -> None:
 
 
 # --- recipe --------------------------------------------------------------------------------------
-
-
-def test_recipe_and_expanded_stages() -> None:
-    protocols = {
-        kv: [part.protocol for part in ZipVL(kv=kv).expand()] for kv in ("mixed", "drop", "none")
-    }
-    assert protocols == {
-        "mixed": ["prefill", "cache", "decode"],
-        "drop": ["prefill", "cache"],
-        "none": ["prefill"],
-    }
-    assert [getattr(part, "quantizes", None) for part in ZipVL().expand()[1:2]] == [True]
-    assert not ZipVL(kv="drop").expand()[1].quantizes
-    assert {part.name for part in ZipVL().expand()} == {"zipvl"}
-    assert ZipVL.query_dependent
-    assert Recipe.parse("zipvl:0.96,kv=drop") == Recipe((ZipVL(0.96, kv="drop"),))
-    assert str(Recipe.parse("zipvl:tau=0.96")) == "zipvl:0.96"
-    with pytest.raises(RecipeError, match="zipvl: bits_low=3 cannot be packed; allowed are 2, 4"):
-        Recipe.parse("zipvl:bits_low=3")
 
 
 def test_answers_of_the_shipped_model(tiny) -> None:
