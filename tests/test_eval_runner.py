@@ -272,6 +272,7 @@ REFUSED = {
     "seed": (other("seed", 1), "different runs: seed is"),
     "task": (other("task_version", "0"), "different runs: task_version is"),
     "generation": (other("generation", {"a": 1}), "different runs: generation is"),
+    "options": (other("options", {"mode": "a"}), "options is .* in the one"),
     "recipe": (other("recipe", "grid"), 'recipe is "grid" in the one and "none"'),
     "session": (other("session", True), "session is true in the one and null in the other"),
     "no meta": (lambda path: (path / "meta.json").unlink(), r"no meta\.json"),
