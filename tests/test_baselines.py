@@ -12,7 +12,6 @@ from closeness import close
 from helpers_layout import REQUEST, image_arguments, make_image, prompt
 from tiny_models import make_image as tiny_image
 from vlmfast import VLM, Answer, Request
-from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
 from vlmfast.compressors.tokens.random import Random, shuffled
@@ -114,20 +113,6 @@ def test_evenly_spaced_indices(n: int, data: st.DataObject) -> None:
 # --- downsample ----------------------------------------------------------------------------------
 
 
-def test_average_on_a_worked_example() -> None:
-    tokens, geometry = make_image((0, 0), (4, 4))
-    kept = Downsample(0.25).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
-    assert len(kept) == 4
-    blocks = tokens.features.view(2, 2, 2, 2, -1).mean((1, 3)).flatten(0, 1)
-    close(kept.features, blocks, terms=4)
-    # All four tokens of a block are equally far from its centre: the first is its representative.
-    assert kept.layout.order.tolist() == [0, 2, 8, 10]
-    assert kept.layout.weight.tolist() == [4, 4, 4, 4]
-    halves = torch.tensor([0.0, 0.5])
-    top_left = torch.cartesian_prod(halves, halves).flip(1)
-    assert torch.equal(kept.layout.box, torch.cat([top_left, top_left + 0.5], dim=1))
-
-
 def test_representative_is_nearest_the_centre() -> None:
     tokens, geometry = make_image((0, 0), (6, 6))
     kept = Downsample(4 / 36).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
@@ -185,15 +170,3 @@ def test_weights_and_levels_are_pooled() -> None:
     # In float32 for any input type.
     scale = level.abs().max()
     close(kept.extra[0][0], expected, torch.float32, len(weight), scale=scale)
-
-
-def test_cells_and_counts() -> None:
-    assert cells(6, 4).tolist() == [0, 1, 1, 2, 3, 3]
-    full = torch.ones(5, 4, 4, dtype=torch.bool)
-    assert occupied(full).tolist() == [[5 * a * b for b in range(1, 5)] for a in range(1, 5)]
-    half = full.clone()
-    half[1:, :2] = False  # four crops of which only the lower half exists
-    assert occupied(half)[1, 1] == 4 + 4 * 2
-    assert resolution(full, 45) == (3, 3)
-    assert resolution(full, 1) == (1, 1)
-    assert resolution(full, 32) == (2, 3)  # 30 tokens; 40 would be farther

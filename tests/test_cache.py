@@ -18,7 +18,7 @@ from driven import Driven
 from test_cache_methods import Dense, everything
 from tiny_models import build_llava, make_image
 from vlmfast import VLM
-from vlmfast.core.buffers import BufferPool, bucket, capacity_class
+from vlmfast.core.buffers import BufferPool, bucket
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.statistics import ColumnRequest
@@ -415,17 +415,6 @@ def test_cropping_removes_the_last_tokens(grouped, recipe):
     apart(control, expected, terms=sums(grouped, run.prompt.full_length))
 
 
-def test_cropping_into_an_uncompressed_prompt(grouped):
-    run = started(grouped)
-    ids = run.inputs.tensors["input_ids"][0, -5:].tolist()
-    with torch.no_grad(), switched(grouped.model):
-        expected = Driven.of(grouped).start(5)
-    run.cache.crop(5)
-    run.position.sub_(5)
-    terms = sums(grouped, run.prompt.full_length)
-    close(fed(grouped, run, ids)[:, -1], expected, terms=terms)
-
-
 def test_cropping_stops_at_tokens_that_were_dropped(grouped):
     """Before the language model: every id of the text after the image has a slot."""
     run = started(grouped, "hired:0.4")
@@ -568,42 +557,6 @@ def test_accepting_some_written_tokens():
                 for name in ("attention_mass", "bias"):
                     for of in contents(cache, at, row, name):
                         assert not of[-len(paths[row]) :].any()
-
-
-# --- batches -------------------------------------------------------------------------------------
-
-
-def test_rows_join_and_leave():
-    pool = BufferPool()
-    sizes = ([[5, 3]], [[150, 120]], [[70, 70]])
-    parts = [frozen(n, seed=i, pool=pool, max_new_tokens=i, bias=True) for i, n in enumerate(sizes)]
-    assert len({cache.layers[0].keys.shape[2] for cache, _ in parts}) == 3
-    cache = joined_caches([cache for cache, _ in parts])
-    assert cache.rows == 3 and cache.logical == [5, 150, 70]
-    assert cache.size == 4 and cache.layers[0].capacity == capacity_class(150)
-    assert all(part.layers[0].keys is None for part, _ in parts[1:])  # consumed
-
-    def same(row: int, of: int) -> None:
-        kv = parts[of][1][0]
-        for head, n in enumerate(kv.lengths.tolist()):
-            for name in ("keys", "values", "bias"):
-                got = contents(cache, 0, row, name)[head]
-                assert torch.equal(got[:n], getattr(kv, name)[head, :n])
-
-    for row in range(3):
-        same(row, row)
-    cache.leave(0)  # the last row takes its place
-    assert cache.logical == [70, 150] and cache.layers[0].max_lengths == [70, 150]
-    same(0, 2)
-    same(1, 1)
-    # New tokens are written to the right slots.
-    new = write(cache, 1)
-    cache.advance()
-    assert torch.equal(contents(cache, 0, 1)[1][120:], new[0][1, 1])
-    assert cache.length[0].tolist() == [[71, 71], [151, 121]]
-    idle = pool.idle
-    cache.release()
-    assert pool.idle > idle
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -769,16 +722,6 @@ def test_freed_slots_stay_finite(grouped, pool, recipe):
         for name in BUFFERS:
             of = layer._buffers.get(name, getattr(layer, name))
             assert of is None or bool(of.isfinite().all())
-
-
-def test_free_slots_of_ragged_heads_never_reach_an_answer(vlm):
-    """One row with heads of different lengths is masked as well."""
-    run = started(vlm, Own())
-    expected = fed(vlm, started(vlm, Own()), TOKENS)
-    for layer in run.cache.layers:
-        free = torch.arange(layer.keys.shape[2]) >= layer.length[..., None]
-        layer.keys[free], layer.values[free] = 1e4, -1e4
-    close(fed(vlm, run, TOKENS), expected, terms=sums(vlm, run.prompt.full_length))
 
 
 # --- buffers -------------------------------------------------------------------------------------

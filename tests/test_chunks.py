@@ -95,15 +95,6 @@ def test_chunks_give_the_answer_of_one_pass(family: str, recipe: str, first_logi
         close(first_logits[-1], whole, dtype, network(model, got.stats.prompt_tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_in_other_dtypes(dtype: torch.dtype, first_logits) -> None:
-    vlm = VLM(*build_llava(dtype=dtype))
-    asked(vlm, "none", max_new_tokens=1)
-    asked(vlm, "none", max_new_tokens=1, prefill_chunk_size=16)
-    whole, *_, last = first_logits
-    close(last, whole, dtype, network(vlm.model, 83))
-
-
 def test_methods_under_which_prompts_are_not_split() -> None:
     vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
     for recipe in ("pyramiddrop", "snapkv:0.7", "kivi", "hired:0.6+h2o:0.7"):

@@ -15,7 +15,6 @@ import vlmfast
 from closeness import apart, close
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, RecipeError, Request
-from vlmfast.compressors.tokens.hired import content_by_area
 from vlmfast.compressors.views.crops import Crops, worth_encoding
 from vlmfast.core.layout import Kind
 from vlmfast.core.protocols import EncodeStage, ViewStage
@@ -154,19 +153,6 @@ def test_worth_encoding(content, keep, cover, expected) -> None:
     assert worth_encoding(torch.tensor(content).double(), keep, cover) == expected
 
 
-def test_crops_are_those_of_hireds_content(model) -> None:
-    """The content read from the base view alone equals the one read after encoding everything."""
-    _, stats, _ = looked(model, asked=(SaliencyRequest("first"),), **CASES["images"])
-    _, own, _ = looked(model, Crops(0.5), **CASES["images"])
-    assert any(item.tiles[0] * item.tiles[1] > 1 for item in stats.items)
-    for item in stats.items:
-        rows = stats.salient(SaliencyRequest("first"), item).rows.sum(1)
-        content = content_by_area(rows[0], item.patches, item.tiles)
-        crops = worth_encoding(content, 0.5, 1)
-        skipped = own.skipped[item.views[0] + 1 : item.views[1]].tolist()
-        assert [crop for crop, gone in enumerate(skipped) if not gone] == crops
-
-
 # --- every family with crops ----------------------------------------------------------------------
 
 
@@ -240,22 +226,6 @@ def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
         crops = [item.views[1] - item.views[0] - 1 for item in vision.items]
         assert stats.views == sum(crops) + len(crops)
         assert tower == len(crops) + sum(round(keep * count) for count in crops)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("positions", ["keep", "compact"])
-def test_answers_equal_those_with_tokens_dropped_after_the_tower(vlm, positions) -> None:
-    for media in CASES.values():
-        tokens, _, answer = looked(vlm, Crops(0.5, positions=positions), **media)
-        drops = Drops(tuple(tokens.layout.order.tolist()), positions)
-        same = vlm.ask("what ?", **media, recipe=Recipe((drops,)), max_new_tokens=4, top_logprobs=0)
-        got = vlm.ask(
-            "what ?", **media, recipe=Crops(0.5, positions=positions), max_new_tokens=4,
-            top_logprobs=0,
-        )  # fmt: skip
-        assert got.token_ids == same.token_ids == answer.token_ids
-        for one, other in zip(got.logprobs, same.logprobs, strict=True):
-            close(one.logprob, other.logprob, torch.float32, terms=20000, scale=10.0)
 
 
 @pytest.mark.cases(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 
@@ -155,59 +154,6 @@ def sequences(module: EagleModule, *shape: int) -> tuple[Tensor, Tensor, Tensor]
     return embeds, features, torch.arange(shape[-1]).expand(shape)
 
 
-def test_rows_are_causal_and_their_ids_relative(module: EagleModule) -> None:
-    embeds, features, position = sequences(module, 2, 9)
-    full = outputs(module, embeds, features, position)
-    alone = outputs(module, embeds[1:, :6], features[1:, :6], position[1:, :6])
-    close(alone[0], full[1, :6], terms=TERMS)
-    later = outputs(module, embeds[:1, 2:], features[:1, 2:], position[:1, 2:])
-    apart(later[0], full[0, 2:], terms=TERMS)  # earlier rows do have an effect
-    shifted = outputs(module, embeds, features, position + 100)  # rotary ids are relative
-    close(shifted, full, terms=TERMS)
-    stretched = outputs(module, embeds, features, position * 3)
-    apart(stretched, full, terms=TERMS)
-
-
-def test_cache_in_parts_equals_one_forward_pass(module: EagleModule) -> None:
-    embeds, features, position = sequences(module, 1, 9)
-    full = outputs(module, embeds, features, position)
-    rows, cache = module.rows(embeds, features), Cache()
-    first = module.run(rows[:, :5], position[:, :5], cache.attend())
-    # A tree of two branches: each row is as if the other branch did not exist.
-    mask = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    at = torch.tensor([[5, 5, 6]])
-    tree = module.run(rows[:, [5, 7, 6]], at, cache.attend(mask))
-    close(tree[:, [0, 2]], full[:, 5:7], terms=TERMS)
-    apart(tree[:, 1], full[:, 7], terms=TERMS)
-    assert cache.length == 8
-    cache.crop(5)
-    rest = [module.run(rows[:, i : i + 1], position[:, i : i + 1], cache.attend()) for i in (5, 6)]
-    rest.append(module.run(rows[:, 7:], position[:, 7:], cache.attend()))
-    close(torch.cat([first, *rest], dim=1), full, terms=TERMS)
-    assert cache.length == 9
-
-
-def test_half_precision_is_close(module: EagleModule) -> None:
-    embeds, features, position = sequences(module, 1, 9)
-    exact = outputs(module, embeds, features, position)
-    rounded = module.to(torch.bfloat16), embeds.bfloat16(), features.bfloat16()
-    half = outputs(*rounded, position)
-    assert half.dtype == torch.bfloat16
-    # Sums are in float32; rounding affects the dozen tensors that one layer passes on.
-    close(half, exact, terms=12)
-
-
-def test_images_of_msd_bypass_fc() -> None:
-    module = module_of(kind="msd")
-    embeds, features, _ = sequences(module, 1, 6)
-    image = torch.tensor([[-1, 0, 0, 1, -1, -1]])
-    rows, plain = module.rows(embeds, features, image), module.rows(embeds, features)
-    assert torch.equal(rows[image >= 0], embeds[image >= 0])
-    close(rows[image < 0], plain[image < 0], terms=2 * WIDTH)
-    eagle = module_of(kind="eagle")
-    assert torch.equal(eagle.rows(embeds, features, image), eagle.rows(embeds, features))
-
-
 def test_unrolled_training_steps_equal_drafting(module: EagleModule) -> None:
     """Row t of step s: the true rows to t, then s drafted rows on the tokens that follow."""
     embeds, features, position = sequences(module, 1, 8)
@@ -229,22 +175,6 @@ def test_unrolled_training_steps_equal_drafting(module: EagleModule) -> None:
                 hidden = module.run(row, position[:, place : place + 1] + s + 1, cache.attend())
     plain = outputs(module, ahead[1], unrolled[0], position + 1)
     apart(plain, unrolled[1], terms=steps * TERMS)
-
-
-def test_eagle3_norms_have_an_effect() -> None:
-    base = KINDS["eagle3"]
-    embeds, features, position = sequences(module_of(**base), 1, 5)
-    plain = module_of(**base)
-    for flag in ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm"):
-        other = module_of(**base, **{flag: True})
-        other.load_state_dict(plain.state_dict() | other.state_dict() | plain.state_dict())
-        changed = outputs(other, embeds, features, position)
-        apart(changed, outputs(plain, embeds, features, position), terms=TERMS)
-    output = module_of(**base, norm_output=True)
-    output.load_state_dict(plain.state_dict())
-    state, own = (outputs(of, embeds, features, position) for of in (plain, output))
-    close(plain.norm(state), own, terms=TERMS)
-    close(plain.output(state, None), output.output(own, None), terms=TERMS)
 
 
 def test_invalid_modules_are_refused() -> None:
@@ -630,20 +560,6 @@ def test_banned_tokens_are_never_drafted(module: EagleModule) -> None:
         assert set(tree.tokens[1:]) <= set(module.vocabulary().tolist())
 
 
-def test_noise_reaches_the_tree() -> None:
-    module = module_of()
-    read = reading(module, layout_of(6))
-
-    def noise(depth: int) -> Tensor:
-        return 100.0 * (torch.arange(VOCABULARY) == 10 + depth)
-
-    budget = Budget(9, 3, lambda logits: logits, noise)
-    tree = open_drafter(module, read).propose(4, budget)
-    assert tree.tokens[1] == 11
-    path = tree.path(max(range(len(tree)), key=lambda node: tree.depths[node]))
-    assert [tree.tokens[node] for node in path] == [4, 11, 12, 13]
-
-
 def test_tree_shape_follows_the_ranks_under_noise() -> None:
     """For any logits: a node's score is how often the children on its path are accepted."""
     shapes = set()
@@ -664,16 +580,6 @@ def test_tree_shape_follows_the_ranks_under_noise() -> None:
     worth = torch.tensor(sorted(worth[1:], reverse=True), dtype=torch.float64)
     wanted = torch.tensor(best, dtype=torch.float64)
     close(worth, wanted, terms=tree.depth, scale=wanted)
-
-
-def test_lower_precision_of_the_target_and_the_weights() -> None:
-    module = module_of(dtype=torch.float32)
-    read = read_of(layout_of(6))
-    half = replace(read, embeds=read.embeds.bfloat16(), features=read.features.bfloat16())
-    drafter = DraftEagle(top_k=3, depth=3, nodes=9).open(target(module, torch.bfloat16))
-    drafter.prefill(half)
-    assert len(drafter.propose(4, BUDGET)) == 9
-    assert drafter.cache.keys.dtype == torch.float32
 
 
 # --- a target that can be learned -----------------------------------------------------------------

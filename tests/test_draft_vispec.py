@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from closeness import apart, close
 from golden_eagle import outputs, vispec_outputs
-from replayed import replay
 from test_draft_eagle import (
     BUDGET,
     PASSES,
@@ -19,7 +16,6 @@ from test_draft_eagle import (
     TERMS,
     TILED,
     WIDTH,
-    cyclic,
     layout_of,
     read_of,
     rounds,
@@ -131,18 +127,6 @@ def test_rows_that_depend_on_an_image() -> None:
         apart(changed[row], out[row], terms=2 * TERMS)
 
 
-def test_gradients_reach_the_adaptor() -> None:
-    module = VispecModule(SIZES)
-    with torch.no_grad():
-        module.img_fc.weight.add_(0.1)
-    rows = torch.randn(6, WIDTH)
-    image = torch.tensor([-1, 0, 0, 0, -1, -1])
-    out = vispec_outputs(module, rows, rows, torch.arange(6), image)
-    out[4:].square().sum().backward()
-    for name, weight in module.named_parameters():
-        assert weight.grad is not None and weight.grad.abs().sum() > 0, name
-
-
 @pytest.mark.parametrize("parts", [(5,), (5, PLAIN, 4), (2, PLAIN, TILED, 4), (1, PLAIN)])
 def test_cache_after_rounds_equals_one_prefill(parts: tuple) -> None:
     module = module_of()
@@ -190,15 +174,6 @@ def test_positions_cover_the_images_span() -> None:
     module.run(rows[None], source[None], cache.attend())  # rotary ids are row numbers here
     close(drafter.cache.keys, cache.keys, terms=2 * TERMS)
     assert drafter.next == 43
-
-
-def test_drafter_that_knows_the_target_is_always_accepted() -> None:
-    whole, eagle, read = cyclic()
-    module = VispecModule({"width": 16, "heads": 2})
-    missing = module.load_state_dict(eagle.state_dict(), strict=False).missing_keys
-    assert all(key.startswith(("imadpt", "img_fc")) for key in missing)
-    drafter = DraftVispec().open(replace(whole, trained=module))
-    assert replay(drafter, read, 10, nodes=30, depth=4) == [4] * 6
 
 
 def test_invalid_values_and_weights_are_refused() -> None:

@@ -13,7 +13,7 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
-from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, TEMPLATE, Recycle, Successors
+from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, Recycle, Successors
 from vlmfast.engine.speculation import walk
 
 V = 32
@@ -236,17 +236,6 @@ def test_proposing_twice_changes_nothing() -> None:
 
 
 # --- token recycling -----------------------------------------------------------------------------
-
-
-def test_recycle_template() -> None:
-    assert (len(TEMPLATE), TEMPLATE.depth) == (81, 6)
-    assert Recycle().largest() == (81, 6)
-    assert len(SHAPE) == 81
-    assert max(TEMPLATE.tokens) == SUCCESSORS - 1
-    small = Recycle(nodes=9)
-    assert small.largest() == (9, SHAPE.first(9).depth)
-    assert small.largest()[1] >= 3  # neither a star nor a chain
-    assert len(SHAPE.first(9).leaves()) > 1
 
 
 def test_recycle_learns_from_every_node() -> None:

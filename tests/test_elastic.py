@@ -311,16 +311,6 @@ def test_concat_contains_all_of_its_branches() -> None:
     assert abs(len(kept) - count(0.2, len(tokens))) <= 4
 
 
-@given(image_arguments(), st.floats(0.01, 0.99))
-@settings(max_examples=15, deadline=None)
-def test_concat_at_any_keep_fraction(arguments: dict, rate: float) -> None:
-    tokens, kept, _ = reduced(Elastic(rate, mode="concat"), module(6), arguments)
-    order = kept.layout.order.tolist()
-    assert order == sorted(set(order))
-    assert 1 <= len(kept) <= int(tokens.layout.patches.sum())
-    assert kept.features.isfinite().all()
-
-
 @pytest.mark.parametrize("mode", ["select", "weighted", "concat"])
 @pytest.mark.parametrize("share", [{"keep": 1.0}, {"budget": 1}])
 def test_keep_1_is_identity(mode: str, share: dict) -> None:

@@ -17,7 +17,7 @@ from vlmfast.compressors.cache.pyramidkv import PyramidKV, pyramid
 from vlmfast.compressors.cache.quickprefill import QuickPrefill
 from vlmfast.compressors.cache.snapkv import SnapKV
 from vlmfast.compressors.cache.streamingllm import Slide, StreamingLLM, oldest
-from vlmfast.compressors.evictor import Evictor, pooled
+from vlmfast.compressors.evictor import Evictor
 from vlmfast.core.kv import KV
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
@@ -201,41 +201,7 @@ def test_prompt_shorter_than_the_window_is_unchanged() -> None:
     assert len(compressed(SnapKV(0.5, window=4), query, kv)[0]) == 10  # control
 
 
-def test_score_pooling() -> None:
-    scores = torch.tensor([[3.0, 0, 0, 6, 0], [0, 0, 0, 0, 9]])
-    average = torch.tensor([[1.0, 1, 2, 2, 2], [0, 0, 0, 3, 3]])
-    most = torch.tensor([[3.0, 3, 6, 6, 6], [0, 0, 0, 9, 9]])
-    assert torch.equal(pooled(scores, 3, "avg"), average)
-    assert torch.equal(pooled(scores, 3, "max"), most)
-    assert torch.equal(pooled(scores, 1, "max"), scores)
-    assert torch.equal(pooled(scores[:, None], 3, "avg"), average[:, None])
-
-
 # --- SnapKV, PyramidKV ---------------------------------------------------------------------------
-
-
-def test_attention_on_the_window_is_not_pooled() -> None:
-    """Slots next to the window gain nothing from it."""
-    query, kv = tensors(64, heads=1, group=1)
-    kv.keys[:, 60] *= 5
-    query[:, -4:] = kv.keys[:, 60:61]
-    stage = SnapKV(0.2, window=4, kernel=7, pool="max")
-    stats = columns(query, kv.keys, stage.text_stats(1)[0])
-    ranked = torch.arange(64)[None] < 60
-    assert float(stage.score(kv, stats, ranked)[0, 57]) < 0.1
-    assert float(stage.score(kv, stats, ranked | True)[0, 57]) > 1
-    assert not {57, 58, 59} & set(kept_by(stage, query, kv)[0])
-    assert {57, 58, 59} <= set(kept_by(replace(stage, window=3), query, kv)[0])
-
-
-def test_snapkv_window_as_a_fraction() -> None:
-    query, kv = tensors(100)
-    kept = compressed(SnapKV(0.4, window=0.1), query, kv)[0]
-    assert kept.order[0, -4:].tolist() == [96, 97, 98, 99]
-    assert len(kept) == 40
-    stage = SnapKV(0.04, window=0.1)
-    assert stage.last(4) == 1
-    assert [row[-1] for row in kept_by(stage, query, kv)] == [99, 99]
 
 
 def test_pyramid_counts() -> None:

@@ -580,15 +580,6 @@ def test_deepstack_features_are_dropped_with_their_tokens():
         answer_logits(vlm, start(vlm, "fastv:k=1", **CASES["one image"]), [])
 
 
-def test_gemma3_images_attend_bidirectionally():
-    vlm = built("gemma3")
-    run = start(vlm, **CASES["three images"])
-    got = answer_logits(vlm, run, TOKENS)
-    dense = Dense(vlm, run.inputs.tensors)
-    causal = Dense(vlm, run.inputs.tensors, blocks=False)
-    close(vlm, run, "none", got, dense(dense.everything()), causal(causal.everything()))
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava_next"])
 def test_statistics_equal_eager_attention(name):
     seen = {}
@@ -821,16 +812,6 @@ def test_views_that_are_not_supported_are_refused():
     model.config.vision_config.tokenize_function = "gumbel_argmax"
     with pytest.raises(ModelError, match="supported are softmax, st_argmax"):
         VLM(model, processor)
-
-
-def test_video_block_by_block():
-    vlm = built("qwen2_5_vl")
-    answer = vlm.ask(
-        "what ?", video=[make_image(i, 40, 40) for i in range(12)], num_frames=12,
-        max_kv_tokens=120, progress=False, max_new_tokens=4,
-    )  # fmt: skip
-    assert answer.stats.visual_tokens_in == 12 * 4 and len(answer.token_ids) == 4
-    assert max(answer.stats.kv_tokens_per_layer) <= 120
 
 
 @pytest.mark.cases(4)

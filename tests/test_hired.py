@@ -16,7 +16,6 @@ from vlmfast.compressors.tokens.hired import (
     crop_budgets,
     open_rows,
     packed,
-    view_budgets,
 )
 from vlmfast.core.layout import Kind, VisualTokens
 
@@ -52,22 +51,6 @@ def reduced(stage: HiRED, *images: dict, seed: int = 0) -> tuple[VisualTokens, V
 
 
 # --- the rules -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("views", "rate", "alpha", "budgets"),
-    [
-        (5, 0.2, 0.5, (288, 288)),
-        (5, 0.4, 0.5, (576, 576)),
-        (5, 0.7, 0.5, (576, 1439)),  # 2880 * 0.7 is 2015.99..., and the full view is full
-        (5, 0.2, 0.0, (0, 576)),
-        (5, 0.2, 1.0, (576, 0)),
-        (5, 0.9, 1.0, (576, 2016)),
-        (3, 0.2, 0.5, (172, 173)),  # the remainder of the full view goes to the crops
-    ],
-)
-def test_view_budgets(views: int, rate: float, alpha: float, budgets: tuple[int, int]) -> None:
-    assert view_budgets(views, 576, rate, alpha) == budgets
 
 
 def test_content_by_area_follows_the_crops() -> None:
@@ -111,28 +94,6 @@ def test_full_view_and_crops_on_a_worked_example() -> None:
     ]
     stripes = HiRED(0.34, rule="code").reduce(tokens, stats, REQUEST).layout
     assert stripes.tile.tolist() == [0, 0, 1, 2]  # one top patch in each half of the raster order
-
-
-def test_images_without_crops_use_their_own_scores() -> None:
-    shape = {"tiles": (0, 0), "patches": (4, 4)}
-    tokens, stats = prompt(shape, shape)
-    kept = HiRED(0.3).reduce(tokens, stats, REQUEST)
-    for item, geometry in enumerate(stats.items):
-        scores = stats.rows[22][geometry.views[0]].sum(0)
-        expected = scores.topk(int(16 * 0.3)).indices.sort().values + 16 * item
-        mine = kept.layout.item == item
-        places = kept.layout.grid[mine, 1] * 4 + kept.layout.grid[mine, 2] + 16 * item
-        assert torch.equal(places.long(), expected)
-
-
-def test_ties_go_to_the_lower_index() -> None:
-    tokens, geometry = make_image((2, 2), (4, 4))
-    flat = torch.full((5, 2, 16), 1 / 16)
-    stats = stats_of((geometry,), {0: flat, 22: flat})
-    kept = HiRED(0.3).reduce(tokens, stats, REQUEST).layout
-    places = kept.grid[:, 1] * 4 + kept.grid[:, 2]
-    for tile, number in enumerate([12, 3, 3, 3, 3]):
-        assert places[kept.tile == tile].tolist() == list(range(number))
 
 
 def test_newline_policies() -> None:

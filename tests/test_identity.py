@@ -231,27 +231,6 @@ def compacted(adapter: Adapter, ids: Tensor, position: Tensor, rows: Tensor) -> 
     return adapter.compact(Numbering.of(position, marks), rows.nonzero()[:, 0])
 
 
-def test_a_video_keeps_its_times_apart() -> None:
-    adapter = built("qwen2_5_vl").adapter
-    ids, position = of_grids(adapter, [1, (3, 1, 2, 2.0), 1])
-    assert position.tolist() == [
-        [0, 1, 1, 9, 9, 17, 17, 3],
-        [0, 1, 1, 1, 1, 1, 1, 3],
-        [0, 1, 2, 1, 2, 1, 2, 3],
-    ]
-    rows = torch.ones(len(ids), dtype=torch.bool)
-    rows[3:5] = False  # the step of a dropped time is removed too
-    assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
-    rows[3:5], rows[1:3] = True, False
-    assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
-    rows[1:7] = torch.tensor([True, False, False, False, True, False])  # one column is left
-    assert compacted(adapter, ids, position, rows).tolist() == [
-        [0, 1, 9, 2],
-        [0, 1, 1, 2],
-        [0, 1, 1, 2],
-    ]
-
-
 @pytest.mark.parametrize("name", MROPE)
 def test_compacting_equals_a_loop_over_segments(name: str) -> None:
     adapter, rng = built(name).adapter, random.Random(1)

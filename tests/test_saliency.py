@@ -344,18 +344,6 @@ def test_sources_of_a_tower_with_cls(random_vlm):
     assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
 
 
-def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
-    counts = {
-        source: random_vlm.ask(
-            "what ?", make_image(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
-        ).trace.entered
-        for source in ("cls", "received")
-    }
-    assert len(counts["cls"]) == len(counts["received"])
-    special = {source: int((entered.kind == 4).sum()) for source, entered in counts.items()}
-    assert special["received"] == 0 < special["cls"]
-
-
 # --- unsupported parts of methods ----------------------------------------------------------------
 
 
