@@ -82,6 +82,16 @@ def step_for(*images: dict, net: Module, seed: int = 0, text: int = 5) -> Prefil
 # --- scores --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("side", [8, 24])
+def test_grids_of_a_full_view(side: int) -> None:
+    layout = prompt({"tiles": (0, 0), "patches": (side, side)})[0].layout
+    score = spatial_score(layout, 3)
+    for stride, value in ((2, 0.25), (4, 0.8125), (8, 0.953125)):
+        assert int((score >= value).sum()) == (side // stride) ** 2
+    assert (score[score < 0.25] == 0).all()
+    assert not spatial_score(layout, 0).any()
+
+
 @given(arguments=image_arguments(), grids=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
 def test_grids_are_nested_lattices_without_newlines(arguments: dict, grids: int) -> None:

@@ -274,65 +274,41 @@ def test_freezing_moves_to_buffers_with_free_slots():
     assert cache.layers[0].seen.tolist() == [11]
 
 
-def test_new_tokens_follow_each_heads_last_slot():
-    cache, stored = frozen([[5, 3], [4, 4]], track=True, attention_mass=True, bias=True)
-    for layer in cache.layers:  # stale values of an earlier use
-        for name in ("attention_mass", "bias"):
-            getattr(layer, name)[:, :, max(layer.max_lengths) :] = 7.0
-    new = write(cache, 2)
-    assert cache.lengths() == [5, 4]  # not counted yet
-    cache.advance(2)
-    for at, kv in enumerate(stored):
-        for head in range(2):
-            n = int(kv.lengths[head])
-            keys, values = contents(cache, at, 0)[head], contents(cache, at, 0, "values")[head]
-            assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
-            assert torch.equal(values, torch.cat([kv.values[head, :n], 2 * new[at][0, head]]))
-            assert contents(cache, at, 0, "order")[head][n:].tolist() == [5, 6]
-            assert contents(cache, at, 0, "attention_mass")[head][n:].tolist() == [0, 0]
-            assert contents(cache, at, 0, "bias")[head][n:].tolist() == [0, 0]
-            assert torch.equal(contents(cache, at, 0, "bias")[head][:n], kv.bias[head, :n])
-
-
-@pytest.mark.parametrize("lengths", [[[60, 60]], [[60, 31]]], ids=["even", "uneven"])
-def test_growing_keeps_the_contents(lengths):
+@pytest.mark.parametrize("tokens", [2, 256, 257, 300, 1100])
+def test_new_tokens_follow_each_heads_last_slot(tokens):
+    """In free slots, or in larger buffers."""
     pool = BufferPool()
-    cache, _ = frozen(
-        lengths, pool=pool, max_new_tokens=1, track=True, attention_mass=True, bias=True
+    cache, stored = frozen(
+        [[60, 31], [50, 50]],
+        pool=pool,
+        max_new_tokens=1,
+        track=True,
+        attention_mass=True,
+        bias=True,
     )
-    layer = cache.layers[0]
-    layer.attention_mass.copy_(torch.rand_like(layer.attention_mass))
-    before = {name: contents(cache, 0, 0, name) for name in BUFFERS}
-    capacity, expected = layer.keys.shape[2], []
-    assert pool.idle == 0
-    for step in range(10):
-        expected.append(write(cache, 1, seed=step)[0])
-        cache.advance()
-    assert layer.keys.shape[2] > capacity
-    assert pool.idle > 0  # the small buffers were returned
-    for name in BUFFERS:
-        for head, old in enumerate(before[name]):
-            assert torch.equal(contents(cache, 0, 0, name)[head][: len(old)], old)
-    for head, n in enumerate(lengths[0]):
-        new = torch.cat(expected, 2)[0, head]
-        assert torch.equal(contents(cache, 0, 0)[head][n:], new)
-
-
-@pytest.mark.parametrize("tokens", [256, 257, 300, 1100])
-def test_writing_more_tokens_than_free_slots(tokens):
-    cache, stored = frozen([[60, 31], [50, 50]], max_new_tokens=1, track=True, bias=True)
+    for layer in cache.layers:
+        layer.attention_mass.copy_(torch.rand_like(layer.attention_mass))
+        for name in ("attention_mass", "bias"):  # stale values of an earlier use
+            getattr(layer, name)[:, :, max(layer.max_lengths) :] = 7.0
+    before = [{name: contents(cache, at, 0, name) for name in BUFFERS} for at in range(2)]
     new = write(cache, tokens)
+    assert cache.lengths() == [60, 50]  # not counted yet
     cache.advance(tokens)
+    assert (pool.idle > 0) == (tokens > 2)  # the small buffers were returned
     for at, kv in enumerate(stored):
-        for head, n in enumerate(kv.lengths.tolist()):
-            keys = contents(cache, at, 0)[head]
-            assert torch.equal(keys, torch.cat([kv.keys[head, :n], new[at][0, head]]))
-            assert contents(cache, at, 0, "order")[head][n:].tolist() == list(
-                range(60, 60 + tokens)
-            )
-
-
-# --- pages ---------------------------------------------------------------------------------------
+        added = {
+            "keys": new[at][0],
+            "values": 2 * new[at][0],
+            "order": torch.arange(60, 60 + tokens).expand(2, -1),
+            "attention_mass": torch.zeros(2, tokens),
+            "bias": torch.zeros(2, tokens),
+        }
+        assert set(added) == set(BUFFERS)
+        for name, more in added.items():
+            for head, n in enumerate(kv.lengths.tolist()):
+                got = contents(cache, at, 0, name)[head]
+                assert torch.equal(got[:n], before[at][name][head])
+                assert torch.equal(got[n:].to(more.dtype), more[head]), name
 
 
 def paged(keys: Tensor, values: Tensor, order: Tensor, bits: int = 8, group: int = 4) -> Segment:
@@ -399,20 +375,6 @@ def test_per_tensor_pages_get_separate_segments():
 
 
 # --- crop ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", [(), Own()], ids=["none", "uneven"])
-def test_cropping_removes_the_last_tokens(grouped, recipe):
-    run, other = started(grouped, recipe), started(grouped, recipe)
-    fed(grouped, run, TOKENS[:7])
-    run.cache.crop(4)
-    run.position.sub_(4)
-    assert run.cache.logical == [run.prompt.full_length + 3] == run.cache.seen.tolist()
-    got = fed(grouped, run, TOKENS[::-1])
-    expected = fed(grouped, other, TOKENS[:3] + TOKENS[::-1])[:, 3:]
-    assert torch.equal(got, expected)
-    control = fed(grouped, started(grouped, recipe), TOKENS[:7] + TOKENS[::-1])[:, 7:]
-    apart(control, expected, terms=sums(grouped, run.prompt.full_length))
 
 
 def test_cropping_stops_at_tokens_that_were_dropped(grouped):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from closeness import apart, close
-from golden_eagle import outputs, vispec_outputs
+from golden_eagle import vispec_outputs
 from test_draft_eagle import (
     BUDGET,
     PASSES,
@@ -50,52 +50,6 @@ def open_drafter(module: VispecModule, read: Read, **own) -> VispecDrafter:
 
 def image_of(layout: TokenLayout) -> Tensor:
     return torch.where(layout.visual, layout.item.long(), -1)
-
-
-def test_untrained_equals_eagle_on_text() -> None:
-    torch.manual_seed(0)
-    vispec = VispecModule(SIZES).double()
-    eagle = EagleModule(SIZES).double()
-    state = vispec.state_dict()
-    eagle.load_state_dict({key: state[key] for key in eagle.state_dict()})
-    rows = torch.randn(7, WIDTH, dtype=torch.float64)
-    given = rows, torch.randn_like(rows), torch.arange(7)
-    plain = outputs(eagle, *(x[None] for x in given))[0]
-    text = torch.full((7,), -1)
-    close(vispec_outputs(vispec, *given, text), plain, terms=TERMS)
-    apart(vispec_outputs(module_of(), *given, text), plain, terms=TERMS)
-
-
-@pytest.mark.parametrize("queries", [2, 4])
-def test_images_are_compressed_separately(queries: int) -> None:
-    """Two adjacent images, then text, then a third: each by its own rows."""
-    module = module_of(queries=queries)
-    layout = layout_of(2, PLAIN, TILED, 3, PLAIN, 2)
-    read = read_of(layout)
-    image = image_of(layout)
-    rows, source, seen = module.adapted(
-        read.embeds, read.features, image, torch.zeros(WIDTH, dtype=torch.float64)
-    )
-    assert len(rows) == 7 + 3 * (queries - 1)
-    ends = [int((image == item).nonzero().max()) + 1 for item in range(3)]
-    latest = torch.zeros(WIDTH, dtype=torch.float64)
-    expected = []
-    for row in range(len(layout)):
-        item = int(image[row])
-        if item < 0:
-            both = torch.cat([read.features[row], latest])
-            expected.append((row, module.rows(read.embeds[row], module.img_fc(both))))
-        elif row >= ends[item] - (queries - 1):
-            few = module.imadpt(read.embeds[image == item])
-            expected.append((row, few[row - ends[item] + queries - 1]))
-            if row == ends[item] - 1:
-                latest = few[-1]
-    assert source.tolist() == [row for row, _ in expected]
-    close(rows, torch.stack([made for _, made in expected]), terms=2 * TERMS)
-    close(seen, latest, terms=2 * TERMS)
-    # Merged into one image, as the mask alone would do, the rows differ.
-    merged = torch.where(image == 1, 0, image)
-    assert len(module.adapted(read.embeds, read.features, merged, seen)[0]) < len(rows)
 
 
 def test_image_with_fewer_rows_than_queries() -> None:

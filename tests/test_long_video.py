@@ -311,13 +311,6 @@ def test_cap_without_a_single_video_is_refused(vlm):
         vlm.ask(" ", video=FRAMES[:3], max_kv_tokens=500)
 
 
-def test_placeholders_in_the_question_are_refused(vlm):
-    """As without a cap."""
-    for cap in ({}, {"max_kv_tokens": 500}):
-        with pytest.raises(VLMFastError, match="contains <image>, the placeholder of an image"):
-            vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
-
-
 def test_sliding_window_limits_the_prompt_not_the_cap():
     """The positions of video and answer count."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig

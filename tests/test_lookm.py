@@ -19,7 +19,6 @@ from vlmfast.compressors.cache.lookm import LookM, sizes
 from vlmfast.core.kv import KV
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels import merge as kernel
 from vlmfast.kernels.merge import merge_into
 
 
@@ -112,20 +111,6 @@ def test_only_tokens_above_the_mean_are_averaged() -> None:
     assert torch.equal(*one)
 
 
-def test_ties_go_to_the_first_pivot_and_zeros_give_no_nan() -> None:
-    keys = torch.tensor([[[1.0, 0], [2, 0], [0, 1], [3, 0], [0, 0]]])
-    values = torch.arange(5.0)[None, :, None].expand(1, 5, 2)
-    keep = torch.tensor([[0, 1, 2]])
-    k, v, weight = merge_into(keys, values, keep, "avg")
-    assert weight.tolist() == [[3, 1, 1]]  # 3 is as near to 0 as to 1; 4 is as near to all
-    close(k[0], torch.tensor([[4 / 3, 0], [2, 0], [0, 1]]), terms=3)
-    close(v[0, :, 0], [7 / 3, 1, 2], terms=3)
-    # A pivot without direction gets no slot and is unchanged.
-    k, _, weight = merge_into(keys, values, torch.tensor([[1, 4]]), "avg")
-    assert weight.tolist() == [[4, 1]]  # of cosine 0 to both, 2 takes the first
-    assert k[0, 1].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_in_float32(dtype: torch.dtype) -> None:
     """Many small values would vanish in a low-precision sum."""
@@ -143,18 +128,6 @@ def test_sums_are_in_float32(dtype: torch.dtype) -> None:
     for value in values[0, 1:, 0]:
         total += value
     apart(total / n, exact, scale=exact / 8)  # control
-
-
-def test_merging_in_blocks_is_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, values = noise(2, 200, 8), noise(2, 200, 8, seed=1)
-    keep = torch.arange(0, 200, 7).expand(2, -1)
-    whole = merge_into(keys, values, keep, "weighted", rule="token")
-    again = merge_into(keys, values, keep, "weighted", rule="token")
-    monkeypatch.setattr(kernel, "_ENTRIES_AT_ONCE", 1000)
-    blocks = merge_into(keys, values, keep, "weighted", rule="token")
-    for one, two, three in zip(whole, again, blocks, strict=True):
-        assert torch.equal(one, two)
-        close(one, three, terms=200 + 8)
 
 
 # --- LOOK-M --------------------------------------------------------------------------------------
