@@ -91,56 +91,6 @@ def smoothed(score: Tensor, kernel: int, pooling: str) -> Tensor:
     return out
 
 
-def vlcache(
-    *, head_adaptive: bool, layer_adaptive: bool, layer_windows: bool, dtype: torch.dtype
-) -> Case:
-    """Budgets of three layers, and their slots."""
-    depth, n, rows, heads, alpha = 3, 90, 11, 2, 0.25
-    data: dict[str, Tensor] = {}
-    importance, densities = [], []
-    for layer in range(depth):
-        q, k, v = qkv(40 + layer, heads, 2, n, 16, dtype)
-        q = q * (0.5 + layer)  # sharper with the depth
-        data |= {f"q{layer}": q[None, :, -rows:], f"k{layer}": k[None], f"v{layer}": v[None]}
-        p = attention(q, k, rows)
-        counted = sum(
-            int((p[h, i] >= 0.01 * p[h, i].max()).sum()) for h in range(len(p)) for i in range(rows)
-        )
-        visible = sum(n - i for i in range(rows))
-        densities.append(counted / (visible * len(p)))
-        importance.append(grouped(p.sum(1), heads, "sum"))
-    part = 1.0 if layer_windows else 0.9  # of the budget; the rest is the window of all layers
-    budget = []
-    for own in densities:
-        beta = own / sum(densities) * alpha * part * depth
-        budget.append(min(max(beta, 0.01 * part), 1.0) if layer_adaptive else alpha * part)
-    order = []
-    for layer, score in enumerate(importance):
-        score = score if head_adaptive else score.sum(0, keepdim=True)
-        order.append(score.sort(dim=1, descending=True).indices)
-        window = max(1, int((budget[layer] if layer_windows else alpha) * n * 0.1))
-        count = max(1, int(budget[layer] * n))
-        for name in "kv":
-            kept = []
-            for head in range(heads):
-                ranked = order[-1][head if head_adaptive else 0].tolist()
-                best = [j for j in ranked if j < n - window][:count]
-                kept.append(data[f"{name}{layer}"][0, head, [*sorted(best), *range(n - window, n)]])
-            data[f"{name}_out{layer}"] = torch.stack(kept)[None]
-    data["sparsity"] = torch.tensor([1 - own for own in densities])
-    data["budget"] = torch.tensor(budget)
-    stacked = torch.stack(order)
-    data["sorted_idx"] = stacked[:, None] if head_adaptive else stacked[:, 0]
-    meta = words(
-        alpha=alpha,
-        tau=rows,
-        head_adaptive=head_adaptive,
-        layer_adaptive=layer_adaptive,
-        different_window_per_layer=layer_windows,
-    )
-    return data, meta
-
-
 def prumerge(*, adaptive: bool, plus: bool, views: int = 1, ratio: float = 0.125) -> Case:
     """Outliers (or a fixed share) of CLS attention, the even grid, neighbours and the rest."""
     side, width = 12, 32

@@ -16,39 +16,6 @@ from torch import Tensor
 TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
 
 
-@torch.no_grad()
-def dense_logits(model, embeds: Tensor, position: list[Tensor], alive: list[Tensor]) -> Tensor:
-    """Logits (S, V) of every row.
-
-    Parameters
-    ----------
-    embeds : Tensor, (S, D)
-    position : list of Tensor, (S,)
-        Per layer, the rotary id of each row.
-    alive : list of Tensor, bool, (S,)
-        Per layer, which rows exist (the keys of others are masked).
-    """
-    decoder = model.get_decoder()
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation = "eager"
-    try:
-        hidden, s = embeds[None], embeds.shape[0]
-        causal = torch.ones(s, s, dtype=torch.bool).tril()
-        for layer, rows, ids in zip(decoder.layers, alive, position, strict=True):
-            # A dropped row still attends to itself, so that its softmax is finite.
-            visible = (causal & rows[None, :]) | torch.eye(s, dtype=torch.bool)
-            mask = torch.zeros(s, s, dtype=embeds.dtype).masked_fill(~visible, -torch.inf)
-            hidden = layer(
-                hidden,
-                attention_mask=mask[None, None],
-                position_embeddings=decoder.rotary_emb(hidden, ids[None]),
-                position_ids=ids[None],
-            )
-        return model.get_output_embeddings()(decoder.norm(hidden))[0]
-    finally:
-        decoder.config._attn_implementation = before
-
-
 def answer_logits(vlm, run, tokens: list[int]) -> Tensor:
     """The engine's logits (1 + len(tokens), V): after the prompt, then after each given token."""
     from vlmfast.engine.attention import switched

@@ -480,47 +480,6 @@ def test_clone_shares_no_mutable_state(grouped, recipe):
     fed(grouped, run, TOKENS[:1])
 
 
-def test_accepting_some_written_tokens():
-    """A tree of tokens: each row keeps its own path, as if only that had been written."""
-
-    def rows(**how) -> KVCache:
-        lengths = ([[5, 3], [4, 4]], [[9, 9], [2, 6]])
-        parts = [frozen(of, seed=i, logical=20 + i, **how)[0] for i, of in enumerate(lengths)]
-        return joined_caches(parts)
-
-    for how in ({}, {"track": True, "attention_mass": True, "bias": True}):
-        cache, other = rows(**how), rows(**how)
-        tree = write(cache, 6)
-        cache.accept(torch.tensor([[0, 2, 5], [1, 4, 0]]), [3, 2])
-        paths = [[0, 2, 5], [1, 4]]
-        # Row by row, only the accepted tokens.
-        for row, path in enumerate(paths):
-            for at, layer in enumerate(other.layers):
-                for name, factor in (("keys", 1), ("values", 2)):
-                    for head, n in enumerate(other.length[at, row].tolist()):
-                        new = factor * tree[at][row, head, path]
-                        getattr(layer, name)[row, head, n : n + len(path)] = new
-                layer.max_lengths[row] += len(path)
-            other.length[:, row] += len(path)
-        assert torch.equal(cache.length, other.length)
-        assert cache.logical == [23, 23] == cache.seen.tolist()
-        for at, row in ((at, row) for at in range(2) for row in range(2)):
-            assert cache.layers[at].max_lengths == other.layers[at].max_lengths
-            for name in ("keys", "values"):
-                for a, b in zip(
-                    contents(cache, at, row, name), contents(other, at, row, name), strict=True
-                ):
-                    assert torch.equal(a, b)
-            if how:
-                for order in contents(cache, at, row, "order"):
-                    assert order[-len(paths[row]) :].tolist() == [
-                        20 + row + i for i in range(len(paths[row]))
-                    ]
-                for name in ("attention_mass", "bias"):
-                    for of in contents(cache, at, row, name):
-                        assert not of[-len(paths[row]) :].any()
-
-
 # --- bytes ---------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 import tiny_families
 import vlmfast
 from closeness import apart, close
+from test_tome_cells import Look
 from tiny_models import build_llava, build_llava_next, make_image
-from vlmfast import VLM, RecipeError, Request
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors.views.crops import Crops, worth_encoding
 from vlmfast.core.layout import Kind
 from vlmfast.core.protocols import EncodeStage, ViewStage
@@ -55,22 +56,6 @@ def vlm(request) -> VLM:
 @pytest.fixture(scope="module")
 def model() -> VLM:
     return built("llava_next")
-
-
-@dataclass(frozen=True)
-class Look(EncodeStage):
-    """Records its inputs and keeps everything."""
-
-    name: ClassVar[str] = "test-look"
-    asked: tuple[SaliencyRequest, ...] = ()
-    seen: ClassVar[dict] = {}
-
-    def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return self.asked
-
-    def reduce(self, tokens, stats, request):
-        self.seen.update(tokens=tokens, stats=stats)
-        return tokens
 
 
 @dataclass(frozen=True)
@@ -317,16 +302,6 @@ def test_cls_tokens_belong_to_their_views(model) -> None:
     assert own.cls.shape == full.cls.shape
     close(own.cls[~own.skipped], full.cls[~own.skipped], terms=4000)
     apart(own.cls[~own.skipped], full.cls[~own.skipped].flip(0), terms=4000)
-
-
-def test_batches_equal_single_requests(model) -> None:
-    recipes = ["crops:0.5", None, "crops:0", "crops:0.5+hired:budget=0.3", "crops:1,cover=0.6"]
-    media = [CASES["images"], CASES["image"], VIDEO, {"images": TALL}, CASES["image"]]
-    requests = [Request("what ?", **of, recipe=r) for of, r in zip(media, recipes, strict=True)]
-    answers = model.ask_many(requests, batch_size=5, max_new_tokens=5)
-    for of, recipe, answer in zip(media, recipes, answers, strict=True):
-        alone = model.ask("what ?", **of, recipe=recipe, max_new_tokens=5)
-        assert answer.token_ids == alone.token_ids, recipe
 
 
 @pytest.mark.cases(1)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from closeness import apart, close
-from golden_eagle import outputs
 from helpers_layout import make_image
 from replayed import accepts_something, replay
 from vlmfast.core.drafting import Budget, Read, Round, Target
@@ -21,7 +20,6 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.tree import Tree
 from vlmfast.drafters._grow import RANKS, grow
 from vlmfast.drafters._layer import Cache
-from vlmfast.drafters._training import Drafting
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
@@ -145,36 +143,6 @@ KINDS = {
 @pytest.fixture(params=KINDS)
 def module(request: pytest.FixtureRequest) -> EagleModule:
     return module_of(**KINDS[request.param])
-
-
-def sequences(module: EagleModule, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(11)
-    embeds = torch.randn(*shape, WIDTH, dtype=torch.float64)
-    features = torch.randn(*shape, module.feature_width, dtype=torch.float64)
-    return embeds, features, torch.arange(shape[-1]).expand(shape)
-
-
-def test_unrolled_training_steps_equal_drafting(module: EagleModule) -> None:
-    """Row t of step s: the true rows to t, then s drafted rows on the tokens that follow."""
-    embeds, features, position = sequences(module, 1, 8)
-    steps = 3
-    ahead = [embeds.roll(-s, dims=1) for s in range(steps)]
-    attend, hidden, unrolled = Drafting(0), features, list[Tensor]()
-    for s, level in enumerate(ahead):
-        hidden = module.run(module.rows(level, hidden), position + s, attend)
-        unrolled.append(hidden)
-    for place in (0, 2, 4):
-        cache = Cache()
-        rows = module.rows(embeds, features)[:, : place + 1]
-        hidden = module.run(rows, position[:, : place + 1], cache.attend())[:, -1:]
-        for s in range(steps):
-            close(unrolled[s][:, place : place + 1], hidden, terms=(s + 1) * TERMS)
-            if s + 1 < steps:
-                nxt = embeds[:, place + s + 1 : place + s + 2]
-                row = module.rows(nxt, hidden)
-                hidden = module.run(row, position[:, place : place + 1] + s + 1, cache.attend())
-    plain = outputs(module, ahead[1], unrolled[0], position + 1)
-    apart(plain, unrolled[1], terms=steps * TERMS)
 
 
 def test_invalid_modules_are_refused() -> None:

@@ -19,7 +19,6 @@ import torch
 import closeness
 import tiny_families
 import vlmfast
-from batched import Together
 from driven import Driven
 from reference import TOKENS, Dense, answer_logits, entered
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
@@ -335,47 +334,6 @@ def test_tree_logits_equal_the_dense_reference(vlm, case):
     closeness.apart(logits[paths[0][2]], logits[paths[1][2]], terms=sums(vlm, run))
     expected = dense(alive, taken + wrong[5:])
     equal(vlm, run, "draft", torch.cat(rows), expected[-len(rows) :])
-
-
-@pytest.mark.cases(10)
-@pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
-def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
-    """Rows of different images and lengths in one batch."""
-    recipe = {
-        "none": (),
-        "random": "random:0.4",
-        "rank": Rank(layers_of(vlm)),
-        "compact": Rank(layers_of(vlm), "compact"),
-        "snapkv": "snapkv:keep=0.5,window=4",
-    }[method]
-    cases = ("one image", "three images", "an image and a video")
-    runs = [start(vlm, recipe, **CASES[served(vlm, case)]) for case in cases]
-    rows, answers = [], [TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS]]
-    with torch.no_grad(), switched(vlm.model):
-        rows.append(torch.cat([run.start(len(TOKENS)) for run in runs]))
-        layers = [run.cache.layers for run in runs]
-        decoder = Together([run.decoder for run in runs])
-        for tokens in zip(*answers, strict=True):
-            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
-    depth, sizes = vlm.adapter.depth, set()
-    for number, (run, tokens) in enumerate(zip(runs, answers, strict=True)):
-        dense = Dense(vlm, run.inputs.tensors)
-        sizes.add(dense.size)
-        got = torch.stack([row[number] for row in rows])
-        alive = entered(vlm, run)
-        read, numbered = None, None
-        if method == "snapkv":
-            read = readable(kept, layers[number], dense.size)
-        if method == "compact":
-            first = layers_of(vlm)[0]
-            numbered = [None if layer < first else alive[layer] for layer in range(depth)]
-        expected = dense(alive, tokens, numbered or [None] * depth, read)
-        protocol = {"random": "encode", "rank": "prefill", "compact": "prefill", "snapkv": "cache"}
-        equal(vlm, run, protocol.get(method, "none"), got, expected)
-        if method != "none":
-            control = dense(dense.everything(), tokens)
-            closeness.apart(got, control, terms=sums(vlm, run))
-    assert len(sizes) > 1
 
 
 def test_table_in_the_docs_is_complete():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import golden_made as made
-from golden_budgets import vlcache_case
 from golden_case import Reader, done, parameters
 from golden_evict import h2o_grouped, snapkv
 from golden_prumerge import case as prumerge_case
@@ -40,20 +39,6 @@ def test_h2o_aggregates_over_a_group(given: dict[str, Any]) -> None:
 )
 def test_snapkv_aggregates_and_pools(given: dict[str, Any]) -> None:
     replay(snapkv, made.evicted("snapkv", **given, batch=2))
-
-
-FLAGS = dict.fromkeys(("head_adaptive", "layer_adaptive", "layer_windows"), (True, False))
-
-
-@pytest.mark.parametrize("given", options(**FLAGS))
-def test_vlcache_windows_and_budgets(given: dict[str, Any]) -> None:
-    replay(vlcache_case, made.vlcache(**given, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_vlcache_in_half_precision(dtype: torch.dtype) -> None:
-    case = made.vlcache(head_adaptive=True, layer_adaptive=True, layer_windows=True, dtype=dtype)
-    replay(vlcache_case, case)
 
 
 # The reference of the adaptive grid fails for more than one view.

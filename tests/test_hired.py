@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,23 +78,6 @@ def test_crop_budgets_are_truncated_and_clamped() -> None:
     assert ours == ((stripes / stripes.sum()) * 288).int().tolist()
 
 
-def test_full_view_and_crops_on_a_worked_example() -> None:
-    """Two crops side by side; all content on the right, so the right crop gets all."""
-    tokens, geometry = make_image((1, 2), (2, 2))
-    content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
-    importance = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[1.0, 0, 0, 0]], [[0.1, 0.6, 0.2, 0.1]]])
-    stats = stats_of((geometry,), {0: content, 22: importance})
-    kept = HiRED(0.34).reduce(tokens, stats, REQUEST).layout  # trunc(12 * 0.34) = 4 tokens
-    assert torch.stack([kept.tile, kept.grid[:, 1], kept.grid[:, 2]], 1).tolist() == [
-        [0, 1, 0],
-        [0, 1, 1],
-        [2, 0, 1],
-        [2, 1, 0],
-    ]
-    stripes = HiRED(0.34, rule="code").reduce(tokens, stats, REQUEST).layout
-    assert stripes.tile.tolist() == [0, 0, 1, 2]  # one top patch in each half of the raster order
-
-
 def test_newline_policies() -> None:
     """Only the right crop has a choice in its lower row: one canvas row of two is open."""
     tokens, geometry = make_image((1, 2), (2, 2))
@@ -128,22 +110,6 @@ def test_packed_order_equals_the_prompt_order() -> None:
             tokens, _ = make_image(tiles, (4, 4), size, newlines=False)
             ids = tokens.layout.tile * 16 + tokens.layout.grid[:, 1] * 4 + tokens.layout.grid[:, 2]
             assert packed(tiles, (4, 4), size, transposed=False).tolist() == ids.tolist()
-
-
-@pytest.mark.parametrize(
-    ("size", "tiles", "delivered"), [((300, 600), (1, 2), 864), ((900, 300), (3, 1), 768)]
-)
-def test_swapped_grid_drops_tokens(
-    size: tuple[int, int], tiles: tuple[int, int], delivered: int
-) -> None:
-    full = (1 + tiles[0] * tiles[1]) * 576
-    assert len(packed(tiles, (24, 24), size, transposed=False)) == full
-    assert len(packed(tiles, (24, 24), size, transposed=True)) == delivered
-    plain = len(reduced(HiRED(0.3), {"tiles": tiles, "patches": (24, 24), "size": size})[1])
-    compat = HiRED(0.3, grid_compat=True)
-    assert len(reduced(compat, {"tiles": tiles, "patches": (24, 24), "size": size})[1]) < plain
-    square = {"tiles": (2, 2), "size": (70, 50)}
-    assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
 
 
 # --- properties ----------------------------------------------------------------------------------

@@ -183,30 +183,6 @@ def test_budget_is_exact_and_text_is_kept(
         assert torch.equal(kept.keys, kv.select(kept.order).keys)
 
 
-def test_rest_of_the_budget_goes_to_the_most_attended() -> None:
-    """Column sums, mean over the query heads of a KV head; the last slots are not ranked."""
-    visual = mixed(40, 6, seed=3)
-    kv = prompt_kv(noise(2, 40, 8), visual=visual)
-    score = noise(2, 3, 40, seed=5).exp()
-    none = torch.zeros_like(score)
-    stats = ColumnStats(none[:, 0].long(), torch.arange(40), score)
-    stage = LookM(0.5, 0.4, "none")
-    kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
-    hh, rec = sizes(40, 0.5, 0.4)
-    for head in range(2):
-        mean = score[head].mean(0)
-        ranking = sorted(range(40 - rec), key=lambda j: (bool(visual[j]), -float(mean[j])))
-        assert kept.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
-    assert not torch.equal(kept.order[0], kept.order[1])
-    # Without text first, the first four slots come first.
-    plain = LookM(0.5, 0.4, "none", text_prior=False).compress(prompt_step(40, 1), 0, kv, stats)
-    for head in range(2):
-        mean = score[head].mean(0)
-        ranking = sorted(range(40 - rec), key=lambda j: (j >= 4, -float(mean[j])))
-        assert plain.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
-    assert not torch.equal(plain.order, kept.order)  # control
-
-
 def test_text_beyond_the_budget_is_kept() -> None:
     visual = mixed(300, 90)
     _, kept = read(LookM(0.2), visual)
@@ -225,18 +201,6 @@ def test_sinks_beyond_the_budget_are_kept() -> None:
     assert len(read(LookM(0.2, text_prior=False), visual)[1]) == 8
     assert len(read(LookM(0.1, text_prior=False, sinks=2), visual)[1]) == 4
     assert len(read(LookM(0.01, text_prior=False, sinks=0), visual)[1]) == 1
-
-
-def test_no_op_returns_the_same_object() -> None:
-    for stage, visual in (
-        (LookM(1.0), mixed(33, 5)),
-        (LookM(0.2), torch.zeros(33, dtype=torch.bool)),  # no image
-        (LookM(1.0, text_prior=False), mixed(33, 33)),
-    ):
-        before, after = read(stage, visual)
-        assert after is before
-    before, after = read(LookM(0.5), mixed(33, 5))  # control
-    assert after is not before
 
 
 def test_heads_of_different_lengths_after_an_earlier_stage() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from closeness import apart, close, network
 from driven import Driven
-from reference import answer_logits, dense_logits
+from reference import Dense, answer_logits
 from short_prefill import embeds_of
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
@@ -213,16 +213,9 @@ def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     alive, position = by_hand(vlm, embeds, drop, stage.positions)
     assert [int((rows & visual).sum()) for rows in alive] == run.stats.visual_tokens_per_layer
     assert alive[-1].sum() < len(visual)
-    with torch.no_grad():
-        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
-    n = len(TOKENS)
-    alive = [torch.cat([rows, rows.new_ones(n)]) for rows in alive]
-    position = [torch.cat([ids, ids[-1] + 1 + torch.arange(n)]) for ids in position]
-    expected = dense_logits(vlm.model, torch.cat([embeds, answer]), position, alive)[-n - 1 :]
-    terms = network(vlm.model, len(visual) + n)
+    dense = Dense(vlm, tensors)
+    expected = dense(alive, TOKENS, alive if stage.positions == "compact" else None)
+    terms = network(vlm.model, len(visual) + len(TOKENS))
     close(got, expected, terms=terms)
     # Control: with nothing dropped the logits differ.
-    full = [torch.ones_like(alive[0])] * len(alive)
-    ids = [torch.arange(len(alive[0]))] * len(alive)
-    control = dense_logits(vlm.model, torch.cat([embeds, answer]), ids, full)[-n - 1 :]
-    apart(got, control, terms=terms)
+    apart(got, dense(tokens=TOKENS), terms=terms)

@@ -12,8 +12,6 @@ from closeness import apart, close
 from test_tome_cells import family, make_image
 from vlmfast import VLM, RecipeError, VLMFastError
 from vlmfast.core.saliency import SaliencyRequest, to_tokens, window_order
-from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.vision_attention import _vision_rows
 
 BUILD = tiny_families.first()
 SOURCES = {
@@ -281,26 +279,6 @@ def test_windowed_tower_has_no_received_attention():
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("specials", [0, 1])
-@pytest.mark.parametrize("padded", [False, True])
-def test_received_rows_equal_reference(specials, padded):
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(2, 2, 3, 9, 4, generator=generator).unbind(0)
-    visible = torch.ones(2, 9, dtype=torch.bool)
-    if padded:
-        visible[1, 6:] = False
-    bias = torch.randn(2, 1, 1, 9, generator=generator)
-    rows = _vision_rows(
-        StatRequest("received"), q, k, visible if padded else None, bias, None, specials
-    )
-    logits = q.double() @ k.double().transpose(-1, -2) / 2 + bias
-    weights = logits.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    for view in range(2):
-        there = visible[view].nonzero().flatten()[specials:]
-        close(rows[view, :, 0], weights[view][:, there].mean(1), torch.float32, 9 * 4)
-        apart(rows[view, :, 0], weights[view].sum(1), torch.float32, 9 * 4)
 
 
 def test_to_tokens_averages_patches():

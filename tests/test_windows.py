@@ -20,7 +20,6 @@ from transformers import AttentionInterface
 
 import reference
 import tiny_families
-from batched import Together
 from closeness import apart, close, network
 from driven import Driven
 from reference import TOKENS, answer_logits, entered
@@ -581,38 +580,6 @@ def test_draft_trees(recipe, window, kept):
             equal(vlm, logits[path], expected[1:], rows)
             wide = Dense(vlm, run.inputs.tensors, windows=False)
             differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
-
-
-def test_ragged_batch(vlm, kept):
-    """Prompts of different lengths, one of which fits into the window with its answer."""
-    texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    short = "random:0.2,positions=compact+zipcache"
-    recipes = "random:0.5+snapkv:keep=0.5,window=4", (), short
-    answers = [
-        (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
-    ]
-    runs, rows = [start(vlm, *case) for case in zip(texts, recipes, strict=True)], []
-    with torch.no_grad(), switched(vlm.model):
-        rows.append(torch.cat([run.start(30) for run in runs]))
-        bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
-        decoder = Together([run.decoder for run in runs])
-        for tokens in zip(*answers, strict=True):
-            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
-        last = decoder.only([0, 2]).next(torch.tensor([[60], [50]]))
-    assert bounded == [False, False, True]
-    got = torch.stack(rows, 1)
-    for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
-        more = {0: [60], 2: [50]}.get(number, [])
-        run = start(vlm, text, recipe)
-        want = answer_logits(vlm, run, answers[number] + more)
-        size = run.inputs.tensors["input_ids"].shape[1]
-        equal(vlm, got[number], want[:31], size)
-        if more:
-            equal(vlm, last[[0, 2].index(number)], want[31], size)
-    dense = Dense(vlm, runs[1].inputs.tensors)
-    equal(vlm, got[1], dense(tokens=answers[1]), dense.size)
-    wide = Dense(vlm, runs[1].inputs.tensors, windows=False)
-    differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
 
 
 @pytest.mark.cases(1)

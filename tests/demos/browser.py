@@ -313,21 +313,6 @@ def test_empty_question_and_invalid_recipe(page: Page) -> None:
     answered(page)
 
 
-def test_closing_the_page_during_an_answer(browser: Browser, address: str, page: Page) -> None:
-    """Both places in the queue are taken by pages that go away."""
-    for _ in range(2):
-        users = opened(browser, address)
-        other = next(users)
-        upload(other, IMAGE)
-        ask(other, "Describe the image.")
-        expect(other.locator("#image-full")).to_contain_text("There")
-        assert next(users, None) is None
-    upload(page, IMAGE)
-    ask(page)
-    answered(page)
-    assert text_of(page, "full") == SAID
-
-
 def test_other_controls(page: Page) -> None:
     recipe = page.locator("#recipe textarea, #recipe input")
     write(recipe, "hired:0.2+pyramiddrop+draft-ngram")
@@ -464,30 +449,6 @@ def test_host_header_is_checked(address: str) -> None:
     ):
         for path in ("/", "/config", "/gradio_api/info"):
             assert httpx.get(address + path, headers={"Host": host}).status_code == status, host
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_files_go_with_the_page_and_with_the_process(
-    browser: Browser, tmp_path: Path, number: signal.Signals
-) -> None:
-    with demo(tmp_path / "log", TMPDIR=str(tmp_path)) as (address, server):
-        (folder,) = tmp_path.glob("vlmfast-demo-*")
-        users = opened(browser, address)
-        page = next(users)
-        upload(page, IMAGE)
-        ask(page)
-        answered(page)
-        (uploaded,) = folder.rglob(IMAGE.name)
-        assert next(users, None) is None
-        end = time.monotonic() + READY_S
-        while uploaded.exists():
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        server.send_signal(number)
-        server.wait(timeout=60)
-        left = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert left == [tmp_path / "log"]  # Gradio leaves an empty folder
-        assert not folder.exists()
 
 
 def test_allowed_hosts(tmp_path: Path) -> None:
