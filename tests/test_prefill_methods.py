@@ -41,10 +41,8 @@ def vlm(request) -> VLM:
 
 
 @torch.no_grad()
-def by_hand(
-    vlm: VLM, embeds: Tensor, drop: Callable, policy: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows that remain at each layer (S,), and their rotary ids.
+def by_hand(vlm: VLM, embeds: Tensor, drop: Callable, policy: str) -> list[Tensor]:
+    """Rows that remain at each layer (S,).
 
     ``drop(layer, before, ahead, rows)`` returns the remaining rows. ``before`` contains the
     attention map (H, S, S) of the previous layer and its logits without mask and softmax.
@@ -55,7 +53,7 @@ def by_hand(
     ids, hidden, before = torch.arange(n), embeds[None], None
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    alive, position = [], []
+    alive = []
     decoder.config._attn_implementation = "eager"
 
     def attend(layer) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -88,10 +86,9 @@ def by_hand(
                     ids = (rows.cumsum(0) - 1).clamp(min=0)
             before, hidden = attend(layer)
             alive.append(rows)
-            position.append(ids)
     finally:
         decoder.config._attn_implementation = "sdpa"
-    return alive, position
+    return alive
 
 
 def top(rows: Tensor, visual: Tensor, score: Tensor, k: int) -> Tensor:
@@ -210,7 +207,7 @@ def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     drop = rule(visual, run.prompt.layout.protected)
-    alive, position = by_hand(vlm, embeds, drop, stage.positions)
+    alive = by_hand(vlm, embeds, drop, stage.positions)
     assert [int((rows & visual).sum()) for rows in alive] == run.stats.visual_tokens_per_layer
     assert alive[-1].sum() < len(visual)
     dense = Dense(vlm, tensors)
