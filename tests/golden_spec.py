@@ -481,11 +481,6 @@ def prompt_lookup(data: Reader, meta: Reader) -> None:
         done(case)
 
 
-def other_prompts(data: dict) -> dict:
-    """Control: prompts reversed."""
-    return data | {"cases": [c | {"input_ids": c["input_ids"][::-1]} for c in data["cases"]]}
-
-
 # --- the exact distribution ----------------------------------------------------------------------
 
 

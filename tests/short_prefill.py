@@ -8,22 +8,13 @@ import torch
 from torch import Tensor
 
 from driven import Driven
-from reference import answer_logits
+from reference import answer_logits, handed
 from vlmfast import VLM
 
 
 def embeds_of(vlm: VLM, tensors: dict) -> Tensor:
     """Input embeddings (S, D) of the prompt, merged by Hugging Face."""
-    taken = []
-    hook = vlm.model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: taken.append(kwargs["inputs_embeds"]), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            vlm.model(**tensors)
-    finally:
-        hook.remove()
-    return taken[0][0]
+    return handed(vlm.model, tensors)["inputs_embeds"][0]
 
 
 def ran(vlm: VLM, recipe: str, images: list) -> tuple[Driven, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny_models
 from closeness import apart, close, network
 from helpers_layout import image_arguments, prompt
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors.budget import equivalent
 from vlmfast.compressors.prefill.atp import ATP
 from vlmfast.compressors.prefill.atp.module import (
@@ -107,16 +107,6 @@ def test_grids_are_nested_lattices_without_newlines(arguments: dict, grids: int)
         inside = on
 
 
-def test_levels_are_in_nats_relative_to_the_others() -> None:
-    whole = torch.ones(4)
-    share = torch.tensor([0.1, 0.2, 0.3, 0.05])
-    expected = torch.log(4 * share)
-    close(cross_level(share, whole), expected, terms=4)
-    assert cross_level(torch.tensor([0.0, 1.0]), torch.ones(2)).isfinite().all()
-    logits = torch.tensor([1.0, 2.0, 6.0, -1.0])
-    close(self_level(logits + 7, whole), logits - 2, terms=4, scale=13)  # the largest that cancels
-
-
 def test_soft_masked_token_does_not_count() -> None:
     """Soft-masked tokens give the same scores as removed tokens."""
     soft = torch.tensor([1.0, 1e-9, 1.0, 1.0, 1e-9])
@@ -130,21 +120,6 @@ def test_soft_masked_token_does_not_count() -> None:
     half = torch.tensor([0.5, 1.0, 1.0])
     level = cross_level((torch.zeros(3) + half.log()).softmax(0), half)
     close(level, torch.zeros(3), terms=3, scale=1)
-
-
-def test_score_on_a_worked_example() -> None:
-    """Untrained: plain means over heads, mean of both sigmoids, initial thresholds."""
-    point = module(None).points["1"]
-    attention = torch.tensor([[0.1, 0.4], [0.3, 0.2], [0.1, 0.1], [0.1, 0.1]])
-    received = torch.tensor([[1.0, 3.0], [0.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
-    scores = point(attention, received, torch.tensor([0.0, 0.25]), torch.ones(2))
-    own, cross = torch.tensor([0.0, 0.0]), (2 * torch.tensor([0.15, 0.2])).log()
-    terms = len(attention) + 2  # heads, then tokens
-    close(scores.red, (own.sigmoid() + cross.sigmoid()) / 2, terms=terms)
-    # The logistic of log(r) is r / (1 + r).
-    close(scores.red, 0.25 + torch.tensor([0.3 / 1.3, 0.4 / 1.4]) / 2, terms=terms)
-    thetas = torch.stack([scores.theta_r, scores.theta_s])
-    close(thetas, torch.tensor([0.5, 0.9]), terms=2)  # logit and sigmoid
 
 
 def test_learned_score_equals_formula() -> None:
@@ -272,18 +247,6 @@ def test_kept_tokens_meet_thresholds_or_budget(
         assert abs(cost - max(budget * n, floor)) <= 1.5
 
 
-def test_budget_ranks_by_the_trained_thresholds() -> None:
-    """The budget that the thresholds imply keeps the tokens that the thresholds keep."""
-    net = module(5, layers=(1,))
-    stage, step = ATP((1,)), step_for({"tiles": (2, 2), "patches": (6, 6)}, net=module(5))
-    step.trained["atp"] = net
-    kept = stage.select_tokens(step, 1)
-    n, left = int(step.layout.visual.sum()), int(step.layout.visual[kept].sum())
-    assert 0 < left < n
-    same = ATP((1,), budget=equivalent(n, (1,), (left,), DEPTH) / n)
-    assert torch.equal(same.select_tokens(step, 1), kept)
-
-
 @given(
     n=st.integers(1, 3000),
     budget=st.floats(0.01, 1),
@@ -334,27 +297,12 @@ def test_keep_returns_none_without_text_or_image() -> None:
     assert ATP().select_tokens(step, 1) is None  # no image left
 
 
-@pytest.mark.parametrize("layers", ["0.5/0.25", "2/2"])
-def test_layers_must_ascend(layers: str) -> None:
-    with pytest.raises(RecipeError, match=f"atp.*layers={layers}"):
-        Recipe.parse(f"atp:layers={layers}")
-
-
 def test_unknown_layers_of_the_weights_are_refused() -> None:
     step = step_for({"tiles": (0, 0), "patches": (4, 4)}, net=module(layers=(1, 6)))
     with pytest.raises(RecipeError, match=r"atp: layers=.* after 1, 4, 6 of 8 .* after 1, 6$"):
         ATP().select_tokens(step, 1)
     with pytest.raises(RecipeError, match="atp: layers"):
         ATP((9,)).layers(DEPTH)
-
-
-def test_layers_scale_with_depth() -> None:
-    stage = ATP()
-    assert stage.layers(32) == (4, 14, 24)  # the paper's
-    assert stage.layers(6) == (1, 3, 4)
-    assert stage.layers(3) == (1, 2)
-    assert stage.floor(32) == 1 / 8
-    assert Recipe.parse("atp:0.3").acting("prefill")[0] == ATP(budget=0.3)
 
 
 # --- through the engine --------------------------------------------------------------------------
@@ -371,16 +319,6 @@ def vlm(request) -> VLM:
 def asked(vlm: VLM, recipe: str, **media):
     media = media or {"images": tiny_models.make_image(64, 64)}
     return vlm.ask("what?", recipe=recipe, max_new_tokens=4, **media)
-
-
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("budget", [0.2, 0.5, 0.9])
-@pytest.mark.parametrize("positions", ["keep", "compact"])
-def test_budgets_are_met(vlm: VLM, budget: float, positions: str) -> None:
-    answer = asked(vlm, f"atp:{budget},positions={positions}")
-    n = answer.stats.visual_tokens_in
-    assert answer.stats.equivalent_tokens == pytest.approx(budget * n, abs=1.5)
-    assert 0 < answer.stats.visual_tokens_kept["atp"] < n
 
 
 def test_keep_1_is_identity(vlm: VLM) -> None:
@@ -401,12 +339,6 @@ def test_own_thresholds_with_images_and_videos(vlm: VLM) -> None:
         assert set(first.trace.depth.tolist()) <= {*LAYERS, DEPTH}
         assert first.stats.visual_tokens_kept["atp"] < first.stats.visual_tokens_in
     assert asked(vlm, "atp", images=None).stats.visual_tokens_in == 0
-
-
-def test_missing_weights_raise() -> None:
-    built = VLM(*tiny_models.build_llava(layers=4))
-    with pytest.raises(RecipeError, match="vlmfast train atp"):
-        asked(built, "atp")
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +12,8 @@ from closeness import close
 from helpers_layout import REQUEST, image_arguments, make_image, prompt
 from tiny_models import make_image as tiny_image
 from vlmfast import VLM, Answer, Request
-from vlmfast.compressors.cells import occupied, resolution
 from vlmfast.compressors.select import count
 from vlmfast.compressors.tokens.downsample import Downsample
-from vlmfast.compressors.tokens.grid import Grid
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
@@ -25,7 +22,6 @@ from vlmfast.core.views import cells
 from vlmfast.engine.features import with_digests
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
-classes = pytest.mark.parametrize("kind", [Random, Grid, Downsample])
 
 
 def reduced(stage: EncodeStage, *images: dict) -> tuple[VisualTokens, VisualTokens]:
@@ -33,46 +29,7 @@ def reduced(stage: EncodeStage, *images: dict) -> tuple[VisualTokens, VisualToke
     return tokens, stage.reduce(tokens, VisionStats(stats.items, NO_ROWS), REQUEST)
 
 
-def same(a: VisualTokens, b: VisualTokens) -> bool:
-    return torch.equal(a.layout.order, b.layout.order) and torch.equal(a.features, b.features)
-
-
-# --- common properties ---------------------------------------------------------------------------
-
-
-@classes
-@given(arguments=st.lists(image_arguments((4, 4)), min_size=1, max_size=3), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_order_type_and_repeatability(
-    kind: type[EncodeStage], arguments: list[dict], data: st.DataObject
-) -> None:
-    name = data.draw(st.sampled_from(["keep", "budget"]))
-    stage = kind(**{name: data.draw(st.floats(0.01, 0.99))})
-    tokens, kept = reduced(stage, *arguments)
-    order = kept.layout.order.tolist()
-    assert order == sorted(set(order))
-    assert set(order) <= set(tokens.layout.order.tolist())
-    assert kept.layout.patches.all()  # neither text nor newlines
-    assert set(kept.layout.item.tolist()) == set(range(len(arguments)))
-    assert kept.features.dtype == tokens.features.dtype
-    torch.manual_seed(data.draw(st.integers(0, 9)))  # the global RNG state has no effect
-    assert same(reduced(stage, *arguments)[1], kept)
-    first = reduced(stage, arguments[0])[1]
-    assert torch.equal(first.features, kept.features[kept.layout.item == 0])
-
-
 # --- random and grid -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Random, Grid])
-@given(image_arguments(), st.floats(0.01, 0.99))
-@settings(max_examples=25, deadline=None)
-def test_count_is_exact(kind: type[EncodeStage], arguments: dict, rate: float) -> None:
-    tokens, kept = reduced(kind(rate), arguments)
-    patches = int(tokens.layout.patches.sum())
-    assert len(kept) == min(count(rate, len(tokens)), patches)
-    rows = torch.isin(tokens.layout.order, kept.layout.order)
-    assert torch.equal(kept.features, tokens.features[rows])
 
 
 def test_counts_round_half_to_even() -> None:
@@ -86,7 +43,8 @@ def test_random_draws_differ_by_seed_and_item() -> None:
     second = same_image_twice.layout.item == 1
     offset = int(same_image_twice.layout.order[second][0] - one.layout.order[0])
     assert not torch.equal(same_image_twice.layout.order[second], one.layout.order + offset)
-    assert not same(reduced(Random(0.3, seed=1), arguments)[1], one)
+    other = reduced(Random(0.3, seed=1), arguments)[1]
+    assert not torch.equal(other.layout.order, one.layout.order)
     few = set(reduced(Random(0.1), arguments)[1].layout.order.tolist())
     assert few < set(one.layout.order.tolist())
     # Every patch is drawn at some seed: no part of the image is left out.
@@ -155,20 +113,6 @@ def test_evenly_spaced_indices(n: int, data: st.DataObject) -> None:
 # --- downsample ----------------------------------------------------------------------------------
 
 
-def test_average_on_a_worked_example() -> None:
-    tokens, geometry = make_image((0, 0), (4, 4))
-    kept = Downsample(0.25).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
-    assert len(kept) == 4
-    blocks = tokens.features.view(2, 2, 2, 2, -1).mean((1, 3)).flatten(0, 1)
-    close(kept.features, blocks, terms=4)
-    # All four tokens of a block are equally far from its centre: the first is its representative.
-    assert kept.layout.order.tolist() == [0, 2, 8, 10]
-    assert kept.layout.weight.tolist() == [4, 4, 4, 4]
-    halves = torch.tensor([0.0, 0.5])
-    top_left = torch.cartesian_prod(halves, halves).flip(1)
-    assert torch.equal(kept.layout.box, torch.cat([top_left, top_left + 0.5], dim=1))
-
-
 def test_representative_is_nearest_the_centre() -> None:
     tokens, geometry = make_image((0, 0), (6, 6))
     kept = Downsample(4 / 36).reduce(tokens, VisionStats((geometry,), NO_ROWS), REQUEST)
@@ -226,15 +170,3 @@ def test_weights_and_levels_are_pooled() -> None:
     # In float32 for any input type.
     scale = level.abs().max()
     close(kept.extra[0][0], expected, torch.float32, len(weight), scale=scale)
-
-
-def test_cells_and_counts() -> None:
-    assert cells(6, 4).tolist() == [0, 1, 1, 2, 3, 3]
-    full = torch.ones(5, 4, 4, dtype=torch.bool)
-    assert occupied(full).tolist() == [[5 * a * b for b in range(1, 5)] for a in range(1, 5)]
-    half = full.clone()
-    half[1:, :2] = False  # four crops of which only the lower half exists
-    assert occupied(half)[1, 1] == 4 + 4 * 2
-    assert resolution(full, 45) == (3, 3)
-    assert resolution(full, 1) == (1, 1)
-    assert resolution(full, 32) == (2, 3)  # 30 tokens; 40 would be farther

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, MediaError, RecipeError, Request, VLMFastError
@@ -76,14 +75,6 @@ def singles(vlm) -> list:
     return [alone(vlm, r) for r in REQUESTS]
 
 
-def test_the_requests_differ(singles):
-    """Control for the tests below: all answers differ."""
-    assert len({tuple(a.token_ids) for a in singles}) == len(singles)
-    assert len({len(a.token_ids) for a in singles}) > 8
-    assert len({a.stats.prompt_tokens for a in singles}) > 6
-    assert len({tuple(a.stats.kv_tokens_per_layer) for a in singles}) > 10
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "batch_size", [1, 8, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)]
@@ -134,33 +125,9 @@ def test_row_that_ends_at_once(vlm, singles):
     assert [len(a.token_ids) for a in vlm.ask_many([ends, one], batch_size=2)] == [1, 1]
 
 
-def test_row_that_ends_in_the_middle(vlm, singles):
-    """By an end token of its own; no other row ends by that."""
-    ids = singles[6].token_ids
-    at = next(i for i, token in enumerate(ids) if i > 2 and token not in ids[:i])
-    ends = replace(REQUESTS[6], generation={"max_new_tokens": 22, "eos_token_id": ids[at]})
-    same = replace(REQUESTS[6], generation={"max_new_tokens": 22, "eos_token_id": 2})
-    answers = vlm.ask_many([same, ends, same], batch_size=3)
-    assert answers[1].token_ids == ids[: at + 1]
-    assert answers[0].token_ids == answers[2].token_ids == ids
-
-
 def test_empty_batch_gives_no_answers(vlm):
     assert vlm.ask_many([]) == []
     assert vlm.ask_many(iter([]), batch_size=2) == []
-
-
-def test_questions_without_an_image(vlm):
-    answers = vlm.ask_many(["say a", Request("say b"), "and c"], batch_size=2, max_new_tokens=5)
-    for got, question in zip(answers, ("say a", "say b", "and c"), strict=True):
-        assert_same(got, vlm.ask(question, max_new_tokens=5))
-    # A recipe does not change them.
-    recipes = ("h2o:0.3", "kivi:residual=8,group=4", "pyramiddrop", "zipcache")
-    requests = [request(r, (), "say something", max_new_tokens=12) for r in recipes]
-    expected = vlm.ask("say something", max_new_tokens=12)
-    for got in vlm.ask_many([*requests, REQUESTS[6]], batch_size=5)[:4]:
-        assert got.token_ids == expected.token_ids
-        assert got.stats.kv_tokens_per_layer == expected.stats.kv_tokens_per_layer
 
 
 # --- prefill -------------------------------------------------------------------------------------
@@ -250,51 +217,6 @@ def test_generation_arguments_apply_per_request(vlm):
     assert [len(a.token_ids) for a in answers] == [12, 7, 10, 12]
     assert answers[0].token_ids != answers[3].token_ids  # the penalty has an effect
     assert len(set(answers[1].token_ids)) == 7
-
-
-class Looks(LogitsProcessor):
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-
-    def __call__(self, ids, scores):
-        assert ids.shape[0] == scores.shape[0] == 1
-        self.seen.append(ids[0].tolist())
-        return scores
-
-
-def test_logits_processors_get_their_own_ids(vlm):
-    looks = [Looks() for _ in range(4)]
-    requests = [
-        replace(r, generation={**r.generation, "logits_processor": LogitsProcessorList([look])})
-        for r, look in zip(REQUESTS[1:5], looks, strict=True)
-    ]
-    answers = vlm.ask_many(requests, batch_size=3)
-    for r, look, answer in zip(requests, looks, answers, strict=True):
-        prompt = vlm.inputs(r.question, r.images)["input_ids"][0].tolist()
-        grown = [prompt + answer.token_ids[:i] for i in range(len(answer.token_ids))]
-        assert look.seen == grown
-
-
-def test_sampling(vlm):
-    sampled = {"do_sample": True, "temperature": 1.3, "top_k": 0}
-    lengths = [6, 9, 8, 4, 7]
-    requests = [
-        replace(r, generation={"max_new_tokens": length, "min_new_tokens": 3})
-        for r, length in zip(REQUESTS[:5], lengths, strict=True)
-    ]
-
-    def ids(batch_size: int, seed: int) -> list[list[int]]:
-        torch.manual_seed(seed)
-        answers = vlm.ask_many(requests, batch_size=batch_size, **sampled)
-        return [answer.token_ids for answer in answers]
-
-    first = ids(3, 0)
-    assert [len(of) for of in first] == lengths
-    assert ids(3, 0) == first != ids(3, 1)
-    # At batch size 1 they draw as successive calls of `ask` do.
-    torch.manual_seed(7)
-    expected = [alone(vlm, r, **sampled).token_ids for r in requests]
-    assert ids(1, 7) == expected
 
 
 # --- memory --------------------------------------------------------------------------------------

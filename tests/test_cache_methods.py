@@ -382,14 +382,3 @@ def test_a_ragged_batch_equals_a_dense_reference(vlm: VLM, method: str) -> None:
         close(rows, reference(vlm, method, prompt), FLOAT, sums(vlm, prompt))
     close(got[3], plain(vlm, 2), FLOAT, sums(vlm, 2))
     apart(got[0], got[1], FLOAT, sums(vlm, 1))
-
-
-def test_reference_equals_the_model(vlm: VLM) -> None:
-    """With nothing dropped the reference gives Hugging Face's logits."""
-    tensors = tensors_of(vlm, 0)
-    dense = Dense(vlm, everything(vlm, tensors), None)
-    with torch.no_grad():
-        cache = vlm.model(**tensors, use_cache=True).past_key_values
-        for token in TOKENS[:4]:
-            wanted = vlm.model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits
-            close(dense.step(token), wanted[:, -1], FLOAT, sums(vlm, 0))

@@ -11,7 +11,6 @@ from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.tokens.catp import CATP
-from vlmfast.kernels.coverage import cover
 
 
 def greedy(worth: torch.Tensor, k: int, value) -> list[int]:
@@ -21,29 +20,6 @@ def greedy(worth: torch.Tensor, k: int, value) -> list[int]:
         rest = [j for j in range(worth.shape[1]) if j not in chosen]
         chosen.append(max(rest, key=lambda j: value([*chosen, j])))
     return chosen
-
-
-def test_covering_on_a_worked_example() -> None:
-    generator = torch.Generator().manual_seed(0)
-    worth = torch.rand(12, 9, generator=generator)
-    bonus, scale = torch.rand(9, generator=generator), torch.rand(9, generator=generator)
-
-    def covered(columns: list[int]) -> float:
-        return float(worth[:, columns].amax(1).sum())
-
-    assert cover(worth, 5).tolist() == greedy(worth, 5, covered)
-    expected = greedy(worth, 5, lambda columns: covered(columns) + float(bonus[columns].sum()))
-    assert cover(worth, 5, bonus=bonus).tolist() == expected
-    expected = greedy(
-        worth,
-        5,
-        lambda columns: (
-            (covered(columns) - (covered(columns[:-1]) if columns[:-1] else 0)) * scale[columns[-1]]
-        ),
-    )
-    assert cover(worth, 5, scale=scale).tolist() == expected
-    assert cover(torch.ones(3, 4), 4).tolist() == [0, 1, 2, 3]  # the first of equals
-    assert sorted(cover(worth, 9).tolist()) == list(range(9))
 
 
 @pytest.mark.cases(1)
@@ -129,15 +105,6 @@ def test_budget_is_met(count, budget) -> None:
     run, _ = ran(vlm, f"catp:budget={budget}", images)
     share = run.stats.equivalent_tokens / run.stats.visual_tokens_in
     assert share == pytest.approx(budget, abs=0.02)
-
-
-def test_parts_and_layers() -> None:
-    cover_part, context = CATP().expand()
-    assert (cover_part.protocol, context.protocol) == ("encode", "prefill")
-    assert CATP().layer(32) == 6
-    assert CATP(k=10).layer(40) == 10
-    assert context.layers(32) == (7, 8)
-    assert sorted(context.text_stats(32)) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("k", [2.5, 6, 0.9])

@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from closeness import apart, close
+from closeness import close
 from tiny_families import STATES, build_gemma3, builders, first
 from tiny_models import build_llava, make_image
 from tower_terms import network
 from vlmfast import VLM, DeadlineExceeded, Request, VLMFastError
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.registry import stage_class
-from vlmfast.engine import attention
 from vlmfast.engine.chunks import chunks, splits
 from vlmfast.engine.prefill import Prompt
 from vlmfast.engine.prefiller import Prefiller
@@ -94,30 +93,6 @@ def test_chunks_give_the_answer_of_one_pass(family: str, recipe: str, first_logi
         count = got.stats.prefill_chunks
         assert count == len(first_logits) and count >= got.stats.prompt_tokens / max(size, 24)
         close(first_logits[-1], whole, dtype, network(model, got.stats.prompt_tokens))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_in_other_dtypes(dtype: torch.dtype, first_logits) -> None:
-    vlm = VLM(*build_llava(dtype=dtype))
-    asked(vlm, "none", max_new_tokens=1)
-    asked(vlm, "none", max_new_tokens=1, prefill_chunk_size=16)
-    whole, *_, last = first_logits
-    close(last, whole, dtype, network(vlm.model, 83))
-
-
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_a_wrong_mask_is_detected(shift: int, first_logits, monkeypatch) -> None:
-    """A control: each row of a chunk sees one key too few or too many."""
-    vlm = VLM(*build_llava(dtype=torch.float64))
-    asked(vlm, "none", max_new_tokens=1)
-
-    def wrong(rows: int, keys: int) -> torch.Tensor:
-        return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows + shift)
-
-    monkeypatch.setattr(attention, "causal_lower_right", wrong)
-    asked(vlm, "none", max_new_tokens=1, prefill_chunk_size=16)
-    whole, *_, last = first_logits
-    apart(last, whole, torch.float64, network(vlm.model, 83))
 
 
 def test_methods_under_which_prompts_are_not_split() -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import io
 import json
 import logging
-import math
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ import tiny_models
 from vlmfast.cli import commands as cli
 from vlmfast.cli import main
 from vlmfast.cli.parser import every_parser, shown_default
-from vlmfast.core.recipe import PRESETS, Recipe
+from vlmfast.core.recipe import Recipe
 
 QUESTION = "How many?"
 ROOT = Path(cli.__file__).parents[2]
@@ -157,13 +156,6 @@ def test_compare_json_and_overlay(ask, tmp_path: Path, capsys: pytest.CaptureFix
         assert image.height > 600
 
 
-def test_compare_needs_a_recipe(ask, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(ask(command="compare"))
-    assert leaving.value.code == 2
-    assert "--recipe" in capsys.readouterr().err
-
-
 # --- methods, env, train, eval, report -----------------------------------------------------------
 
 
@@ -248,19 +240,6 @@ def test_types_of_parameters_without_postponed_annotations() -> None:
     assert (types["cell"], types["least"], types["keep"]) == ("int", "float | None", "float")
 
 
-def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    facts = run_json(capsys, ["env", "--json"])
-    assert facts["packages"]["torch"]
-    assert facts["cores"] >= 1
-    assert facts["variables"]["VLMFAST_KERNELS"] == "torch"
-    assert main(["env"]) == 0
-    out = capsys.readouterr().out
-    assert "transformers" in out
-    assert "VLMFAST_KERNELS=torch" in out
-    assert str(Path.home()) not in out + json.dumps(facts)
-
-
 def test_env_hides_secrets_and_paths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -268,11 +247,13 @@ def test_env_hides_secrets_and_paths(
     monkeypatch.setenv("VLMFAST_CLOSENESS", str(tmp_path))
     monkeypatch.setenv("VLMFAST_KERNELS", "-swiglu")
     facts = run_json(capsys, ["env", "--json"])
+    assert facts["packages"]["torch"] and facts["cores"] >= 1
     shown = {"VLMFAST_API_KEY": "(set)", "VLMFAST_CLOSENESS": "(set)", "VLMFAST_KERNELS": "-swiglu"}
     assert shown.items() <= facts["variables"].items()
     assert main(["env"]) == 0
     out = capsys.readouterr().out + json.dumps(facts)
     assert "password-of-a-server" not in out and str(tmp_path) not in out
+    assert "transformers" in out and str(Path.home()) not in out
 
 
 @pytest.fixture
@@ -376,33 +357,6 @@ def test_help_has_examples_that_parse(
                     Recipe.parse(text)
 
 
-def test_help_names_the_presets_with_what_they_keep(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {
-        name: math.prod(stage.budget for stage in Recipe.parse(name))
-        for name in PRESETS
-        if name != "none"
-    }
-    *first, last = kept
-    shares = [f"{budget:.0%}" for budget in kept.values()]
-    sentence = (
-        f"{', '.join(first)} and {last} keep {', '.join(shares[:-1])} and {shares[-1]} of the "
-        "visual tokens"
-    )
-    for command in ("ask", "compare", "bench", "eval", "serve", "demo"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert sentence in " ".join(capsys.readouterr().out.split())
-
-
-def test_default_length_in_the_help() -> None:
-    from vlmfast.api.generation import DEFAULT_NEW_TOKENS
-
-    ask = dict(PARSERS)[("ask",)]
-    assert f"(default: the checkpoint's, or {DEFAULT_NEW_TOKENS})" in " ".join(
-        ask.format_help().split()
-    )
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     import vlmfast
 
@@ -433,22 +387,6 @@ def test_errors_are_one_line(
     error = run_error(capsys, ask(*argv))
     for word in words:
         assert word in error
-
-
-def test_unreadable_media(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.png"
-    text.write_text("no image")
-    empty = tmp_path / "empty.mp4"
-    empty.touch()
-    for file in (text, empty, tmp_path / "missing.png", tmp_path):
-        assert file.name in run_error(capsys, ask(file=file))
-
-
-def test_text_only_model(ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_models.build_text_only(tmp_path)
-    error = run_error(capsys, ask("--model", str(tmp_path)))
-    assert "llama" in error
-    assert "supported" in error
 
 
 @pytest.mark.parametrize("name", ["sheet.xyz", "sheet", "missing/sheet.png"])

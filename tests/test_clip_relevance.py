@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-from itertools import combinations
 
 import pytest
 import torch
@@ -112,24 +111,6 @@ def test_maps_are_sampled_at_box_centres() -> None:
 
 
 # --- the choice ----------------------------------------------------------------------------------
-
-
-def test_determinant_by_brute_force() -> None:
-    features = torch.randn(7, 8, generator=torch.Generator().manual_seed(2))
-    relevance = torch.tensor([0.9, 0.1, 0.5, 0.8, 0.2, 0.7, 0.3])
-    kernel = open_clip_models.conditional(cosine(features), relevance)
-    r = (relevance - 0.1) / (0.8 + 1e-6)
-    plain = r[:, None] * (cosine(features) + open_clip_models._RIDGE * torch.eye(7)) * r
-    close(kernel, plain, terms=features.shape[1], scale=1)
-    chosen: list[int] = []
-    for _ in range(4):
-        rest = [j for j in range(7) if j not in chosen]
-        chosen.append(
-            max(rest, key=lambda j: float(kernel[[*chosen, j]][:, [*chosen, j]].double().det()))
-        )
-    assert dpp(kernel, 4).tolist() == chosen
-    best = max(combinations(range(7), 2), key=lambda s: float(kernel[list(s)][:, list(s)].det()))
-    assert set(dpp(kernel, 2).tolist()) == set(best)
 
 
 def test_duplicates_are_ranked_by_relevance() -> None:

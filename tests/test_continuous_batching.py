@@ -623,16 +623,6 @@ def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> Non
     vlm.adapter.pool.out = 0  # buffers that were taken before are freed with their cache
 
 
-def test_two_engines_on_one_model() -> None:
-    model, processor = build_llava(layers=2, dtype=torch.float64)
-    pair = VLM(model, processor), VLM(model, processor)
-    assert pair[0].engine is not pair[1].engine
-    requests = [request(seed, tokens=8) for seed in range(6)]
-    wanted = [alone(pair[0], r) for r in requests]
-    handles = [pair[n % 2].submit(r) for n, r in enumerate(requests)]
-    assert [handle.result().token_ids for handle in handles] == wanted
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_a_fork_inherits_no_request(vlm: VLM) -> None:
@@ -815,20 +805,6 @@ def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
     steps, got, streamed = steps_while_reading(vlm, "none", monkeypatch)
     assert got == wanted and streamed == alone(vlm, request(0, tokens=STREAM))
     assert steps >= 2
-
-
-def test_prompts_are_not_interrupted_where_no_answer_is_streamed(vlm: VLM, monkeypatch) -> None:
-    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", 0.0)
-    inside: list[bool] = []
-    run = Rounds.run
-
-    def noted(self: Rounds, batches: Any) -> None:
-        inside.append(bool(vlm.engine._scheduler.begun))
-        run(self, batches)
-
-    monkeypatch.setattr(Rounds, "run", noted)
-    vlm.ask_many([request(seed, tokens=9) for seed in range(3)], batch_size=3)
-    assert inside and not any(inside)
 
 
 # --- random schedules ----------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from torch import Tensor
 import tiny_families
 import vlmfast
 from closeness import apart, close
+from test_tome_cells import Look
 from tiny_models import build_llava, build_llava_next, make_image
-from vlmfast import VLM, RecipeError, Request
-from vlmfast.compressors.tokens.hired import content_by_area
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors.views.crops import Crops, worth_encoding
 from vlmfast.core.layout import Kind
 from vlmfast.core.protocols import EncodeStage, ViewStage
@@ -56,22 +56,6 @@ def vlm(request) -> VLM:
 @pytest.fixture(scope="module")
 def model() -> VLM:
     return built("llava_next")
-
-
-@dataclass(frozen=True)
-class Look(EncodeStage):
-    """Records its inputs and keeps everything."""
-
-    name: ClassVar[str] = "test-look"
-    asked: tuple[SaliencyRequest, ...] = ()
-    seen: ClassVar[dict] = {}
-
-    def saliencies(self) -> tuple[SaliencyRequest, ...]:
-        return self.asked
-
-    def reduce(self, tokens, stats, request):
-        self.seen.update(tokens=tokens, stats=stats)
-        return tokens
 
 
 @dataclass(frozen=True)
@@ -154,19 +138,6 @@ def test_worth_encoding(content, keep, cover, expected) -> None:
     assert worth_encoding(torch.tensor(content).double(), keep, cover) == expected
 
 
-def test_crops_are_those_of_hireds_content(model) -> None:
-    """The content read from the base view alone equals the one read after encoding everything."""
-    _, stats, _ = looked(model, asked=(SaliencyRequest("first"),), **CASES["images"])
-    _, own, _ = looked(model, Crops(0.5), **CASES["images"])
-    assert any(item.tiles[0] * item.tiles[1] > 1 for item in stats.items)
-    for item in stats.items:
-        rows = stats.salient(SaliencyRequest("first"), item).rows.sum(1)
-        content = content_by_area(rows[0], item.patches, item.tiles)
-        crops = worth_encoding(content, 0.5, 1)
-        skipped = own.skipped[item.views[0] + 1 : item.views[1]].tolist()
-        assert [crop for crop, gone in enumerate(skipped) if not gone] == crops
-
-
 # --- every family with crops ----------------------------------------------------------------------
 
 
@@ -240,22 +211,6 @@ def test_skipped_crops_enter_neither_tower_nor_projector(vlm, case) -> None:
         crops = [item.views[1] - item.views[0] - 1 for item in vision.items]
         assert stats.views == sum(crops) + len(crops)
         assert tower == len(crops) + sum(round(keep * count) for count in crops)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("positions", ["keep", "compact"])
-def test_answers_equal_those_with_tokens_dropped_after_the_tower(vlm, positions) -> None:
-    for media in CASES.values():
-        tokens, _, answer = looked(vlm, Crops(0.5, positions=positions), **media)
-        drops = Drops(tuple(tokens.layout.order.tolist()), positions)
-        same = vlm.ask("what ?", **media, recipe=Recipe((drops,)), max_new_tokens=4, top_logprobs=0)
-        got = vlm.ask(
-            "what ?", **media, recipe=Crops(0.5, positions=positions), max_new_tokens=4,
-            top_logprobs=0,
-        )  # fmt: skip
-        assert got.token_ids == same.token_ids == answer.token_ids
-        for one, other in zip(got.logprobs, same.logprobs, strict=True):
-            close(one.logprob, other.logprob, torch.float32, terms=20000, scale=10.0)
 
 
 @pytest.mark.cases(3)
@@ -347,16 +302,6 @@ def test_cls_tokens_belong_to_their_views(model) -> None:
     assert own.cls.shape == full.cls.shape
     close(own.cls[~own.skipped], full.cls[~own.skipped], terms=4000)
     apart(own.cls[~own.skipped], full.cls[~own.skipped].flip(0), terms=4000)
-
-
-def test_batches_equal_single_requests(model) -> None:
-    recipes = ["crops:0.5", None, "crops:0", "crops:0.5+hired:budget=0.3", "crops:1,cover=0.6"]
-    media = [CASES["images"], CASES["image"], VIDEO, {"images": TALL}, CASES["image"]]
-    requests = [Request("what ?", **of, recipe=r) for of, r in zip(media, recipes, strict=True)]
-    answers = model.ask_many(requests, batch_size=5, max_new_tokens=5)
-    for of, recipe, answer in zip(media, recipes, answers, strict=True):
-        alone = model.ask("what ?", **of, recipe=recipe, max_new_tokens=5)
-        assert answer.token_ids == alone.token_ids, recipe
 
 
 @pytest.mark.cases(1)
@@ -471,19 +416,6 @@ def test_families_without_crops_are_refused() -> None:
     for build in (tiny_families.build_ovis2, tiny_families.build_cohere2_vision):
         with pytest.raises(RecipeError, match="needs all views again after its vision"):
             VLM(*build()).ask("what ?", images=WIDE, recipe="crops:0.5")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        ("crops:saliency=norm", "saliency=norm is out of range, allowed is one of auto, cls, rec"),
-        ("hired+crops", "not in pipeline order; write crops"),
-        ("crops:budget=0.5", "crops has no parameter 'budget'"),
-    ],
-)
-def test_bad_parameters_raise(recipe, message) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(recipe)
 
 
 def test_saliency_the_tower_lacks_raises() -> None:

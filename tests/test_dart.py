@@ -10,20 +10,7 @@ from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, RecipeError
-from vlmfast.compressors.prefill.dart import DART, retained
-
-
-def test_pivots_take_the_least_similar_tokens() -> None:
-    hidden = torch.tensor([[1.0, 0], [0, 1], [-1, 0.1], [-3, 0], [1, -1], [0, -2]])
-    pool = torch.tensor([False, False, True, True, True, True])
-    assert retained(hidden, pool, [0], [1]).tolist() == [False] * 3 + [True, False, False]
-    # The second pivot takes row 5, the farthest from it, and then row 4.
-    taken = retained(hidden, pool, [0, 1], [1, 2])
-    assert taken.nonzero()[:, 0].tolist() == [3, 4, 5]
-    taken = retained(hidden, pool, [1, 0], [2, 1])  # another order gives another result
-    assert taken.nonzero()[:, 0].tolist() == [3, 4, 5]
-    assert retained(hidden, pool, [1, 0], [1, 1]).nonzero()[:, 0].tolist() == [3, 5]
-    assert retained(hidden, pool, [0, 1], [9, 1]).tolist() == pool.tolist()
+from vlmfast.compressors.prefill.dart import DART
 
 
 @pytest.mark.parametrize("positions", ["keep", "compact"])

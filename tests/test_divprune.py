@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers_layout import REQUEST, image_arguments, make_image, prompt
+from helpers_layout import REQUEST, make_image, prompt
 from vlmfast.compressors.groups import together
 from vlmfast.compressors.tokens.divprune import DivPrune
 from vlmfast.core.counting import MOST
@@ -80,20 +78,3 @@ def test_frames_of_a_video_are_grouped() -> None:
     frames = (replace(geometry, video=0),) * 4
     assert [len(g) for g in together(long, frames)] == [6000, 6000]
     assert MOST == 8192
-
-
-@given(image_arguments(), st.floats(0.02, 0.98), st.sampled_from(["keep", "budget"]))
-@settings(max_examples=20, deadline=None)
-def test_kept_count_per_image(arguments: dict, share: float, name: str) -> None:
-    tokens, stats = prompt(arguments, arguments)
-    stage = DivPrune(**{name: share})
-    kept = stage.reduce(tokens, stats, REQUEST)
-    order = kept.layout.order
-    assert bool((order[1:] > order[:-1]).all())
-    first = tokens.layout.item == 0
-    alone = stage.reduce(tokens.select(first), VisionStats(stats.items[:1], {}), REQUEST)
-    mine = kept.layout.item == 0
-    assert len(alone) == max(1, round(share * int(first.sum())))
-    assert torch.equal(kept.layout.order[mine], alone.layout.order)
-    same = torch.isin(tokens.layout.order, order)
-    assert torch.equal(kept.features, tokens.features[same])

@@ -91,7 +91,6 @@ def met_by(case) -> set:
 
 
 PAIRS = covering(AXES)
-PRODUCT = list(itertools.product(*AXES))
 
 
 @dataclass
@@ -166,10 +165,4 @@ def check(models: Models, case: tuple) -> None:
 @pytest.mark.cases(30)
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case)))
 def test_pairs(models: Models, case: tuple) -> None:
-    check(models, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: "-".join(map(str, case)))
-def test_product(models: Models, case: tuple) -> None:
     check(models, case)

@@ -10,7 +10,6 @@ import itertools
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,7 @@ from vlmfast.core.drafting import SlotList
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
 from vlmfast.core.tree import Tree
-from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
-from vlmfast.engine.kv_layer import KVLayer
+from vlmfast.drafters.draft_self import Chain, DraftSelf
 from vlmfast.errors import RecipeError, VLMFastError
 
 BUILD = tiny_families.first()
@@ -416,63 +414,6 @@ def test_views_that_read_the_question_share_no_prefill(llava) -> None:
 
 
 # --- stale views ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def planted(monkeypatch) -> Iterator:
-    """Change the notes of all layers after the prompt."""
-
-    def plant(change) -> None:
-        finish = KeptSlots.finish
-
-        def changed(self, context, cache):
-            cache = finish(self, context, cache)
-            layers = context.notes[self.name]["layers"]
-            layers.update({layer: change(*note) for layer, note in layers.items()})
-            return cache
-
-        monkeypatch.setattr(KeptSlots, "finish", changed)
-
-    return plant
-
-
-def test_a_stale_view_lowers_acceptance_alone(llava, planted) -> None:
-    recipe = "draft-self:keep=1,confidence=0,refresh=0"
-    plain = llava.ask(QUESTION, **given())
-    whole = llava.ask(QUESTION, recipe=recipe, **given())
-    assert whole.stats.accepted == whole.stats.drafted
-    planted(lambda slots, counts, start, visual: (slots % 2, counts, start, visual))
-    stale = llava.ask(QUESTION, recipe=recipe, **given())
-    assert stale.token_ids == whole.token_ids == plain.token_ids
-    assert stale.stats.accepted < whole.stats.accepted / 2
-    # The first verified round replaces it.
-    fresh = llava.ask(QUESTION, recipe=recipe.replace("refresh=0", "refresh=9"), **given())
-    assert fresh.stats.accepted > stale.stats.accepted
-
-
-@pytest.fixture
-def kept_drafts(monkeypatch) -> Callable[[], None]:
-    """From the call on, verification keeps the keys and values of drafts; for one row."""
-    write = KVLayer._write
-
-    def written(self, keys, values):
-        drafted = slice(self.max_lengths[0], self.max_lengths[0] + keys.shape[2] - 1)
-        before = self.keys[:, :, drafted].clone(), self.values[:, :, drafted].clone()
-        write(self, keys, values)
-        self.keys[:, :, drafted], self.values[:, :, drafted] = before
-
-    return lambda: monkeypatch.setattr(KVLayer, "_write", written)
-
-
-def test_verification_writes_over_drafts(llava, kept_drafts) -> None:
-    plain = llava.ask(QUESTION, **given()).token_ids
-    recipes = "draft-self:keep=1,confidence=0", "draft-self:keep=0.1,confidence=0"
-    for recipe in recipes:
-        assert llava.ask(QUESTION, recipe=recipe, **given()).token_ids == plain
-    kept_drafts()
-    # Those of a view of everything are right, the others must not stay.
-    changed = [llava.ask(QUESTION, recipe=own, **given()).token_ids != plain for own in recipes]
-    assert changed == [False, True]
 
 
 def test_a_view_of_another_cache_is_refused(llava, planted) -> None:

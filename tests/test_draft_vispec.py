@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from closeness import apart, close
-from golden_eagle import outputs, vispec_outputs
-from replayed import replay
+from golden_eagle import vispec_outputs
 from test_draft_eagle import (
     BUDGET,
     PASSES,
@@ -19,7 +16,6 @@ from test_draft_eagle import (
     TERMS,
     TILED,
     WIDTH,
-    cyclic,
     layout_of,
     read_of,
     rounds,
@@ -56,52 +52,6 @@ def image_of(layout: TokenLayout) -> Tensor:
     return torch.where(layout.visual, layout.item.long(), -1)
 
 
-def test_untrained_equals_eagle_on_text() -> None:
-    torch.manual_seed(0)
-    vispec = VispecModule(SIZES).double()
-    eagle = EagleModule(SIZES).double()
-    state = vispec.state_dict()
-    eagle.load_state_dict({key: state[key] for key in eagle.state_dict()})
-    rows = torch.randn(7, WIDTH, dtype=torch.float64)
-    given = rows, torch.randn_like(rows), torch.arange(7)
-    plain = outputs(eagle, *(x[None] for x in given))[0]
-    text = torch.full((7,), -1)
-    close(vispec_outputs(vispec, *given, text), plain, terms=TERMS)
-    apart(vispec_outputs(module_of(), *given, text), plain, terms=TERMS)
-
-
-@pytest.mark.parametrize("queries", [2, 4])
-def test_images_are_compressed_separately(queries: int) -> None:
-    """Two adjacent images, then text, then a third: each by its own rows."""
-    module = module_of(queries=queries)
-    layout = layout_of(2, PLAIN, TILED, 3, PLAIN, 2)
-    read = read_of(layout)
-    image = image_of(layout)
-    rows, source, seen = module.adapted(
-        read.embeds, read.features, image, torch.zeros(WIDTH, dtype=torch.float64)
-    )
-    assert len(rows) == 7 + 3 * (queries - 1)
-    ends = [int((image == item).nonzero().max()) + 1 for item in range(3)]
-    latest = torch.zeros(WIDTH, dtype=torch.float64)
-    expected = []
-    for row in range(len(layout)):
-        item = int(image[row])
-        if item < 0:
-            both = torch.cat([read.features[row], latest])
-            expected.append((row, module.rows(read.embeds[row], module.img_fc(both))))
-        elif row >= ends[item] - (queries - 1):
-            few = module.imadpt(read.embeds[image == item])
-            expected.append((row, few[row - ends[item] + queries - 1]))
-            if row == ends[item] - 1:
-                latest = few[-1]
-    assert source.tolist() == [row for row, _ in expected]
-    close(rows, torch.stack([made for _, made in expected]), terms=2 * TERMS)
-    close(seen, latest, terms=2 * TERMS)
-    # Merged into one image, as the mask alone would do, the rows differ.
-    merged = torch.where(image == 1, 0, image)
-    assert len(module.adapted(read.embeds, read.features, merged, seen)[0]) < len(rows)
-
-
 def test_image_with_fewer_rows_than_queries() -> None:
     module = module_of(queries=6)
     layout = layout_of(2, PLAIN, 3)
@@ -129,18 +79,6 @@ def test_rows_that_depend_on_an_image() -> None:
     close(changed[[0, 1, 2, 6]], out[[0, 1, 2, 6]], terms=2 * TERMS, scale=out.abs().max())
     for row in (3, 4, 5, 7, 8):
         apart(changed[row], out[row], terms=2 * TERMS)
-
-
-def test_gradients_reach_the_adaptor() -> None:
-    module = VispecModule(SIZES)
-    with torch.no_grad():
-        module.img_fc.weight.add_(0.1)
-    rows = torch.randn(6, WIDTH)
-    image = torch.tensor([-1, 0, 0, 0, -1, -1])
-    out = vispec_outputs(module, rows, rows, torch.arange(6), image)
-    out[4:].square().sum().backward()
-    for name, weight in module.named_parameters():
-        assert weight.grad is not None and weight.grad.abs().sum() > 0, name
 
 
 @pytest.mark.parametrize("parts", [(5,), (5, PLAIN, 4), (2, PLAIN, TILED, 4), (1, PLAIN)])
@@ -190,15 +128,6 @@ def test_positions_cover_the_images_span() -> None:
     module.run(rows[None], source[None], cache.attend())  # rotary ids are row numbers here
     close(drafter.cache.keys, cache.keys, terms=2 * TERMS)
     assert drafter.next == 43
-
-
-def test_drafter_that_knows_the_target_is_always_accepted() -> None:
-    whole, eagle, read = cyclic()
-    module = VispecModule({"width": 16, "heads": 2})
-    missing = module.load_state_dict(eagle.state_dict(), strict=False).missing_keys
-    assert all(key.startswith(("imadpt", "img_fc")) for key in missing)
-    drafter = DraftVispec().open(replace(whole, trained=module))
-    assert replay(drafter, read, 10, nodes=30, depth=4) == [4] * 6
 
 
 def test_invalid_values_and_weights_are_refused() -> None:

@@ -13,7 +13,7 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
-from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, TEMPLATE, Recycle, Successors
+from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, Recycle, Successors
 from vlmfast.engine.speculation import walk
 
 V = 32
@@ -149,17 +149,6 @@ def test_drafts_of_both_join_in_one_tree() -> None:
 # --- prompt lookup -------------------------------------------------------------------------------
 
 
-def test_longest_match_first_then_the_latest() -> None:
-    #      0  1  2  3  4  5  6  7  8  9
-    ids = [1, 2, 3, 9, 2, 3, 8, 3, 7, 5, 1, 2, 3]
-    assert matches(ids, 3) == [(3, 3), (2, 6), (1, 8)]
-    assert matches(ids, 2) == [(2, 6), (2, 3), (1, 8)]
-    assert matches(ids, 2, latest=False) == [(2, 3), (2, 6), (1, 8)]
-    assert matches(ids, 1) == [(1, 8), (1, 6), (1, 3)]
-    assert matches([1, 1, 1], 3) == [(2, 2), (1, 1)]  # the beginning of the text is an end
-    assert matches([1], 3) == matches([], 3) == matches([1, 2], 3) == []
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=14), st.integers(1, 4), st.booleans())
 def test_all_matches_are_found(ids: list[int], ngram: int, latest: bool) -> None:
@@ -236,17 +225,6 @@ def test_proposing_twice_changes_nothing() -> None:
 
 
 # --- token recycling -----------------------------------------------------------------------------
-
-
-def test_recycle_template() -> None:
-    assert (len(TEMPLATE), TEMPLATE.depth) == (81, 6)
-    assert Recycle().largest() == (81, 6)
-    assert len(SHAPE) == 81
-    assert max(TEMPLATE.tokens) == SUCCESSORS - 1
-    small = Recycle(nodes=9)
-    assert small.largest() == (9, SHAPE.first(9).depth)
-    assert small.largest()[1] >= 3  # neither a star nor a chain
-    assert len(SHAPE.first(9).leaves()) > 1
 
 
 def test_recycle_learns_from_every_node() -> None:

@@ -26,7 +26,6 @@ from vlmfast.compressors.tokens.elastic.training import TRAINING, expected
 from vlmfast.compressors.tokens.random import Random, shuffled
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.layout import VisualTokens
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.training import Outcome
 from vlmfast.core.weights import SHIPPED
 from vlmfast.errors import RecipeError
@@ -312,36 +311,11 @@ def test_concat_contains_all_of_its_branches() -> None:
     assert abs(len(kept) - count(0.2, len(tokens))) <= 4
 
 
-@given(image_arguments(), st.floats(0.01, 0.99))
-@settings(max_examples=15, deadline=None)
-def test_concat_at_any_keep_fraction(arguments: dict, rate: float) -> None:
-    tokens, kept, _ = reduced(Elastic(rate, mode="concat"), module(6), arguments)
-    order = kept.layout.order.tolist()
-    assert order == sorted(set(order))
-    assert 1 <= len(kept) <= int(tokens.layout.patches.sum())
-    assert kept.features.isfinite().all()
-
-
 @pytest.mark.parametrize("mode", ["select", "weighted", "concat"])
 @pytest.mark.parametrize("share", [{"keep": 1.0}, {"budget": 1}])
 def test_keep_1_is_identity(mode: str, share: dict) -> None:
     tokens, stats = prompt(PLAIN, PLAIN)
     assert Elastic(mode=mode, **share).reduce(tokens, stats, REQUEST) is tokens  # without weights
-
-
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("elastic:mode=concat,branch=pool", "mode=concat"),
-        ("elastic:mode=weighted,text=true", "mode=weighted"),
-        ("elastic:0.1,text=true", "keep=0.1"),
-        ("elastic:budget=0.1,branch=text", "budget=0.1"),
-    ],
-)
-def test_invalid_values_are_named(word: str, named: str) -> None:
-    with pytest.raises(RecipeError, match="elastic") as caught:
-        Recipe.parse(word)
-    assert named in str(caught.value)
 
 
 def test_unsupported_modes_of_the_weights_are_named() -> None:
@@ -485,12 +459,6 @@ def test_elastic_through_the_engine(vlm: vlmfast.VLM, count: int) -> None:
                 f"elastic:0.3,mode={mode},proportional_attention={value},positions=compact",
                 count,
             )
-
-
-def test_weights_of_this_model_are_needed() -> None:
-    vlm = vlmfast.VLM(*tiny_models.build_llava())
-    with pytest.raises(RecipeError, match=r"vlmfast train elastic"):
-        ask(vlm, "elastic")
 
 
 @pytest.mark.parametrize("queries", ["0", "1"])

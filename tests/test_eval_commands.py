@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from argparse import ArgumentParser, ArgumentTypeError
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import vlmfast
 from closeness import close
 from eval_fakes import FakeVLM, run
 from vlmfast.core.exit_codes import ExitCode
-from vlmfast.core.placement import usable
 from vlmfast.core.recipe import Recipe
 from vlmfast.errors import MediaError, ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands, failures
@@ -185,15 +183,6 @@ def test_eval_writes_answers_and_numbers(tmp_path, fake, capsys):
     assert json.loads(file.read_text())["recipes"]["none"] == value["recipes"]["none"]
 
 
-def test_eval_without_a_recipe_is_the_full_model(tmp_path, fake):
-    file = tmp_path / "n.json"
-    assert run("shapes", "shapes", "--limit", 1, "--out", tmp_path / "o", "--json", file) == 0
-    value = json.loads(file.read_text())
-    assert value["recipe"] == "none"
-    assert list(value["recipes"]) == ["none"]
-    assert len(fake[0].asked) == 21
-
-
 def test_controls(tmp_path, fake):
     file = tmp_path / "n.json"
     run("shapes", "--limit", 1, "--controls", "--out", tmp_path, "--json", file)
@@ -263,16 +252,6 @@ def test_invalid_input_is_refused_before_a_model_is_loaded(
         run(words[0], "--limit", 1, *words[1:])
     assert "\n" not in str(caught.value)
     assert not fake
-
-
-def test_missing_cuda_device_is_refused(monkeypatch):
-    import torch
-
-    if not torch.cuda.is_available():
-        with pytest.raises(ModelError, match="device 'cuda' cannot be used"):
-            usable("cuda")
-    assert usable("cpu") == torch.device("cpu")
-    assert usable(None) is None
 
 
 def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
@@ -432,25 +411,6 @@ def test_failing_full_model_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(VLMFastError, match="none: 11 samples failed"):
         run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "random")
     assert not (tmp_path / "shapes" / "random").exists()
-
-
-@pytest.mark.parametrize("words", [("nowhere",), ("FILE",), (".",), (".", "nowhere")])
-def test_reports_without_results_are_refused(tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "FILE").touch()
-    with pytest.raises(VLMFastError, match=r"is not a folder|no results in"):
-        report(*words)
-
-
-def test_command_line_errors_are_one_line(tmp_path, capsys):
-    cli = importlib.import_module("vlmfast.cli")
-    assert cli.main(["eval", "squares", "--out", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert "tasks: shapes" in err
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "no results in" in capsys.readouterr().err
 
 
 class FewDocs(Shapes):

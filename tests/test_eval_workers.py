@@ -52,21 +52,6 @@ def test_failing_sample_does_not_affect_its_batch(tmp_path):
         evaluate(vlm, "shapes", out=tmp_path / "x", limit=1, batch_size=4, max_errors=1)
 
 
-def test_batches_on_the_shipped_model(tmp_path, tiny):
-    """With tokens kept, dropped at random or evicted: a row does not depend on its neighbours."""
-
-    class Few(Shapes):
-        def docs(self, limit, seed):
-            return [doc for doc in super().docs(limit, seed) if doc.kind == "question"][::6]
-
-    for recipe in ("none", "random:budget=0.4", "snapkv:0.5"):
-        alone, batch = (
-            evaluate(tiny, Few(), recipe, tmp_path / str(n), 1, batch_size=n) for n in (1, 4)
-        )
-        for doc, sample in alone.samples.items():
-            assert batch.samples[doc] == sample
-
-
 @pytest.mark.parametrize(("size", "session"), [(0, False), (-1, False), (2, True)])
 def test_invalid_batch_sizes_are_refused(tmp_path, size, session):
     with pytest.raises(VLMFastError, match=f"batch_size is {size}; it must be at least 1"):

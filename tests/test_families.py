@@ -19,9 +19,8 @@ import torch
 import closeness
 import tiny_families
 import vlmfast
-from batched import Together
 from driven import Driven
-from reference import answer_logits, closed
+from reference import TOKENS, Dense, answer_logits, entered
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
 from vlmfast.api.request import messages_of, render, tensors_of
 from vlmfast.core.params import positions_param
@@ -37,7 +36,6 @@ from vlmfast.testing import check_family
 from vlmfast.train.stages import run as train
 
 BUILD = tiny_families.builders()
-TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
 PROTOCOLS = ("none", "encode", "prefill", "cache", "draft")
 MEASURED: dict[tuple[str, str], float] = {}
 DOCS = Path(__file__).parents[1] / "docs" / "results" / "families.md"
@@ -109,151 +107,7 @@ def start(vlm: VLM, recipe=(), **media) -> Driven:
     return Driven(vlm.adapter, inputs, Recipe.of(recipe), time.perf_counter())
 
 
-# --- the reference -------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def handed(model, tensors: dict) -> dict:
-    """The decoder inputs of Hugging Face's forward."""
-    seen: dict = {}
-
-    class Stop(Exception):
-        pass
-
-    def hook(module, args, kwargs):
-        seen.update(kwargs)
-        raise Stop
-
-    handle = model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        model(**tensors)
-    except Stop:
-        pass
-    finally:
-        handle.remove()
-    return seen
-
-
-@dataclass
-class Dense:
-    """Logits over a prompt and an answer in one forward pass; dropped tokens are masked.
-
-    Layers that hold a state run without the dropped tokens, which cannot be masked there.
-
-    Parameters
-    ----------
-    vlm : VLM
-    tensors : dict
-        The processor's output for the prompt.
-    blocks : bool
-    """
-
-    vlm: VLM
-    tensors: dict
-    blocks: bool = True  # bidirectional attention within an image, where the family has it
-
-    def __post_init__(self) -> None:
-        self.model = self.vlm.model
-        self.given = handed(self.model, self.tensors)
-        self.size = self.given["inputs_embeds"].shape[1]
-        position = self.given.get("position_ids")
-        if position is None:
-            position = torch.arange(self.size)[None]
-        elif position.dim() == 3:
-            position = position[-3:, 0]  # after the text's own, where there are four
-        if hasattr(self.model.get_decoder().rotary_emb, "mrope_section"):
-            position = position.expand(3, -1)
-        self.position = position
-
-    def everything(self) -> list[torch.Tensor]:
-        layers = len(self.model.get_decoder().layers)
-        return [torch.ones(self.size, dtype=torch.bool)] * layers
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        alive: list[torch.Tensor],
-        tokens: list[int] = TOKENS,
-        numbered: list[torch.Tensor | None] | None = None,
-        read: list[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Logits (1 + len(tokens), V): after the prompt, then after each token.
-
-        Parameters
-        ----------
-        alive : list of Tensor, bool, (S,)
-            Per layer the rows of the prompt that exist there.
-        numbered : list of Tensor, bool, (S,), optional
-            Per layer the rows that count in rotary ids; the family's own ids by default.
-        read : list of Tensor, bool, (H, S), optional
-            Per layer the prompt slots that the answer's tokens see, by head.
-        """
-        model, decoder, n = self.model, self.model.get_decoder(), len(tokens)
-        more = torch.ones(n, dtype=torch.bool)
-        answer = model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))
-        hidden = torch.cat([self.given["inputs_embeds"], answer], 1)
-        before = decoder.config._attn_implementation
-        decoder.config._attn_implementation = "eager"
-        try:
-            for index, layer in enumerate(decoder.layers):
-                rows = torch.cat([alive[index], more])
-                visible = self.sees(index, n) & (rows | torch.eye(len(rows), dtype=torch.bool))
-                heads = decoder.config.num_attention_heads
-                visible = visible.expand(heads, -1, -1).clone()
-                if read is not None:
-                    group = heads // len(read[index])
-                    visible[:, self.size :, : self.size] &= read[index].repeat_interleave(group, 0)[
-                        :, None
-                    ]
-                mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-                position = self.ids(n, None if numbered is None else numbered[index])
-                state = index in self.vlm.adapter.state_layers
-                entering = rows if state else torch.ones_like(rows)
-                output = layer(
-                    hidden[:, entering],
-                    attention_mask=None if state else mask[None],
-                    position_embeddings=self.tables(hidden, position, index),
-                    position_ids=position if len(position) == 1 else None,
-                )
-                hidden = hidden.clone()
-                hidden[:, entering] = output[0] if isinstance(output, tuple) else output
-                deep = self.given.get("deepstack_visual_embeds") or []
-                if index < len(deep):
-                    where = self.given["visual_pos_masks"][0].nonzero().flatten()
-                    hidden[0, where] += deep[index]
-            hidden = self.vlm.adapter.norm()(hidden)
-            return model.get_output_embeddings()(hidden)[0, -n - 1 :]
-        finally:
-            decoder.config._attn_implementation = before
-
-    def sees(self, layer: int, n: int) -> torch.Tensor:
-        """Bool (S + n, S + n): what each row attends to while nothing is dropped."""
-        visible = torch.ones(self.size + n, self.size + n, dtype=torch.bool).tril()
-        if self.vlm.adapter.prefix_lm:
-            visible[: self.size, : self.size] = True
-        if self.blocks and "token_type_ids" in self.tensors:
-            here = self.tensors["token_type_ids"][0] == 1
-            edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
-            block = torch.where(here, edge.cumsum(0), -torch.arange(self.size))
-            visible[: self.size, : self.size] |= block[:, None] == block
-        return visible
-
-    def ids(self, n: int, numbered: torch.Tensor | None) -> torch.Tensor:
-        """Rotary ids (P, S + n)."""
-        position = self.position
-        if numbered is not None and not bool(numbered.all()):
-            of = self.tensors["input_ids"][0]
-            position = closed(position, of.where(self.vlm.adapter.visual(of), -1), numbered)
-        # After the rows and columns of a video, not after its times.
-        answer = int(position[-2:].max()) + 1 + torch.arange(n)
-        return torch.cat([position, answer.expand(len(position), -1)], 1)
-
-    def tables(self, hidden, position, layer):
-        decoder = self.model.get_decoder()
-        position = position if len(position) == 1 else position[:, None]
-        if decoder.config.model_type == "gemma3_text":
-            return decoder.rotary_emb(hidden, position, decoder.config.layer_types[layer])
-        return decoder.rotary_emb(hidden, position)
+# --- equality ----------------------------------------------------------------------------------
 
 
 def sums(vlm: VLM, run: Driven) -> int:
@@ -360,17 +214,6 @@ def layers_of(vlm: VLM) -> tuple[int, int]:
     """Two layers before which this model may drop, by the attention of those before them."""
     first = max(vlm.adapter.min_drop_layer, 1)
     return next(at for at in (first, 2) if at - 1 not in vlm.adapter.state_layers), 3
-
-
-def entered(vlm: VLM, run: Driven) -> list[torch.Tensor]:
-    """Per layer the rows of the full prompt that entered it."""
-    visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
-    alive = []
-    for layer in range(vlm.adapter.depth):
-        rows = ~visual
-        rows[run.trace.layout.order[run.trace.depth > layer]] = True
-        alive.append(rows)
-    return alive
 
 
 @pytest.mark.cases(18)
@@ -493,47 +336,6 @@ def test_tree_logits_equal_the_dense_reference(vlm, case):
     equal(vlm, run, "draft", torch.cat(rows), expected[-len(rows) :])
 
 
-@pytest.mark.cases(10)
-@pytest.mark.parametrize("method", ["none", "random", "rank", "compact", "snapkv"])
-def test_ragged_batch_equals_the_dense_reference(vlm, method, kept):
-    """Rows of different images and lengths in one batch."""
-    recipe = {
-        "none": (),
-        "random": "random:0.4",
-        "rank": Rank(layers_of(vlm)),
-        "compact": Rank(layers_of(vlm), "compact"),
-        "snapkv": "snapkv:keep=0.5,window=4",
-    }[method]
-    cases = ("one image", "three images", "an image and a video")
-    runs = [start(vlm, recipe, **CASES[served(vlm, case)]) for case in cases]
-    rows, answers = [], [TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS]]
-    with torch.no_grad(), switched(vlm.model):
-        rows.append(torch.cat([run.start(len(TOKENS)) for run in runs]))
-        layers = [run.cache.layers for run in runs]
-        decoder = Together([run.decoder for run in runs])
-        for tokens in zip(*answers, strict=True):
-            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
-    depth, sizes = vlm.adapter.depth, set()
-    for number, (run, tokens) in enumerate(zip(runs, answers, strict=True)):
-        dense = Dense(vlm, run.inputs.tensors)
-        sizes.add(dense.size)
-        got = torch.stack([row[number] for row in rows])
-        alive = entered(vlm, run)
-        read, numbered = None, None
-        if method == "snapkv":
-            read = readable(kept, layers[number], dense.size)
-        if method == "compact":
-            first = layers_of(vlm)[0]
-            numbered = [None if layer < first else alive[layer] for layer in range(depth)]
-        expected = dense(alive, tokens, numbered or [None] * depth, read)
-        protocol = {"random": "encode", "rank": "prefill", "compact": "prefill", "snapkv": "cache"}
-        equal(vlm, run, protocol.get(method, "none"), got, expected)
-        if method != "none":
-            control = dense(dense.everything(), tokens)
-            closeness.apart(got, control, terms=sums(vlm, run))
-    assert len(sizes) > 1
-
-
 def test_table_in_the_docs_is_complete():
     """``VLMFAST_WRITE_TABLE=1`` and a run of this whole file rewrite it."""
     rows = [
@@ -578,15 +380,6 @@ def test_deepstack_features_are_dropped_with_their_tokens():
         assert torch.equal(cut, whole[kept])
     with pytest.raises(RecipeError, match="layer 1 is out of range, this model can drop before"):
         answer_logits(vlm, start(vlm, "fastv:k=1", **CASES["one image"]), [])
-
-
-def test_gemma3_images_attend_bidirectionally():
-    vlm = built("gemma3")
-    run = start(vlm, **CASES["three images"])
-    got = answer_logits(vlm, run, TOKENS)
-    dense = Dense(vlm, run.inputs.tensors)
-    causal = Dense(vlm, run.inputs.tensors, blocks=False)
-    close(vlm, run, "none", got, dense(dense.everything()), causal(causal.everything()))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava_next"])
@@ -821,16 +614,6 @@ def test_views_that_are_not_supported_are_refused():
     model.config.vision_config.tokenize_function = "gumbel_argmax"
     with pytest.raises(ModelError, match="supported are softmax, st_argmax"):
         VLM(model, processor)
-
-
-def test_video_block_by_block():
-    vlm = built("qwen2_5_vl")
-    answer = vlm.ask(
-        "what ?", video=[make_image(i, 40, 40) for i in range(12)], num_frames=12,
-        max_kv_tokens=120, progress=False, max_new_tokens=4,
-    )  # fmt: skip
-    assert answer.stats.visual_tokens_in == 12 * 4 and len(answer.token_ids) == 4
-    assert max(answer.stats.kv_tokens_per_layer) <= 120
 
 
 @pytest.mark.cases(4)

@@ -111,11 +111,3 @@ def test_kept_count_per_video(arguments: dict, frames: int, share: float, video:
     alone = kept.layout.weight == 1
     same = torch.isin(tokens.layout.order, order[alone])
     assert torch.equal(kept.features[alone], tokens.features[same])
-
-
-def test_deeper_features_merge_the_same_way() -> None:
-    tokens, stats = prompt(*[{"tiles": (0, 0)}] * 3)
-    tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
-    kept = FlashVID(0.3).reduce(tokens, as_video(stats), REQUEST)
-    close(kept.extra[0], 2 * kept.features, terms=len(tokens))
-    assert (kept.layout.weight > 1).any()

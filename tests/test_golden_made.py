@@ -9,15 +9,9 @@ import pytest
 import torch
 
 import golden_made as made
-from golden_budgets import vlcache_case
 from golden_case import Reader, done, parameters
 from golden_evict import h2o_grouped, snapkv
-from golden_fastv import choice as fastv_choice
 from golden_prumerge import case as prumerge_case
-from golden_quant import kivi
-from golden_visionzip import zip_case as visionzip_zip
-from vlmfast.compressors.cache.h2o import H2O
-from vlmfast.errors import RecipeError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 AGGREGATES = ("mean", "max", "sum")
@@ -47,27 +41,6 @@ def test_snapkv_aggregates_and_pools(given: dict[str, Any]) -> None:
     replay(snapkv, made.evicted("snapkv", **given, batch=2))
 
 
-def test_h2o_takes_the_maximum_of_a_group_in_the_prompt_alone() -> None:
-    with pytest.raises(RecipeError, match="h2o: agg=max ranks the prompt alone"):
-        H2O(agg="max")
-    assert len(H2O(agg="max", decode=False).expand()) == 1
-    assert len(H2O(agg="sum").expand()) == 2
-
-
-FLAGS = dict.fromkeys(("head_adaptive", "layer_adaptive", "layer_windows"), (True, False))
-
-
-@pytest.mark.parametrize("given", options(**FLAGS))
-def test_vlcache_windows_and_budgets(given: dict[str, Any]) -> None:
-    replay(vlcache_case, made.vlcache(**given, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_vlcache_in_half_precision(dtype: torch.dtype) -> None:
-    case = made.vlcache(head_adaptive=True, layer_adaptive=True, layer_windows=True, dtype=dtype)
-    replay(vlcache_case, case)
-
-
 # The reference of the adaptive grid fails for more than one view.
 COUNTS = [
     given
@@ -79,18 +52,3 @@ COUNTS = [
 @pytest.mark.parametrize("given", COUNTS)
 def test_prumerge_counts(given: dict[str, Any]) -> None:
     replay(prumerge_case, made.prumerge(**given))
-
-
-@pytest.mark.parametrize("given", options(views=(1, 2, 3, 5), dominant=(9,), contextual=(1, 4)))
-def test_visionzip_on_crops(given: dict[str, Any]) -> None:
-    replay(visionzip_zip, made.visionzip(**given))
-
-
-@pytest.mark.parametrize("given", options(k=(1, 2, 5), share=(0.3, 0.75), dtype=DTYPES))
-def test_fastv_layers_and_shares(given: dict[str, Any]) -> None:
-    replay(fastv_choice, made.fastv(**given))
-
-
-@pytest.mark.parametrize("given", options(bits=(2, 4, 8), group=(32, 64), dtype=DTYPES))
-def test_kivi_bits_and_groups(given: dict[str, Any]) -> None:
-    replay(kivi, made.kivi(**given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +15,8 @@ from vlmfast.compressors.tokens.hired import (
     crop_budgets,
     open_rows,
     packed,
-    view_budgets,
 )
 from vlmfast.core.layout import Kind, VisualTokens
-from vlmfast.core.saliency import SaliencyRequest
 
 stages = st.builds(
     HiRED,
@@ -55,22 +52,6 @@ def reduced(stage: HiRED, *images: dict, seed: int = 0) -> tuple[VisualTokens, V
 # --- the rules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("views", "rate", "alpha", "budgets"),
-    [
-        (5, 0.2, 0.5, (288, 288)),
-        (5, 0.4, 0.5, (576, 576)),
-        (5, 0.7, 0.5, (576, 1439)),  # 2880 * 0.7 is 2015.99..., and the full view is full
-        (5, 0.2, 0.0, (0, 576)),
-        (5, 0.2, 1.0, (576, 0)),
-        (5, 0.9, 1.0, (576, 2016)),
-        (3, 0.2, 0.5, (172, 173)),  # the remainder of the full view goes to the crops
-    ],
-)
-def test_view_budgets(views: int, rate: float, alpha: float, budgets: tuple[int, int]) -> None:
-    assert view_budgets(views, 576, rate, alpha) == budgets
-
-
 def test_content_by_area_follows_the_crops() -> None:
     content = torch.arange(16.0)  # 4 x 4
     quadrants = [0 + 1 + 4 + 5, 2 + 3 + 6 + 7, 8 + 9 + 12 + 13, 10 + 11 + 14 + 15]
@@ -95,45 +76,6 @@ def test_crop_budgets_are_truncated_and_clamped() -> None:
     stripes = torch.tensor([61.0, 94, 71, 62])
     ours = crop_budgets(stripes, 288, 576)
     assert ours == ((stripes / stripes.sum()) * 288).int().tolist()
-
-
-def test_full_view_and_crops_on_a_worked_example() -> None:
-    """Two crops side by side; all content on the right, so the right crop gets all."""
-    tokens, geometry = make_image((1, 2), (2, 2))
-    content = torch.tensor([[[0.0, 0.5, 0.0, 0.5]]] * 3)
-    importance = torch.tensor([[[0.1, 0.2, 0.3, 0.4]], [[1.0, 0, 0, 0]], [[0.1, 0.6, 0.2, 0.1]]])
-    stats = stats_of((geometry,), {0: content, 22: importance})
-    kept = HiRED(0.34).reduce(tokens, stats, REQUEST).layout  # trunc(12 * 0.34) = 4 tokens
-    assert torch.stack([kept.tile, kept.grid[:, 1], kept.grid[:, 2]], 1).tolist() == [
-        [0, 1, 0],
-        [0, 1, 1],
-        [2, 0, 1],
-        [2, 1, 0],
-    ]
-    stripes = HiRED(0.34, rule="code").reduce(tokens, stats, REQUEST).layout
-    assert stripes.tile.tolist() == [0, 0, 1, 2]  # one top patch in each half of the raster order
-
-
-def test_images_without_crops_use_their_own_scores() -> None:
-    shape = {"tiles": (0, 0), "patches": (4, 4)}
-    tokens, stats = prompt(shape, shape)
-    kept = HiRED(0.3).reduce(tokens, stats, REQUEST)
-    for item, geometry in enumerate(stats.items):
-        scores = stats.rows[22][geometry.views[0]].sum(0)
-        expected = scores.topk(int(16 * 0.3)).indices.sort().values + 16 * item
-        mine = kept.layout.item == item
-        places = kept.layout.grid[mine, 1] * 4 + kept.layout.grid[mine, 2] + 16 * item
-        assert torch.equal(places.long(), expected)
-
-
-def test_ties_go_to_the_lower_index() -> None:
-    tokens, geometry = make_image((2, 2), (4, 4))
-    flat = torch.full((5, 2, 16), 1 / 16)
-    stats = stats_of((geometry,), {0: flat, 22: flat})
-    kept = HiRED(0.3).reduce(tokens, stats, REQUEST).layout
-    places = kept.grid[:, 1] * 4 + kept.grid[:, 2]
-    for tile, number in enumerate([12, 3, 3, 3, 3]):
-        assert places[kept.tile == tile].tolist() == list(range(number))
 
 
 def test_newline_policies() -> None:
@@ -170,27 +112,6 @@ def test_packed_order_equals_the_prompt_order() -> None:
             assert packed(tiles, (4, 4), size, transposed=False).tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("size", "tiles", "delivered"), [((300, 600), (1, 2), 864), ((900, 300), (3, 1), 768)]
-)
-def test_swapped_grid_drops_tokens(
-    size: tuple[int, int], tiles: tuple[int, int], delivered: int
-) -> None:
-    full = (1 + tiles[0] * tiles[1]) * 576
-    assert len(packed(tiles, (24, 24), size, transposed=False)) == full
-    assert len(packed(tiles, (24, 24), size, transposed=True)) == delivered
-    plain = len(reduced(HiRED(0.3), {"tiles": tiles, "patches": (24, 24), "size": size})[1])
-    compat = HiRED(0.3, grid_compat=True)
-    assert len(reduced(compat, {"tiles": tiles, "patches": (24, 24), "size": size})[1]) < plain
-    square = {"tiles": (2, 2), "size": (70, 50)}
-    assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
-
-
-def test_blocks_are_the_first_and_the_feature_layer() -> None:
-    assert HiRED().saliencies() == (SaliencyRequest("first"), SaliencyRequest("features"))
-    assert {of.source for of in HiRED(saliency="received").saliencies()} == {"received"}
-
-
 # --- properties ----------------------------------------------------------------------------------
 
 
@@ -211,30 +132,6 @@ def test_choice_is_ascending_repeatable_and_visual(stage: HiRED, images: list[di
     rows = torch.isin(tokens.layout.order, kept.layout.order)
     assert torch.equal(kept.features, tokens.features[rows])
     assert orders(reduced(stage, *images)[1]) == orders(kept)
-
-
-@given(stages | to_budget, st.lists(image_arguments(patches=(4, 4)), min_size=2, max_size=3))
-@settings(max_examples=30, deadline=None)
-def test_choice_does_not_depend_on_other_images(stage: HiRED, images: list[dict]) -> None:
-    alone = reduced(stage, images[0])[1]
-    together = reduced(stage, *images)[1]
-    assert orders(together)[: len(alone)] == orders(alone)
-    assert (together.layout.item[: len(alone)] == 0).all()
-    assert (together.layout.item[len(alone) :] > 0).all()
-
-
-@given(stages, image_arguments())
-@settings(max_examples=40, deadline=None)
-def test_keep_selects_at_most_its_count(stage: HiRED, arguments: dict) -> None:
-    tokens, kept = reduced(stage, arguments)
-    if stage.keep == 1:
-        assert kept is tokens
-        return
-    (h, w), (gh, gw) = arguments["patches"], arguments["tiles"]
-    total = int((1 + gh * gw) * h * w * stage.keep)
-    assert 1 <= int(kept.layout.patches.sum()) <= max(total, 1)
-    if stage.newline == "keep":
-        assert newlines(kept) == newlines(tokens)
 
 
 @given(to_budget, image_arguments())

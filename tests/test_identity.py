@@ -181,23 +181,6 @@ def test_keep_1_is_identity(name: str, read: list[Ids]) -> None:
     assert ran >= 0.6 * len(rows)
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("name", sorted(BUILD))
-def test_a_little_less_is_not_identity(name: str, read: list[Ids]) -> None:
-    """Control: some tokens are dropped, ids close up, and logits change."""
-    vlm = built(name)
-    run = start(vlm, **MEDIA["two images"])
-    full = answer_logits(vlm, run, TOKENS)
-    for method in ("divprune", "fastv"):
-        changed = start(vlm, f"{method}:0.8,positions=compact", **MEDIA["two images"])
-        logits = answer_logits(vlm, changed, TOKENS)
-        kept, entered = changed.stats.visual_tokens_kept[method], changed.stats.visual_tokens_in
-        assert 0.5 * entered < kept < entered
-        apart(full, logits, terms=network(vlm.model, full.shape[1]))
-        ids = read[-1]
-        assert ids.position.shape != ids.own.shape or any(ids.shifts)
-
-
 # --- drops under M-RoPE --------------------------------------------------------------------------
 
 
@@ -229,27 +212,6 @@ def of_grids(adapter: Adapter, parts: list[int | tuple[int, ...]]) -> tuple[Tens
 def compacted(adapter: Adapter, ids: Tensor, position: Tensor, rows: Tensor) -> Tensor:
     marks = ids.where(adapter.visual(ids), -1)
     return adapter.compact(Numbering.of(position, marks), rows.nonzero()[:, 0])
-
-
-def test_a_video_keeps_its_times_apart() -> None:
-    adapter = built("qwen2_5_vl").adapter
-    ids, position = of_grids(adapter, [1, (3, 1, 2, 2.0), 1])
-    assert position.tolist() == [
-        [0, 1, 1, 9, 9, 17, 17, 3],
-        [0, 1, 1, 1, 1, 1, 1, 3],
-        [0, 1, 2, 1, 2, 1, 2, 3],
-    ]
-    rows = torch.ones(len(ids), dtype=torch.bool)
-    rows[3:5] = False  # the step of a dropped time is removed too
-    assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
-    rows[3:5], rows[1:3] = True, False
-    assert compacted(adapter, ids, position, rows)[0].tolist() == [0, 1, 1, 9, 9, 3]
-    rows[1:7] = torch.tensor([True, False, False, False, True, False])  # one column is left
-    assert compacted(adapter, ids, position, rows).tolist() == [
-        [0, 1, 9, 2],
-        [0, 1, 1, 2],
-        [0, 1, 1, 2],
-    ]
 
 
 @pytest.mark.parametrize("name", MROPE)

@@ -230,17 +230,6 @@ def test_plain_answers_have_the_distribution(noise: Tensor) -> None:
         assert "joint" in deviations(Sampled(tokens, torch.full((N,), PLACES - 1)), other)
 
 
-def test_each_answer_has_its_own_seed() -> None:
-    """As for requests: 4,000 answers with their own seeds, all equal to the plain ones."""
-    seeds = range(-2000, 2000)
-    noise = torch.stack([torch.stack([gumbel(s, t, V) for t in range(PLACES)]) for s in seeds])
-    for shared in (False, True):
-        way = Way(0.8, 0.95, shared)
-        sampled = speculative(way, noise)
-        assert int((sampled.tokens == plain(way, noise)).all(1).sum()) == 4000
-        assert deviations(sampled, way) == set()
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_removed_tokens_never_appear(shared: bool) -> None:
     """Half of the first position's vocabulary is cut off: none of it in 100,000 draws."""
@@ -262,25 +251,6 @@ def removed(tokens: Tensor, way: Way) -> int:
 
 
 # --- how many drafts are accepted ----------------------------------------------------------------
-
-
-def test_acceptance_at_one_node(noise: Tensor) -> None:
-    """Shared noise couples drafts to the target; fixed ones are accepted by probability."""
-    p, q = LAW["p0"], LAW["q0"]
-    noise, rates = noise[: N // 2], {}
-    for shared in (False, True):
-        rates[shared] = [
-            float(
-                (speculative(Way(shared=shared, widths=(k,)), noise).accepted > 0).double().mean()
-            )
-            for k in (1, 2, 3, 4)
-        ]
-    assert rates[True] == pytest.approx([0.70, 0.89, 0.96, 0.99], abs=0.015)
-    weight = [float(p[q.topk(k).indices].sum()) for k in (1, 2, 3, 4)]
-    assert rates[False] == pytest.approx(weight, abs=4 * (0.25 / len(noise)) ** 0.5)
-    assert all(a > b for a, b in zip(rates[True], rates[False], strict=True))
-    distance = float((p - q).abs().sum() / 2)
-    assert (1 - distance) / (1 + distance) <= rates[True][0] <= 1 - distance
 
 
 def test_acceptance_of_a_small_tree(noise: Tensor) -> None:

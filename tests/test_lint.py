@@ -194,24 +194,6 @@ def test_rotary_tables_do_not_synchronize(rope_type, width):
 # --- controls ------------------------------------------------------------------------------------
 
 
-def reads(slots) -> None:
-    slots.length.sum().item()
-
-
-def asks(slots) -> None:
-    if slots.length[0] > 3:
-        pass
-
-
-def chooses(slots) -> None:
-    slots.keys[slots.keys > 0]
-
-
-def finds(slots) -> None:
-    slots.order.nonzero()
-
-
-RAISES = {"item": reads, "a branch": asks, "a mask": chooses, "nonzero": finds}
 COMPLAINS = {
     "to the host": lambda slots: slots.keys.cpu(),
     "from the host": lambda slots: slots.keys.add_(torch.ones(1).to(slots.keys.device)),
@@ -219,17 +201,6 @@ COMPLAINS = {
     "a tensor on the CPU": lambda slots: torch.arange(3) + 1,
     "a scalar on the CPU": lambda slots: slots.keys * torch.tensor(2.0),
 }
-
-
-@pytest.mark.parametrize("case", RAISES)
-def test_data_dependent_operations_are_detected(case):
-    vlm, joined = decoder([(Uneven(), Does(RAISES[case]))])
-    with pytest.raises(Exception, match=r"data-dependent|dynamic|aten\.") as error:
-        steps(vlm, joined, 2)
-    assert type(error.value).__name__ in (
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-    )
 
 
 @pytest.mark.cases(2)

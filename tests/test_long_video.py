@@ -87,29 +87,6 @@ def logits(monkeypatch) -> list[torch.Tensor]:
 # --- one block, many blocks ----------------------------------------------------------------------
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("build", [build_llava, build_llava_next], ids=["llava", "llava_next"])
-@pytest.mark.parametrize("recipe", [None, "hired:0.4", "visionzip:dominant=5,contextual=3"])
-def test_cap_that_is_not_reached_has_no_effect(build, recipe):
-    vlm = VLM(*build(layers=3))
-    expected = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_new_tokens=NEW)
-    got = vlm.ask(QUESTION, video=FRAMES[:12], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
-    assert got.token_ids == expected.token_ids and got.text == expected.text
-    for name in (
-        "visual_tokens_in",
-        "prompt_tokens",
-        "kv_bytes",
-        "kv_bytes_full",
-        "kv_tokens_per_layer",
-        "generated_tokens",
-    ):
-        assert getattr(got.stats, name) == getattr(expected.stats, name), name
-    kept = {k: n for k, n in got.stats.visual_tokens_kept.items() if k != "quickprefill"}
-    assert kept == expected.stats.visual_tokens_kept
-    other = vlm.ask(QUESTION, video=FRAMES[12:24], recipe=recipe, max_kv_tokens=HUGE, **QUIET)
-    assert other.token_ids != got.token_ids  # control
-
-
 def test_drafter_with_the_default_method(vlm):
     """The default cache method goes before drafters."""
     given = {"video": FRAMES[:12], "max_kv_tokens": 200, **QUIET}
@@ -309,13 +286,6 @@ def test_cap_without_a_single_video_is_refused(vlm):
             vlm.ask(QUESTION, **media, max_kv_tokens=500)
     with pytest.raises(VLMFastError, match="question is empty"):
         vlm.ask(" ", video=FRAMES[:3], max_kv_tokens=500)
-
-
-def test_placeholders_in_the_question_are_refused(vlm):
-    """As without a cap."""
-    for cap in ({}, {"max_kv_tokens": 500}):
-        with pytest.raises(VLMFastError, match="contains <image>, the placeholder of an image"):
-            vlm.ask("what is <image> ?", video=FRAMES[:3], **cap)
 
 
 def test_sliding_window_limits_the_prompt_not_the_cap():

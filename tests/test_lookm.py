@@ -19,7 +19,6 @@ from vlmfast.compressors.cache.lookm import LookM, sizes
 from vlmfast.core.kv import KV
 from vlmfast.core.statistics import ColumnStats
 from vlmfast.errors import RecipeError
-from vlmfast.kernels import merge as kernel
 from vlmfast.kernels.merge import merge_into
 
 
@@ -112,20 +111,6 @@ def test_only_tokens_above_the_mean_are_averaged() -> None:
     assert torch.equal(*one)
 
 
-def test_ties_go_to_the_first_pivot_and_zeros_give_no_nan() -> None:
-    keys = torch.tensor([[[1.0, 0], [2, 0], [0, 1], [3, 0], [0, 0]]])
-    values = torch.arange(5.0)[None, :, None].expand(1, 5, 2)
-    keep = torch.tensor([[0, 1, 2]])
-    k, v, weight = merge_into(keys, values, keep, "avg")
-    assert weight.tolist() == [[3, 1, 1]]  # 3 is as near to 0 as to 1; 4 is as near to all
-    close(k[0], torch.tensor([[4 / 3, 0], [2, 0], [0, 1]]), terms=3)
-    close(v[0, :, 0], [7 / 3, 1, 2], terms=3)
-    # A pivot without direction gets no slot and is unchanged.
-    k, _, weight = merge_into(keys, values, torch.tensor([[1, 4]]), "avg")
-    assert weight.tolist() == [[4, 1]]  # of cosine 0 to both, 2 takes the first
-    assert k[0, 1].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_in_float32(dtype: torch.dtype) -> None:
     """Many small values would vanish in a low-precision sum."""
@@ -143,18 +128,6 @@ def test_sums_are_in_float32(dtype: torch.dtype) -> None:
     for value in values[0, 1:, 0]:
         total += value
     apart(total / n, exact, scale=exact / 8)  # control
-
-
-def test_merging_in_blocks_is_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, values = noise(2, 200, 8), noise(2, 200, 8, seed=1)
-    keep = torch.arange(0, 200, 7).expand(2, -1)
-    whole = merge_into(keys, values, keep, "weighted", rule="token")
-    again = merge_into(keys, values, keep, "weighted", rule="token")
-    monkeypatch.setattr(kernel, "_ENTRIES_AT_ONCE", 1000)
-    blocks = merge_into(keys, values, keep, "weighted", rule="token")
-    for one, two, three in zip(whole, again, blocks, strict=True):
-        assert torch.equal(one, two)
-        close(one, three, terms=200 + 8)
 
 
 # --- LOOK-M --------------------------------------------------------------------------------------
@@ -210,30 +183,6 @@ def test_budget_is_exact_and_text_is_kept(
         assert torch.equal(kept.keys, kv.select(kept.order).keys)
 
 
-def test_rest_of_the_budget_goes_to_the_most_attended() -> None:
-    """Column sums, mean over the query heads of a KV head; the last slots are not ranked."""
-    visual = mixed(40, 6, seed=3)
-    kv = prompt_kv(noise(2, 40, 8), visual=visual)
-    score = noise(2, 3, 40, seed=5).exp()
-    none = torch.zeros_like(score)
-    stats = ColumnStats(none[:, 0].long(), torch.arange(40), score)
-    stage = LookM(0.5, 0.4, "none")
-    kept = stage.compress(prompt_step(40, 1), 0, kv, stats)
-    hh, rec = sizes(40, 0.5, 0.4)
-    for head in range(2):
-        mean = score[head].mean(0)
-        ranking = sorted(range(40 - rec), key=lambda j: (bool(visual[j]), -float(mean[j])))
-        assert kept.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
-    assert not torch.equal(kept.order[0], kept.order[1])
-    # Without text first, the first four slots come first.
-    plain = LookM(0.5, 0.4, "none", text_prior=False).compress(prompt_step(40, 1), 0, kv, stats)
-    for head in range(2):
-        mean = score[head].mean(0)
-        ranking = sorted(range(40 - rec), key=lambda j: (j >= 4, -float(mean[j])))
-        assert plain.order[head].tolist() == sorted([*ranking[:hh], *range(40 - rec, 40)])
-    assert not torch.equal(plain.order, kept.order)  # control
-
-
 def test_text_beyond_the_budget_is_kept() -> None:
     visual = mixed(300, 90)
     _, kept = read(LookM(0.2), visual)
@@ -252,18 +201,6 @@ def test_sinks_beyond_the_budget_are_kept() -> None:
     assert len(read(LookM(0.2, text_prior=False), visual)[1]) == 8
     assert len(read(LookM(0.1, text_prior=False, sinks=2), visual)[1]) == 4
     assert len(read(LookM(0.01, text_prior=False, sinks=0), visual)[1]) == 1
-
-
-def test_no_op_returns_the_same_object() -> None:
-    for stage, visual in (
-        (LookM(1.0), mixed(33, 5)),
-        (LookM(0.2), torch.zeros(33, dtype=torch.bool)),  # no image
-        (LookM(1.0, text_prior=False), mixed(33, 33)),
-    ):
-        before, after = read(stage, visual)
-        assert after is before
-    before, after = read(LookM(0.5), mixed(33, 5))  # control
-    assert after is not before
 
 
 def test_heads_of_different_lengths_after_an_earlier_stage() -> None:

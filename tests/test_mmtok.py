@@ -6,14 +6,13 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from closeness import close
-from helpers_layout import DIM, make_image, prompt
+from helpers_layout import DIM, make_image
 from short_prefill import embeds_of, ran
 from tiny_models import build_llava
 from tiny_models import make_image as photo
-from vlmfast import VLM, Recipe
+from vlmfast import VLM
 from vlmfast.compressors.tokens.mmtok import MMTok, coverage
 from vlmfast.core.contexts import EncodeRequest
-from vlmfast.core.layout import VisualTokens
 from vlmfast.core.statistics import VisionStats
 
 
@@ -74,20 +73,6 @@ def test_text_before_the_image_is_ignored() -> None:
     assert (kept.layout.order - 3).tolist() == by_hand(tokens.features, text[:3], 8)
 
 
-def test_newlines_are_dropped_and_images_are_independent() -> None:
-    tokens, stats = prompt({"tiles": (2, 2)}, {"tiles": (1, 2)})
-    text = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
-    kept = MMTok(0.25).reduce(tokens, stats, request(text))
-    assert bool(kept.layout.patches.all())
-    first = tokens.layout.item == 0
-    alone = MMTok(0.25).reduce(tokens.select(first), stats, request(text))
-    assert torch.equal(kept.layout.order[kept.layout.item == 0], alone.layout.order)
-    assert MMTok(1.0).reduce(tokens, stats, request(text)) is tokens
-    deep = VisualTokens(tokens.features, tokens.layout, (3 * tokens.features,))
-    kept = MMTok(0.25).reduce(deep, stats, request(text))
-    assert torch.equal(kept.extra[0], 3 * kept.features)
-
-
 def test_prompt_equals_greedy_reference() -> None:
     vlm, image = VLM(*build_llava()), photo()
     embeds = embeds_of(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
@@ -96,9 +81,3 @@ def test_prompt_equals_greedy_reference() -> None:
     chosen = by_hand(embeds[visual], embeds[int(visual[-1]) + 1 :], round(0.4 * len(visual)))
     layout = run.prompt.layout
     assert torch.equal(layout.order[layout.visual], visual[chosen])
-
-
-def test_recipe_parameters() -> None:
-    for text in ("mmtok", "mmtok:0.1,alpha=1,tau_t=0.01", "mmtok:budget=0.2,positions=compact"):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    assert MMTok.query_dependent

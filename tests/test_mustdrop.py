@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from closeness import apart, close, network, tolerance
+from closeness import close, tolerance
 from driven import Driven
 from helpers_layout import REQUEST, make_image, prompt, stats_of
-from reference import answer_logits, dense_logits
+from reference import answer_logits
 from tiny_models import build_llava, build_llava_next
 from tower_terms import tower
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM, RecipeError
 from vlmfast.compressors.budget import drop_layers, equivalent, solve_counts
 from vlmfast.compressors.encoder.mustdrop import (
     PUBLISHED,
@@ -33,11 +33,8 @@ from vlmfast.core.contexts import PrefillContext, VisionContext
 from vlmfast.core.kv import KV
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.protocols import EncodeStage
-from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.kernels.quantize_kv import quantize
-
-TOKENS = [5, 9, 11, 7, 8]  # fed one by one after the prompt
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -340,52 +337,6 @@ def test_filters_keep_equal_fractions() -> None:
     assert solve_counts(576, 120, (3, 7, 11, 15), 32, least=47)[-1] == 47
 
 
-def test_recipe_and_expanded_stages() -> None:
-    stage = MustDrop()
-    protocols = ["in-encoder", "encode", "prefill", "cache"]
-    assert [part.protocol for part in stage.expand()] == protocols
-    assert [part.protocol for part in MustDrop(cache=False).expand()] == protocols[:3]
-    assert {part.name for part in stage.expand()} == {"mustdrop"}
-    assert {part.positions for part in stage.expand()[1:]} == {"keep"}
-    renumbered = MustDrop(positions="compact").expand()
-    assert {part.positions for part in renumbered[1:]} == {"compact"}
-    assert {part.proportional_attention for part in stage.expand()} == {False}
-    assert {
-        part.proportional_attention for part in MustDrop(proportional_attention=True).expand()
-    } == {True}
-    assert stage.expand()[0].blocks(24) == (1,)
-    assert stage.expand()[1].saliencies() == (SaliencyRequest("last"),)
-    close(stage.floor(32), (3 + 29 * 0.08) / 32, terms=3)
-    assert stage.query_dependent
-    assert Recipe.parse("mustdrop:0.33") == Recipe((MustDrop(budget=0.33),))
-    assert str(Recipe.parse("mustdrop:window=2,published=64")) == "mustdrop:window=2,published=64"
-    assert Recipe.parse("mustdrop:layers=3/7/21")[0].layers == (3, 7, 21)
-    with pytest.raises(RecipeError, match=r"pipeline order; write mustdrop\+hired"):
-        Recipe.parse("hired+mustdrop")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mustdrop:merge=all", r"merge=all is out of range, allowed is one of view, call"),
-        ("mustdrop:layers=three", r"layers='three' cannot be read"),
-        ("mustdrop:layers=2.5", r"layers=2.5 must be one or more whole numbers"),
-        ("mustdrop:layers=inf", r"layers=inf must be one or more whole numbers"),
-        ("mustdrop:layers=7/3", r"layers=7/3 must be .* that ascend"),
-        ("mustdrop:layers=0.1/0.1", r"layers=0.1/0.1 must be .* that ascend"),
-        ("mustdrop:published=100", r"published=100 .* one of 192, 128, 64, 64-vizwiz"),
-        ("mustdrop:published=64,global_thr=0.5", r"published=64 and global_thr=0.5 replace"),
-        ("mustdrop:published=192,individual_thr=0", r"published=192 and individual_thr=0 replace"),
-        ("mustdrop:0.5,global_thr=0", None),
-        ("mustdrop:budget=0.5,global_thr=0", r"global_thr=0 cannot be combined with budget"),
-        ("mustdrop:budget=0.5,individual_thr=0", r"individual_thr=0 cannot be combined"),
-    ],
-)
-def test_invalid_recipes_raise(text: str, message: str | None) -> None:
-    with pytest.raises(RecipeError, match=message or "global_thr=0 cannot be combined with budget"):
-        Recipe.parse(text)
-
-
 # --- whole runs ----------------------------------------------------------------------------------
 
 
@@ -409,70 +360,6 @@ CASES = {
 STRONG = {"similarity": 0.35, "global_thr": 0.08, "individual_thr": 0.1}
 
 
-@torch.no_grad()
-def merged_by_hand(vlm: VLM, images: list[np.ndarray], threshold: float) -> list[tuple]:
-    """Per view: groups of patches and features, from the tower's own blocks without padding."""
-    tensors = vlm.inputs("what is here ?", images=images)
-    pixels, results = tensors["pixel_values"], []
-    if pixels.dim() == 5:
-        sizes = [p.shape[:2] for p in images]
-        views = [views.views[1] - views.views[0] for views in vlm.adapter.geometry(sizes)]
-        pixels = torch.cat([p[:n] for p, n in zip(pixels, views, strict=True)])
-    tower, blocks = vlm.model.get_encoder(modality="image"), vlm.adapter.vision_blocks()
-    for view in pixels:
-        hidden = blocks[0](tower.pre_layrnorm(tower.embeddings(view[None])), attention_mask=None)
-        ids = window_ids(4, (2, 2))
-        groups = []
-        for w in range(4):
-            inside = (ids == w).nonzero().flatten()
-            patches = hidden[0, 1 + inside]
-            cosines = torch.cosine_similarity(patches[:, None], patches[None], dim=-1)
-            alike = (cosines.sum() - 4) / 12 >= threshold
-            groups += [inside.tolist()] if alike else [[i] for i in inside.tolist()]
-        rows = [hidden[0, :1], *(hidden[0, [1 + i for i in g]].mean(0)[None] for g in groups)]
-        hidden = torch.cat(rows)[None]
-        for block in blocks[1:-1]:
-            hidden = block(hidden, attention_mask=None)
-        results.append((groups, vlm.model.base_model.multi_modal_projector(hidden[:, 1:])[0]))
-    return results
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_merged_features_equal_reference_tower(vlm: VLM, case: str) -> None:
-    """Views that merge differently share a batch; padding changes nothing."""
-    run = Driven.of(vlm, MustDrop(**STRONG), CASES[case])
-    answer_logits(vlm, run, [])
-    full, layout = run.trace.layout, run.prompt.layout
-    here = {
-        (v, 4 * y + x): i
-        for i, (v, (_, y, x)) in enumerate(zip(full.view.tolist(), full.grid.tolist(), strict=True))
-        if v >= 0
-    }
-    tokens, sizes = 0, set()
-    for view, (groups, features) in enumerate(merged_by_hand(vlm, CASES[case], 0.35)):
-        sizes.add(len(groups))
-        for group, feature in zip(groups, features, strict=True):
-            there = [here[view, i] for i in group if (view, i) in here]
-            row = torch.isin(layout.order, full.order[there]).nonzero().flatten()
-            assert len(row) == bool(there)
-            if there:
-                close(
-                    run.prompt.embeds[row[0]], feature, terms=tower(vlm), scale=features.abs().max()
-                )
-                assert int(layout.weight[row[0]]) == len(there)
-                tokens += 1
-    newlines = int((layout.kind == Kind.NEWLINE).sum())
-    assert tokens + newlines == int(layout.visual.sum()) < len(full)
-    assert float(layout.weight[layout.visual].sum()) == len(full)
-    assert sorted(layout.order.tolist()) == layout.order.tolist()
-    if case == "three images":
-        assert len(sizes) > 1  # the views differ, so some were padded
-    # Control: another threshold gives different features.
-    other = Driven.of(vlm, MustDrop(similarity=0.999), CASES[case])
-    answer_logits(vlm, other, [])
-    assert len(other.prompt.layout) > len(layout)
-
-
 def test_padding_does_not_change_statistics(vlm: VLM) -> None:
     @dataclass(frozen=True)
     class Look(EncodeStage):
@@ -493,71 +380,6 @@ def test_padding_does_not_change_statistics(vlm: VLM) -> None:
         alone, together = (rows[layer] for rows in seen)
         assert len(together) > len(alone)
         close(together[: len(alone)], alone, terms=tower(vlm))
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", ["keep", "compact"])
-@pytest.mark.parametrize("budget", [None, 0.45])
-def test_logits_equal_dense_reference(
-    vlm: VLM, case: str, policy: str, budget: float | None
-) -> None:
-    stage = MustDrop(positions=policy, budget=budget, cache=False, **STRONG)
-    run = Driven.of(vlm, stage, CASES[case])
-    got = answer_logits(vlm, run, TOKENS)
-    layout, ones = run.prompt.layout, torch.ones(len(TOKENS), dtype=torch.bool)
-    alive = []
-    for layer in range(4):
-        gone = run.trace.layout.order[run.trace.depth <= layer]
-        alive.append(torch.cat([~torch.isin(layout.order, gone), ones]))
-    lengths = [int(rows.sum()) for rows in alive]
-    assert lengths[0] == len(layout) + len(TOKENS)
-    assert lengths[0] > lengths[1] >= lengths[2] == lengths[3]
-    assert run.cache.lengths() == lengths
-    for rows in alive:
-        assert rows[: len(layout)][layout.protected].all()
-    with torch.no_grad():
-        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
-    embeds = torch.cat([run.prompt.embeds, answer])
-    if policy == "compact":
-        position = [(rows.cumsum(0) - 1).clamp(min=0) for rows in alive]
-    else:
-        follow = run.prompt.full_length + torch.arange(len(TOKENS))
-        position = [torch.cat([layout.order, follow])] * 4
-    expected = dense_logits(vlm.model, embeds, position, alive)[-len(TOKENS) - 1 :]
-    terms = network(vlm.model, len(embeds))
-    close(got, expected, terms=terms)
-    control = dense_logits(vlm.model, embeds, position, [torch.ones_like(alive[0])] * 4)
-    apart(got, control[-len(TOKENS) - 1 :], terms=terms)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("policy", ["keep", "compact"])
-def test_cache_keeps_survivors_of_last_filter(vlm: VLM, case: str, policy: str) -> None:
-    """The keys equal those without the third part, except for dropped tokens; same prefill."""
-    strong = STRONG | {"layers": (2, 3)}
-    runs = [
-        Driven.of(vlm, MustDrop(positions=policy, cache=cache, **strong), CASES[case])
-        for cache in (True, False)
-    ]
-    cut, plain = (answer_logits(vlm, run, TOKENS) for run in runs)
-    assert torch.equal(cut[0], plain[0])
-    run, whole = runs
-    apart(cut[1:], plain[1:], terms=network(vlm.model, len(run.prompt.layout) + len(TOKENS)))
-    layout, depth = run.prompt.layout, run.trace.depth
-    n = len(TOKENS)
-    for layer in range(4):
-        before = ~torch.isin(layout.order, run.trace.layout.order[depth <= layer])
-        left = ~torch.isin(layout.order, run.trace.layout.order[depth < 4])
-        kept = before if layer < 1 else left  # the first filter runs after layer 1
-        assert whole.cache.lengths()[layer] == int(before.sum()) + n
-        assert run.cache.lengths()[layer] == int(kept.sum()) + n
-        for name in ("keys", "values"):
-            mine, all_ = (getattr(r.cache.layers[layer], name)[0] for r in runs)
-            rows = kept[before].nonzero().flatten()
-            assert torch.equal(mine[:, : len(rows)], all_[:, rows])
-    assert run.cache.lengths()[0] > run.cache.lengths()[1] == run.cache.lengths()[3]
-    assert whole.cache.lengths()[1] > whole.cache.lengths()[3]  # control: tokens can be dropped
-    assert run.stats.kv_bytes < whole.stats.kv_bytes
 
 
 def test_cache_stage_example() -> None:
@@ -589,17 +411,6 @@ def test_cache_stage_example() -> None:
     codes = quantize(kv.keys, kv.values, kv.order, kv.lengths, 4)
     with pytest.raises(RecipeError, match=r"mustdrop: a later stage .* use cache=false"):
         part.finish(context, [replace(kv, segments=(codes,))] * 4)
-
-
-@pytest.mark.parametrize("budget", [0.9, 0.6, 0.45, 0.33])
-@pytest.mark.parametrize("case", CASES)
-def test_budget_is_met(vlm: VLM, case: str, budget: float) -> None:
-    run = Driven.of(vlm, MustDrop(similarity=0.35, budget=budget), CASES[case])
-    answer_logits(vlm, run, [])
-    stats = run.stats
-    assert stats.equivalent_tokens == pytest.approx(budget * stats.visual_tokens_in, abs=1)
-    least = stats.visual_tokens_per_layer[0] + 3 * int(run.prompt.layout.protected.sum())
-    assert stats.equivalent_tokens >= least / 4
 
 
 def test_budget_below_floor_keeps_key_set(vlm: VLM) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import apart, close
-from test_tome_cells import BUILD, CASES, built, entering, family, looked
+from test_tome_cells import BUILD, CASES, built, family, looked
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.encoder.mustdrop import MustDrop, window_members, window_similarity
 from vlmfast.core.recipe import Recipe
@@ -120,78 +119,7 @@ def test_budget_limits_the_windows(vlm, media) -> None:
     assert len(tokens) < len(plain) or small
 
 
-@pytest.mark.cases(17)
-@pytest.mark.parametrize("recipe", ["mustdrop:0.5", "mustdrop:0.5+divprune:0.6", "mustdrop+hired"])
-def test_in_recipes(vlm, media, recipe) -> None:
-    answer = vlm.ask("what is here ?", **media, recipe=recipe, max_new_tokens=2)
-    assert answer.token_ids
-    assert answer.stats.left_out == []
-
-
 # --- against references ---------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def internvl_by_hand(vlm: VLM, hidden: Tensor, merges: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Tokens (N, D) of one view whose cells ``merges`` join after the first block."""
-    base, m, side = vlm.model.base_model, 4, int((len(hidden) - 1) ** 0.5)
-    tower = base.vision_tower
-    raster = torch.arange(side * side).view(side // 2, 2, side // 2, 2)
-    cells = raster.transpose(1, 2).flatten(2).flatten(0, 1)
-    rows, group = hidden, torch.arange(len(cells))
-    for index, block in enumerate(tower.encoder.layer):
-        if index == 1:
-            units = rows[1:][cells].flatten(1)
-            for members in merges:
-                group[members] = group[members[0]].clone()
-            group = group.unique(return_inverse=True)[1]
-            means = torch.stack([units[group == g].mean(0) for g in range(int(group.max()) + 1)])
-            rows = torch.cat([rows[:1], means.unflatten(1, (m, -1)).flatten(0, 1)])
-        normed, attention = block.layernorm_before(rows), block.attention
-        q, k, v = (
-            p(normed).unflatten(-1, (attention.num_heads, -1))
-            for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        weights = (torch.einsum("qhd,khd->hqk", q, k) * attention.scale).softmax(-1)
-        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
-        rows = rows + block.lambda_1 * attention.projection_layer(out)
-        rows = rows + block.lambda_2 * block.mlp(block.layernorm_after(rows))
-    units = rows[1:].unflatten(0, (-1, m)).flatten(1)
-    patches = torch.empty(side * side, rows.shape[1])
-    patches[cells] = units[group].unflatten(1, (m, -1))
-    patches = tower.layernorm(patches).view(1, side, side, -1)
-    return base.multi_modal_projector(base.pixel_shuffle(patches, 0.5).flatten(1, 2))[0], group
-
-
-def test_internvl_equals_reference() -> None:
-    """4 x 4 tokens of 2 x 2 patches in each view; views merge different numbers of windows."""
-    vlm, image = built("internvl"), np.random.default_rng(0).integers(0, 256, (44, 90, 3), np.uint8)
-    hidden, _ = entering(vlm, images=image)
-    seen: dict = {}
-    block = vlm.adapter.vision_blocks()[1]
-    handle = block.register_forward_pre_hook(lambda module, args: seen.update(rows=args[0].clone()))
-    _, stats = looked(vlm, images=image)
-    handle.remove()
-    (item,) = stats.items
-    window = MustDrop().window_of(item.patches)
-    members = window_members(item.patches, window)
-    patches = vlm.adapter.cells(item)
-    cells = seen["rows"][:, 1:][:, patches].flatten(2)
-    similarity = window_similarity(cells[:, members])
-    threshold = float(similarity.flatten().sort().values[similarity.numel() // 2 :][:2].mean())
-    tokens, _ = looked(vlm, merging(threshold), images=image)
-    merged = [int((row >= threshold).sum()) for row in similarity]
-    assert 0 < sum(merged) < similarity.numel()
-    for view in range(*item.views):
-        here = (tokens.layout.view == view).nonzero().flatten()
-        slot = (tokens.layout.grid[here, 1] * item.patches[1] + tokens.layout.grid[here, 2]).long()
-        chosen = [members[w] for w in (similarity[view] >= threshold).nonzero().flatten()]
-        want, group = internvl_by_hand(vlm, hidden[view], chosen)
-        close(tokens.features[here], want[slot], terms=4 * 512)
-        assert sorted(group[slot].tolist()) == list(range(int(group.max()) + 1))
-        others = [of for of in members if not any(torch.equal(of, one) for one in chosen)]
-        other, _ = internvl_by_hand(vlm, hidden[view], others)  # control
-        apart(tokens.features[here], other[slot], terms=4 * 512)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

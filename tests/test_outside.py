@@ -272,21 +272,6 @@ def test_guides_import_public_names(package: str) -> None:
     assert named and named <= set(public)
 
 
-def test_private_imports_are_found() -> None:
-    code = (
-        "from vlmfast.models import Composed\nfrom vlmfast.models._composed import Composed\n"
-        "from vlmfast.compressors import top, guard\nimport vlmfast.core.kv\n"
-    )
-    assert names(code) - {(m, n) for m, n in origins() if m in PUBLIC} == {
-        ("vlmfast.models._composed", "Composed"),
-        ("vlmfast.compressors", "guard"),
-        ("vlmfast.core.kv", ""),
-    }
-    assert names("from ..base import Adapter", "vlmfast.models.tiny") == {
-        ("vlmfast.models.base", "Adapter")
-    }
-
-
 def test_own_methods_and_families_need_public_names_alone() -> None:
     """Those of vlmfast could be packages of their own."""
     known, root, seen = origins() | IN_MODULES | OWN, Path(vlmfast.__file__).parent, set()

@@ -76,9 +76,11 @@ def test_parsing_recipes_is_light(printed: dict[str, str]) -> None:
     assert not new & (set(HEAVY) - {"triton"})
 
 
-def test_help_is_light() -> None:
-    out = python(f"from vlmfast.cli import main\nassert main([]) == 0\n{SHOW}")
-    assert not loaded(out.splitlines()[-1]) & {*HEAVY, "torch", "numpy"}
+def test_help_and_media_are_light() -> None:
+    out = python(
+        f"import vlmfast.media\nfrom vlmfast.cli import main\nassert main([]) == 0\n{SHOW}"
+    )
+    assert not loaded(out.splitlines()[-1]) & {*HEAVY, "torch", "numpy", "httpcore2"}
 
 
 def test_import_adds_little_to_torch(printed: dict[str, str]) -> None:

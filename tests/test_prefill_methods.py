@@ -15,7 +15,7 @@ from torch import Tensor
 
 from closeness import apart, close, network
 from driven import Driven
-from reference import answer_logits, dense_logits
+from reference import Dense, answer_logits
 from short_prefill import embeds_of
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
@@ -41,10 +41,8 @@ def vlm(request) -> VLM:
 
 
 @torch.no_grad()
-def by_hand(
-    vlm: VLM, embeds: Tensor, drop: Callable, policy: str
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows that remain at each layer (S,), and their rotary ids.
+def by_hand(vlm: VLM, embeds: Tensor, drop: Callable, policy: str) -> list[Tensor]:
+    """Rows that remain at each layer (S,).
 
     ``drop(layer, before, ahead, rows)`` returns the remaining rows. ``before`` contains the
     attention map (H, S, S) of the previous layer and its logits without mask and softmax.
@@ -55,7 +53,7 @@ def by_hand(
     ids, hidden, before = torch.arange(n), embeds[None], None
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    alive, position = [], []
+    alive = []
     decoder.config._attn_implementation = "eager"
 
     def attend(layer) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -88,10 +86,9 @@ def by_hand(
                     ids = (rows.cumsum(0) - 1).clamp(min=0)
             before, hidden = attend(layer)
             alive.append(rows)
-            position.append(ids)
     finally:
         decoder.config._attn_implementation = "sdpa"
-    return alive, position
+    return alive
 
 
 def top(rows: Tensor, visual: Tensor, score: Tensor, k: int) -> Tensor:
@@ -210,19 +207,12 @@ def test_prefill_methods_equal_dense_reference(vlm, method, num_images) -> None:
     embeds = embeds_of(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     drop = rule(visual, run.prompt.layout.protected)
-    alive, position = by_hand(vlm, embeds, drop, stage.positions)
+    alive = by_hand(vlm, embeds, drop, stage.positions)
     assert [int((rows & visual).sum()) for rows in alive] == run.stats.visual_tokens_per_layer
     assert alive[-1].sum() < len(visual)
-    with torch.no_grad():
-        answer = vlm.model.get_input_embeddings()(torch.tensor(TOKENS))
-    n = len(TOKENS)
-    alive = [torch.cat([rows, rows.new_ones(n)]) for rows in alive]
-    position = [torch.cat([ids, ids[-1] + 1 + torch.arange(n)]) for ids in position]
-    expected = dense_logits(vlm.model, torch.cat([embeds, answer]), position, alive)[-n - 1 :]
-    terms = network(vlm.model, len(visual) + n)
+    dense = Dense(vlm, tensors)
+    expected = dense(alive, TOKENS, alive if stage.positions == "compact" else None)
+    terms = network(vlm.model, len(visual) + len(TOKENS))
     close(got, expected, terms=terms)
     # Control: with nothing dropped the logits differ.
-    full = [torch.ones_like(alive[0])] * len(alive)
-    ids = [torch.arange(len(alive[0]))] * len(alive)
-    control = dense_logits(vlm.model, torch.cat([embeds, answer]), ids, full)[-n - 1 :]
-    apart(got, control, terms=terms)
+    apart(got, dense(tokens=TOKENS), terms=terms)

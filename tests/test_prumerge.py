@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from closeness import apart, close
 from driven import Driven
-from helpers_layout import REQUEST, image_arguments, make_image, prompt, stats_of
 from reference import answer_logits
 from tiny_models import build_llava
 from tiny_models import make_image as photo
 from tower_terms import tower
-from vlmfast import VLM, Recipe
-from vlmfast.compressors.tokens.prumerge import PruMerge, mixture, one_head, outliers
+from vlmfast import VLM
+from vlmfast.compressors.tokens.prumerge import mixture, one_head, outliers
 from vlmfast.compressors.tokens.prumerge_plus import PruMergePlus
-from vlmfast.core.layout import VisualTokens
-from vlmfast.core.saliency import SaliencyRequest
-from vlmfast.core.statistics import StatRequest, VisionStats
-
-BOTH = [PruMerge, PruMergePlus]
-LAST = 23
-
-
-def with_keys(stats: VisionStats) -> VisionStats:
-    """Statistics of one tower layer: rows with a column for CLS, and keys."""
-    rows = stats.rows[22] * 0.9
-    generator = torch.Generator().manual_seed(5)
-    keys = torch.randn(rows.shape[0], rows.shape[2], 6, generator=generator)
-    return stats_of(stats.items, {LAST: rows}, {LAST: keys})
-
-
-def reduced(stage: PruMerge, *images: dict) -> tuple[VisualTokens, VisualTokens]:
-    tokens, stats = prompt(*images)
-    return tokens, stage.reduce(tokens, with_keys(stats), REQUEST)
+from vlmfast.core.statistics import StatRequest
 
 
 def test_one_head_equals_concatenated_heads() -> None:
@@ -79,43 +57,6 @@ def test_grid_between_outliers() -> None:
     assert set(kept) - {0, 3, 10, 30} == {rest[i] for i in (4, 12, 20, 28)}
 
 
-@pytest.mark.parametrize("method", BOTH)
-@given(image_arguments(), st.floats(0.02, 0.98) | st.none(), st.sampled_from(["keep", "budget"]))
-@settings(max_examples=12, deadline=None)
-def test_kept_tokens(method, arguments: dict, share: float | None, name: str) -> None:
-    stage = method(**{name: share})
-    tokens, kept = reduced(stage, arguments, arguments)
-    order = kept.layout.order
-    assert bool((order[1:] > order[:-1]).all())
-    assert bool(kept.layout.patches.all())
-    for item in (0, 1):
-        mine, before = kept.layout.item == item, tokens.layout.item == item
-        patches = int(tokens.layout.patches[before].sum())
-        weight = kept.layout.weight[mine]
-        if share is None:
-            assert 0 < int(mine.sum()) <= patches
-        else:
-            assert int(mine.sum()) == min(max(1, round(share * int(before.sum()))), patches)
-        views = len(kept.layout.view[mine].unique())
-        if share is None or int(mine.sum()) >= len(tokens.layout.view[before].unique()):
-            assert weight.sum() == patches  # every view with a kept token merges all of its patches
-        assert int((weight > 1).sum()) <= views
-    if share is not None:  # an image does not depend on other images
-        alone = reduced(stage, arguments)[1]
-        assert torch.equal(alone.layout.order, order[kept.layout.item == 0])
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_extra_features_are_mixed_alike(method) -> None:
-    tokens, geometry = make_image((0, 0), (4, 4))
-    tokens = VisualTokens(tokens.features, tokens.layout, (2 * tokens.features,))
-    _, stats = prompt({"tiles": (0, 0)})
-    kept = method(0.3).reduce(tokens, with_keys(stats_of((geometry,), stats.rows)), REQUEST)
-    close(kept.extra[0], 2 * kept.features, terms=16)
-    taken = torch.isin(tokens.layout.order, kept.layout.order)
-    apart(kept.features, tokens.features[taken], terms=16)  # control: features were merged
-
-
 def test_prompt_equals_reference_tower() -> None:
     """Queries and keys come from hooks on the tower's last layer, which LLaVA does not use."""
     vlm = VLM(*build_llava())
@@ -153,17 +94,6 @@ def test_prompt_equals_reference_tower() -> None:
     close(got, expected, terms=2 * tower(vlm), scale=scale)
     unmixed = features[positions.sort().values]
     apart(got, unmixed, terms=2 * tower(vlm), scale=scale)  # control: merging changes the features
-
-
-def test_recipe_parameters() -> None:
-    assert PruMerge().saliencies() == (SaliencyRequest("last", keys=True, wide=True),)
-    for text in (
-        "prumerge",
-        "prumerge-plus:0.25,proportional_attention=true",
-        "prumerge:budget=0.1",
-    ):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    assert PruMerge().keep is None
 
 
 def test_conflicting_key_requests_are_not_joined() -> None:

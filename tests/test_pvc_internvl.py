@@ -195,16 +195,6 @@ def test_repeated_image_equals_static_video(vlm):
     apart(image[0, 0], image[0, 3], terms=TERMS)
 
 
-def test_the_model_is_restored(vlm, weights):
-    def hooks() -> int:
-        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in vlm.model.modules())
-
-    before, plain = hooks(), vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids
-    vlm.ask("what ?", **CASES["both"], recipe=f"pvc:weights={weights}", max_new_tokens=2)
-    assert hooks() == before
-    assert vlm.ask("what ?", **CASES["both"], max_new_tokens=4).token_ids == plain
-
-
 def test_weights_of_another_model_are_rejected(vlm, weights):
     stage = PVC(weights=str(weights))
     module = load_weights(stage, vlm.adapter.sizes(), vlm.adapter.signature())

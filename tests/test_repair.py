@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import apart, close, network, tower
 from driven import Driven
@@ -248,13 +247,3 @@ def test_soft_mask_equals_drop_in_the_limit(vlm) -> None:
     # A weight of 1e-9 is far below the rounding error.
     close(hardly, gone, terms=terms)
     apart(gone, full, terms=terms)
-
-
-def test_reference_attention_equals_pytorch() -> None:
-    """The bias path equals PyTorch's attention if all weights are 1."""
-    rows = torch.arange(12)
-    query, key, value = states(rows, 0)
-    out, _ = attend(rows, torch.ones(12), proportional_attention=True)
-    keys, values = (s.repeat_interleave(2, 1) for s in (key, value))
-    expected = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25)
-    close(out, expected.transpose(1, 2), terms=SUMS)

@@ -140,19 +140,6 @@ def test_jitter_of_an_image_does_not_depend_on_others() -> None:
     assert len(set(SHIFTS)) == 4
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        ("divprune:guard=2", "divprune has no parameter 'guard'; parameters: keep"),
-        ("scope:reserve=0.2", "scope has no parameter 'reserve'; parameters: keep"),
-        ("hired:reserve=0.2,newline=rows", "reserve cannot be combined with newline=rows"),
-    ],
-)
-def test_invalid_guards_are_refused(recipe, reason) -> None:
-    with pytest.raises(RecipeError, match=reason):
-        Recipe.parse(recipe)
-
-
 # --- attacks -------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from closeness import apart, close
 from test_tome_cells import family, make_image
 from vlmfast import VLM, RecipeError, VLMFastError
 from vlmfast.core.saliency import SaliencyRequest, to_tokens, window_order
-from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.vision_attention import _vision_rows
 
 BUILD = tiny_families.first()
 SOURCES = {
@@ -283,26 +281,6 @@ def test_windowed_tower_has_no_received_attention():
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("specials", [0, 1])
-@pytest.mark.parametrize("padded", [False, True])
-def test_received_rows_equal_reference(specials, padded):
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(2, 2, 3, 9, 4, generator=generator).unbind(0)
-    visible = torch.ones(2, 9, dtype=torch.bool)
-    if padded:
-        visible[1, 6:] = False
-    bias = torch.randn(2, 1, 1, 9, generator=generator)
-    rows = _vision_rows(
-        StatRequest("received"), q, k, visible if padded else None, bias, None, specials
-    )
-    logits = q.double() @ k.double().transpose(-1, -2) / 2 + bias
-    weights = logits.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    for view in range(2):
-        there = visible[view].nonzero().flatten()[specials:]
-        close(rows[view, :, 0], weights[view][:, there].mean(1), torch.float32, 9 * 4)
-        apart(rows[view, :, 0], weights[view].sum(1), torch.float32, 9 * 4)
-
-
 def test_to_tokens_averages_patches():
     patches = torch.arange(16.0).view(1, 16)
     assert to_tokens(patches, (4, 4)) is patches
@@ -342,18 +320,6 @@ def test_sources_of_a_tower_with_cls(random_vlm):
     assert len({tuple(order) for order in kept.values()}) == 3
     named = {source: answer.stats.saliency for source, answer in answers.items()}
     assert named == {"auto": "cls", "cls": "cls", "received": "received", "norm": "norm"}
-
-
-def test_visionzip_keeps_equal_counts_without_cls(random_vlm):
-    counts = {
-        source: random_vlm.ask(
-            "what ?", make_image(0), recipe=f"visionzip:0.3,saliency={source}", max_new_tokens=1
-        ).trace.entered
-        for source in ("cls", "received")
-    }
-    assert len(counts["cls"]) == len(counts["received"])
-    special = {source: int((entered.kind == 4).sum()) for source, entered in counts.items()}
-    assert special["received"] == 0 < special["cls"]
 
 
 # --- unsupported parts of methods ----------------------------------------------------------------

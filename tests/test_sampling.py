@@ -377,22 +377,6 @@ def test_batched_tokens_equal_single_rows(chosen: list[tuple], size: int, seed: 
         assert got.tolist() == wanted == [row.tokens[-1] for row in rows]
 
 
-def test_only_unseeded_rows_use_the_generator() -> None:
-    logits = logits_of(3, V, 0, "flat")
-
-    def taken(*ways: tuple[bool, int | None]) -> list[int]:
-        torch.manual_seed(0)
-        rows = [sampler({}, [1], do_sample=do, seed=seed) for do, seed in ways]
-        return Sampling(rows).take(logits[: len(rows)]).tolist()
-
-    greedy, seeded, drawn = (False, None), (True, 3), (True, None)
-    first = taken(drawn)[0]
-    assert taken(greedy, seeded, drawn)[2] == taken(seeded, drawn)[1] == first
-    # The control: the second draw differs.
-    assert taken(drawn, seeded, drawn)[2] != first
-    assert taken(drawn, drawn)[0] == first != taken(drawn, drawn)[1]
-
-
 def test_batched_noise_equals_single_rows() -> None:
     for size in (1, 7, 261, 5003, 40_001):
         seeds = [-5, 0, 2**63, 10**30, 17]

@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from helpers_layout import REQUEST, TOWER, image_arguments, prompt, stats_of
-from vlmfast import Recipe
+from helpers_layout import REQUEST, TOWER, prompt, stats_of
 from vlmfast.compressors.tokens.scope import SCOPE
-from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 
 
@@ -64,25 +60,3 @@ def test_video_frames_cover_each_other() -> None:
     assert torch.equal(kept.layout.order, tokens.layout.order[chosen])
     alone = SCOPE(0.25).reduce(tokens, stats, REQUEST)
     assert not torch.equal(alone.layout.order, kept.layout.order)
-
-
-@given(image_arguments(), st.floats(0.02, 0.98))
-@settings(max_examples=15, deadline=None)
-def test_kept_tokens(arguments: dict, share: float) -> None:
-    tokens, stats = prompt(arguments, arguments)
-    kept = SCOPE(share).reduce(tokens, one_layer(stats), REQUEST)
-    assert bool(kept.layout.patches.all())
-    for item in (0, 1):
-        before = tokens.layout.item == item
-        patches = int(tokens.layout.patches[before].sum())
-        expected = min(max(1, round(share * int(before.sum()))), patches)
-        assert int((kept.layout.item == item).sum()) == expected
-    same = torch.isin(tokens.layout.order, kept.layout.order)
-    assert torch.equal(kept.features, tokens.features[same])
-
-
-def test_recipe_parameters() -> None:
-    assert SCOPE().saliencies() == (SaliencyRequest("features"),)
-    tokens, stats = prompt({"tiles": (2, 2)})
-    assert SCOPE(budget=1.0).reduce(tokens, one_layer(stats), REQUEST) is tokens
-    assert Recipe.parse("scope:0.1,alpha=2") == Recipe.parse(str(Recipe.parse("scope:0.1,alpha=2")))

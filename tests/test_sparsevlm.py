@@ -9,17 +9,15 @@ from torch import Tensor
 from closeness import apart, close, network
 from short_prefill import embeds_of, ran, shortened
 from tiny_models import build_llava, build_llava_next, make_image
-from vlmfast import VLM, Recipe, RecipeError
+from vlmfast import VLM
 from vlmfast.compressors.prefill.sparsevlm import (
     PUBLISHED,
-    SparseVLM,
     clusters,
     raters,
     recycled,
     split,
 )
 from vlmfast.compressors.select import count
-from vlmfast.core.statistics import StatRequest
 from vlmfast.engine.prefill import prefill
 
 DROPS = {2: 40, 3: 20}  # percent of tokens left after each drop
@@ -175,26 +173,3 @@ def test_published_counts_move_to_shallow_models(layers: int, drops: dict[int, i
             left = count(PUBLISHED["192"][drops[layer]] / 576, n)
         expected.append(left)
     assert answer.stats.visual_tokens_per_layer == expected
-
-
-def test_recipe_parameters() -> None:
-    question, drop = SparseVLM().expand()
-    assert (question.protocol, drop.protocol) == ("encode", "prefill")
-    assert drop.layers(32) == (3, 7, 16)
-    assert drop.text_stats(32) == dict.fromkeys((2, 6, 15), StatRequest("text"))
-    assert SparseVLM().floor(32) == 3 / 32
-    for text in ("sparsevlm", "sparsevlm:0.3,layers=2/8", "sparsevlm:published=64,recycle=false"):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sparsevlm:published=100", r"published=100 is out of range, allowed is one of 192, 128"),
-        ("sparsevlm:layers=2/8", r"the published counts are for 3 drops, layers has 2"),
-        ("sparsevlm:0.5,layers=8/2", r"layers=8/2 must be one or more whole numbers"),
-    ],
-)
-def test_invalid_recipes_raise(text: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe.parse(text)

@@ -125,13 +125,6 @@ def test_time_of_verification_is_within_that_of_the_answer(llava: VLM) -> None:
     assert 0 < stats.time_verify_s < time.perf_counter() - start
 
 
-def test_grouped_query_attention_and_tree_shapes() -> None:
-    vlm = VLM(*build_llava(dtype=torch.float64, kv_heads=1))
-    wanted = vlm.ask(QUESTION, **given())
-    for knows in (Knows(depth=1, beside=0), Knows(depth=9, beside=5), Knows(depth=40, beside=0)):
-        assert drafted(vlm, wanted, knows=knows, **given()).token_ids == wanted.token_ids
-
-
 def test_seed_determines_the_sample(llava: VLM) -> None:
     """With a seed, sampling does not use torch's generator; without one it does."""
     one = llava.ask(QUESTION, **given(**SAMPLED))
@@ -226,14 +219,6 @@ def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
     assert llava.ask(QUESTION, **more).token_ids == wanted.token_ids[: at + 1]
     got = drafted(llava, wanted, **more)
     assert got.token_ids == wanted.token_ids[: at + 1]
-
-
-def test_min_new_tokens(llava: VLM) -> None:
-    end = llava.ask(QUESTION, **given()).token_ids[2]
-    more = given(eos_token_id=end, min_new_tokens=9)
-    wanted = llava.ask(QUESTION, **more)
-    assert len(wanted.token_ids) >= 9
-    assert drafted(llava, wanted, **more).token_ids == wanted.token_ids
 
 
 def test_stop_strings(llava: VLM) -> None:
@@ -467,18 +452,6 @@ def test_placeholders_are_never_drafted(llava: VLM) -> None:
 
 
 # --- two drafters --------------------------------------------------------------------------------
-
-
-def test_two_drafters_in_one_tree(llava: VLM) -> None:
-    @dataclass(frozen=True)
-    class Second(Knows):
-        name: ClassVar[str] = "second"
-
-    wanted = llava.ask(QUESTION, **given())
-    ids = tuple(wanted.token_ids)
-    recipe = Recipe((Knows(answer=ids, wrong=1.0), Second(answer=ids, wrong=0.0)))
-    got = llava.ask(QUESTION, recipe=recipe, **given())
-    assert got.token_ids == wanted.token_ids and got.stats.mean_accepted > 2
 
 
 def test_drafters_that_cannot_share_a_tree(llava: VLM) -> None:

@@ -81,11 +81,6 @@ def test_only_the_engine_writes_sequences() -> None:
     assert not wrong
 
 
-def test_write_is_detected() -> None:
-    text = "sequence.done = True\nof.stats.rounds += 1\ndel a.group\nself.done = 1\nb.other = 2"
-    assert written(ast.parse(text)) == {"sequence.done", "of.stats.rounds", "a.group"}
-
-
 def test_the_engine_uses_no_private_names_of_models() -> None:
     for name in ("api/session.py", "api/request.py", "api/long_video.py", "engine/engine.py"):
         assert "vlm._" not in (PACKAGE / name).read_text(encoding="utf-8")

@@ -575,23 +575,6 @@ def test_video_mme_with_the_shipped_model(films, tmp_path, subtitles):
         assert f"| {name} | 3 |" in text or name == "Multilingual", name
 
 
-def test_pope_with_the_shipped_model(objects, tmp_path):
-    run("pope", "--data", objects, "--out", tmp_path, "--mode", "vlmevalkit", "--batch-size", 4)
-    found = samples(tmp_path / "pope" / "none")
-    assert len(found) == 12
-    assert not any("error" in s for s in found.values())
-    assert len({s["prompt_hash"] for s in found.values()}) == 4  # questions and image sizes
-    text, _ = write_report(tmp_path, tmp_path)
-    assert "pope_f1_score" in text
-    assert "| adversarial | 4 |" in text
-
-
-def test_results_of_different_modes_are_not_mixed(objects, tmp_path):
-    evaluate(FakeVLM(), find_task("pope", data=objects), out=tmp_path)
-    with pytest.raises(VLMFastError, match=r"options is .*official.* in the one and .*lmms-eval"):
-        evaluate(FakeVLM(), find_task("pope", data=objects, mode="lmms-eval"), out=tmp_path)
-
-
 def test_empty_output_is_wrong(college, objects, tmp_path):
     class Silent(FakeVLM):
         def ask(self, *args, **kwargs):

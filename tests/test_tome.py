@@ -13,9 +13,8 @@ from driven import Driven
 from reference import answer_logits
 from tiny_models import build_llava, build_llava_next, make_image
 from tower_terms import answer, tower
-from vlmfast import VLM, Recipe, RecipeError
-from vlmfast.compressors.encoder.tome import Merge, ToMe, bipartite, merge, schedule
-from vlmfast.core.statistics import StatRequest
+from vlmfast import VLM, Recipe
+from vlmfast.compressors.encoder.tome import ToMe, bipartite, merge, schedule
 
 
 def test_matching_example() -> None:
@@ -111,20 +110,3 @@ def test_prompt_equals_reference_tower(build, text) -> None:
         run = Driven.of(vlm, other, [image])
         control = answer_logits(vlm, run, [])
         apart(control, logits, terms=answer(vlm, run.prompt.full_length))
-
-
-def test_recipe_parameters() -> None:
-    stage = ToMe(0.5)
-    assert [part.protocol for part in stage.expand()] == ["in-encoder", "encode"]
-    assert stage.expand()[0].blocks(24) == tuple(range(1, 23))
-    requests = stage.expand()[0].vision_stats(24)
-    assert requests == dict.fromkeys(range(22), StatRequest("keys", keys=True))
-    assert Merge(ToMe(1.0)).blocks(24) == ()
-    for text in ("tome", "tome:0.2,positions=compact", "tome:r=8,proportional_attention=false"):
-        assert Recipe.parse(text) == Recipe.parse(str(Recipe.parse(text)))
-    assert Recipe.parse("tome")[0].proportional_attention
-
-
-def test_two_methods_that_modify_rows_between_blocks_are_refused() -> None:
-    with pytest.raises(RecipeError, match="tome and mustdrop, which both modify the rows"):
-        Recipe.parse("tome+mustdrop")

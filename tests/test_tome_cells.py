@@ -463,16 +463,6 @@ def test_masks_after_merging():
         tower.given((hidden, mask), {})
 
 
-def test_half_precision():
-    for name in ("qwen2_5_vl", "qwen3_vl", "internvl", "gemma3"):
-        vlm = built(name)
-        full, _ = looked(vlm, ToMe(0.5), **CASES["images"])
-        vlm.model.bfloat16()
-        half, _ = looked(vlm, ToMe(0.5), **CASES["images"])
-        assert half.features.dtype == torch.bfloat16
-        assert len(half) == len(full)
-
-
 # --- unsupported towers --------------------------------------------------------------------------
 
 

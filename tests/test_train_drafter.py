@@ -135,20 +135,6 @@ def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
         DrafterTrainer(arguments(tmp_path / "out", *flags, "--held-out", "6"))
 
 
-def test_unreadable_images_are_skipped(tmp_path) -> None:
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
-    turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Red."}]
-    names = ("a.png", "missing.png", "a.png", "a.png")
-    data = [{"image": name, "conversations": turns} for name in names]
-    (tmp_path / "data.json").write_text(json.dumps(data))
-    flags = ("--data", str(tmp_path / "data.json"), "--media", str(tmp_path), "--stop-after", "1")
-    trainer = DrafterTrainer(arguments(tmp_path / "out", *flags, "--samples", "2"))
-    assert sorted(map(bool, (trainer.answers[0], trainer.answers[1]))) == [False, True]
-    trainer.train()
-    assert trainer.step == 1
-    assert "missing.png" in (tmp_path / "out" / "log.jsonl").read_text()
-
-
 # --- teacher and rows ----------------------------------------------------------------------------
 
 

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers_layout import DIM, REQUEST, TOWER, image_arguments, make_image, prompt, stats_of
-from vlmfast import Recipe
 from vlmfast.compressors.tokens.visionzip import VisionZip, homes
 from vlmfast.core.layout import Kind, VisualTokens
-from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.statistics import VisionStats
 
 
@@ -105,16 +103,6 @@ def test_kept_tokens(arguments: dict, share: float, name: str) -> None:
     assert torch.equal(kept.features[alone], tokens.features[same])
 
 
-@given(image_arguments(), st.floats(0.02, 0.98))
-@settings(max_examples=20, deadline=None)
-def test_images_are_independent(arguments: dict, share: float) -> None:
-    alone = reduced(VisionZip(share), arguments)[1]
-    both = reduced(VisionZip(share), arguments, arguments)[1]
-    first = both.layout.item == 0
-    assert torch.equal(both.layout.order[first], alone.layout.order)
-    assert torch.equal(both.features[first], alone.features)
-
-
 def test_weights_protection_and_extra_features_are_kept() -> None:
     tokens, geometry = make_image((0, 0), (2, 2))
     weight, protected = torch.tensor([1.0, 2, 3, 4]), torch.tensor([False, False, True, False])
@@ -134,13 +122,3 @@ def test_weights_protection_and_extra_features_are_kept() -> None:
     assert kept.layout.protected.tolist() == [True, False, False]
     assert kept.extra[0].flatten().tolist() == [1 + (4 + 8) / 2, 2, 0]
     assert (kept.features[2] == 9).all()
-
-
-def test_recipe_parameters() -> None:
-    assert VisionZip().saliencies() == (SaliencyRequest("features", keys=True),)
-    assert VisionZip.wants_cls
-    stage = Recipe.parse(
-        "visionzip:dominant=54,contextual=10,positions=compact,proportional_attention=true"
-    )
-    assert stage == Recipe.parse(str(stage))
-    assert stage[0].proportional_attention

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+import reference
 import tiny_families
-from batched import Together
 from closeness import apart, close, network
 from driven import Driven
-from reference import answer_logits
+from reference import TOKENS, answer_logits, entered
 from vlmfast import VLM
 from vlmfast.api.request import render, tensors_of
 from vlmfast.core.kv import KV
@@ -39,7 +39,6 @@ from vlmfast.engine.prefill import Inputs, prefill, prepare
 from vlmfast.engine.stats import Stats, Trace
 
 WINDOW = 64
-TOKENS = [40, 71, 33, 55, 90, 46, 63, 101]  # fed one by one after the prompt
 IMAGE = "<start_of_image>"
 
 
@@ -98,155 +97,24 @@ class Past:
         return torch.cat([self.keys[None], keys], 2), torch.cat([self.values[None], values], 2)
 
 
-@dataclass
-class Dense:
-    """Hugging Face's layers with explicit masks, on the inputs of its decoder.
+class Dense(reference.Dense):
+    attention = "plain_reference"
 
-    Parameters
-    ----------
-    windows : bool
-        Whether local layers attend within their window; False in controls.
-    """
-
-    vlm: VLM
-    tensors: dict
-    windows: bool = True
-
-    def __post_init__(self) -> None:
-        seen: dict = {}
-
-        class Stop(Exception):
-            pass
-
-        def hook(module, args, kwargs):
-            seen.update(kwargs)
-            raise Stop
-
-        self.model = self.vlm.model
-        self.decoder = self.model.get_decoder()
-        handle = self.decoder.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                self.model(**self.tensors)
-        except Stop:
-            pass
-        finally:
-            handle.remove()
-        self.embeds = seen["inputs_embeds"]
-        self.size = self.embeds.shape[1]
-        here = self.tensors["token_type_ids"][0] == 1
-        edge = here & ~torch.cat([torch.zeros(1, dtype=torch.bool), here[:-1]])
-        self.item = torch.where(here, edge.cumsum(0), -1 - torch.arange(self.size))
-        self.kinds = self.decoder.config.layer_types
-        self.text = ~here
-
-    def everything(self) -> list[Tensor]:
-        return [torch.ones(self.size, dtype=torch.bool)] * len(self.kinds)
-
-    def window(self, layer: int) -> int | None:
-        local = self.kinds[layer] == "sliding_attention"
-        return self.decoder.config.sliding_window if local and self.windows else None
-
-    def near(self, layer: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """Which ``keys`` are in the window of each of ``rows``, by their rotary ids in a layer."""
-        window = self.window(layer)
-        near = keys[..., None, :] > rows[:, None] - (window or 1 << 40)
-        return near
-
-    def positions(self, alive: Tensor | None, count: int) -> Tensor:
-        """Rotary ids of the prompt, renumbered over the rows ``alive``, and of the answer."""
-        own = torch.arange(self.size) if alive is None else (alive.cumsum(0) - 1).clamp(min=0)
-        return torch.cat([own, int(own.max()) + 1 + torch.arange(count)])[None]
-
-    @torch.no_grad()
-    def run(self, hidden: Tensor, position: list[Tensor], masks: list[Tensor], past=None) -> Tensor:
-        """Logits (T, V) of the rows ``hidden`` (1, T, D); masks are added."""
-        before = self.decoder.config._attn_implementation
-        self.decoder.config._attn_implementation = "plain_reference"
-        try:
-            for index, layer in enumerate(self.decoder.layers):
-                tables = self.decoder.rotary_emb(hidden, position[index], self.kinds[index])
-                mask = masks[index]
-                mask = mask[None] if mask.dim() == 3 else mask[None, None]
-                hidden = layer(
-                    hidden,
-                    attention_mask=mask,
-                    position_embeddings=tables,
-                    position_ids=position[index],
-                    past_key_values=None if past is None else past[index],
-                )
-                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-            return self.model.get_output_embeddings()(self.decoder.norm(hidden))[0]
-        finally:
-            self.decoder.config._attn_implementation = before
-
-    def embed(self, tokens: list[int]) -> Tensor:
-        return self.model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        alive: list[Tensor] | None = None,
-        tokens: list[int] = TOKENS,
-        numbered: list[Tensor | None] | None = None,
-        read: list[Tensor] | None = None,
-        chosen: list[Tensor] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Logits (1 + len(tokens), V): after the prompt, then after each token.
-
-        Parameters
-        ----------
-        alive : list of Tensor, bool, (S,)
-            Rows of the prompt that entered each layer.
-        numbered : list of Tensor or None
-            The rows that count in a layer's rotary ids; all by default.
-        read : list of Tensor, bool, (H, n, S + n), optional
-            Cache slots that the answer's rows attend to within the window, by head.
-        chosen : list of Tensor, bool, (S,), optional
-            Cache slots that the prompt's rows attend to.
-        bias : Tensor, (S,), optional
-            Added to the logits of each key of the prompt.
-        """
-        n, alive = len(tokens), alive or self.everything()
-        size, masks, position = self.size + n, [], []
-        item = torch.cat([self.item, -1 - self.size - torch.arange(n)])
-        visible = torch.ones(size, size, dtype=torch.bool).tril() | (item[:, None] == item)
-        for layer, rows in enumerate(alive):
-            there = torch.cat([rows, torch.ones(n, dtype=torch.bool)])
-            ids = self.positions(None if numbered is None else numbered[layer], n)
-            mask = visible & there & self.near(layer, ids[0], ids[0])
-            if chosen is not None:
-                mask[: self.size, : self.size] &= chosen[layer]
-            mask = mask | torch.diag(~there)
-            if read is not None:
-                heads = self.decoder.config.num_attention_heads
-                mask = mask.expand(heads, -1, -1).clone()
-                groups = heads // len(read[layer])
-                mask[:, self.size :] &= read[layer].repeat_interleave(groups, 0)
-            more = torch.zeros(size)
-            if bias is not None:
-                more[: self.size] = bias
-            masks.append(torch.where(mask, more, -torch.inf))
-            position.append(ids)
-        hidden = torch.cat([self.embeds, self.embed(tokens)], 1)
-        return self.run(hidden, position, masks)[-n - 1 :]
-
-    def step(self, token: int, number: int, past: list[tuple], alive: list[Tensor]) -> Tensor:
+    def step(self, token: int, number: int, past: list[tuple]) -> Tensor:
         """Logits (1, V) after token ``number`` of the answer, over given keys and values.
 
         ``past`` contains keys and values (H, N, D) of each layer, the index of each slot's token in
         the full sequence, a mask of existing slots, and their bias, (H, N) each.
         """
         position = torch.tensor([[self.size + number]])
-        masks, caches, heads = [], [], self.decoder.config.num_attention_heads
+        masks, caches, heads = [], [], self.model.get_decoder().config.num_attention_heads
         for layer, (keys, values, order, valid, bias) in enumerate(past):
             seen = valid & self.near(layer, position[0], order)[:, 0]
             seen = torch.where(seen, bias, -torch.inf)
             seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
             masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
             caches.append(Past(keys, values))
-        return self.run(self.embed([token]), [position] * len(masks), masks, caches)
+        return self.run(self.embed([token]), [position] * len(masks), masks, past=caches)
 
 
 def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
@@ -256,17 +124,6 @@ def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
 
 def differs(vlm: VLM, got: Tensor, control: Tensor, rows: int) -> None:
     apart(got, control, terms=network(vlm.model, rows))
-
-
-def entered(vlm: VLM, run: Driven) -> list[Tensor]:
-    """Rows of the full prompt that entered each layer."""
-    visual = vlm.adapter.visual(run.inputs.tensors["input_ids"][0])
-    alive = []
-    for layer in range(vlm.adapter.depth):
-        rows = ~visual
-        rows[run.trace.layout.order[run.trace.depth > layer]] = True
-        alive.append(rows)
-    return alive
 
 
 # --- nothing dropped -----------------------------------------------------------------------------
@@ -465,7 +322,7 @@ def test_merged_token_weights(vlm):
     run = start(vlm, DENSE, Weighs())
     got = answer_logits(vlm, run, TOKENS)
     alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
-    bias = torch.zeros(dense.size).masked_fill(~dense.text, math.log(3))
+    bias = vlm.adapter.visual(run.inputs.tensors["input_ids"][0]) * math.log(3)
     equal(vlm, got, dense(alive, bias=bias), dense.size)
     differs(vlm, got, dense(alive), dense.size)
     wide = Dense(vlm, run.inputs.tensors, windows=False)
@@ -606,11 +463,11 @@ def test_cache_methods(vlm, kept, method):
             # Copies, so that they do not contain what the step writes.
             past = [tuple(tensor.clone() for tensor in layer) for layer in past]
             got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
-            equal(vlm, got, dense.step(token, number, past, alive), dense.size)
+            equal(vlm, got, dense.step(token, number, past), dense.size)
             for tracker in trackers:
                 tracker.fed(number)
         if method not in EVICTING:  # these evict slots outside the window first
-            differs(vlm, got, free.step(token, number, past, alive), dense.size)
+            differs(vlm, got, free.step(token, number, past), dense.size)
     assert 0 < bytes_of < run.stats.kv_bytes_full
     config = vlm.model.config.get_text_config()
     for layer, kind in zip(run.cache.layers, config.layer_types, strict=True):
@@ -723,38 +580,6 @@ def test_draft_trees(recipe, window, kept):
             equal(vlm, logits[path], expected[1:], rows)
             wide = Dense(vlm, run.inputs.tensors, windows=False)
             differs(vlm, logits[path], wide(tokens=[tree.tokens[node] for node in path])[1:], rows)
-
-
-def test_ragged_batch(vlm, kept):
-    """Prompts of different lengths, one of which fits into the window with its answer."""
-    texts = DENSE, LONG, IMAGE * 3 + random_words(2)
-    short = "random:0.2,positions=compact+zipcache"
-    recipes = "random:0.5+snapkv:keep=0.5,window=4", (), short
-    answers = [
-        (answer * 5)[:30] for answer in (TOKENS, TOKENS[::-1], [token + 2 for token in TOKENS])
-    ]
-    runs, rows = [start(vlm, *case) for case in zip(texts, recipes, strict=True)], []
-    with torch.no_grad(), switched(vlm.model):
-        rows.append(torch.cat([run.start(30) for run in runs]))
-        bounded = [all(layer.window is None for layer in run.cache.layers) for run in runs]
-        decoder = Together([run.decoder for run in runs])
-        for tokens in zip(*answers, strict=True):
-            rows.append(decoder.next(torch.tensor(tokens)[:, None]))
-        last = decoder.only([0, 2]).next(torch.tensor([[60], [50]]))
-    assert bounded == [False, False, True]
-    got = torch.stack(rows, 1)
-    for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
-        more = {0: [60], 2: [50]}.get(number, [])
-        run = start(vlm, text, recipe)
-        want = answer_logits(vlm, run, answers[number] + more)
-        size = run.inputs.tensors["input_ids"].shape[1]
-        equal(vlm, got[number], want[:31], size)
-        if more:
-            equal(vlm, last[[0, 2].index(number)], want[31], size)
-    dense = Dense(vlm, runs[1].inputs.tensors)
-    equal(vlm, got[1], dense(tokens=answers[1]), dense.size)
-    wide = Dense(vlm, runs[1].inputs.tensors, windows=False)
-    differs(vlm, got[1], wide(tokens=answers[1]), dense.size)
 
 
 @pytest.mark.cases(1)

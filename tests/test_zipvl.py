@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from closeness import apart, close, tolerance
-from fake_slots import FakeSlots, prompt_kv, prompt_step
-from tiny_models import make_image
-from vlmfast import Recipe, RecipeError
+from closeness import apart, close
+from fake_slots import prompt_kv, prompt_step
 from vlmfast.compressors.prefill.zipvl import ZipVL, important, probe_rows, sparse_attention
 from vlmfast.core.contexts import PrefillContext
 from vlmfast.core.kv import KV
-from vlmfast.kernels.quantize_kv import Segment
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -51,10 +46,6 @@ def test_probe_rows(n: int, recent: int, random: int, seed: int) -> None:
     assert rows == probe_rows(n, recent, random, seed).tolist()
 
 
-def test_probe_rows_depend_on_the_seed() -> None:
-    assert not torch.equal(probe_rows(500, 8, 16, 0), probe_rows(500, 8, 16, 1))
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tau", [0.3, 0.8, 0.97])
 def test_importance_equals_reference(kv_heads: int, tau: float) -> None:
@@ -75,19 +66,6 @@ def test_importance_equals_reference(kv_heads: int, tau: float) -> None:
     assert 1 < count < n
     raw = sorted(sorted(range(n), key=lambda j: -float(received[j]))[:count])
     assert got.tolist() != raw  # control: selection by the raw sums differs
-
-
-def test_forced_tokens_are_counted() -> None:
-    q, k, _ = qkv(4, 4, 60)
-    rows = probe_rows(60, 10, 10, 0)
-    free = important(q[0], k[0], rows, 0.5)
-    forced = ~torch.isin(torch.arange(60), free)
-    forced = forced & (forced.cumsum(0) <= 2)
-    got = important(q[0], k[0], rows, 0.5, forced=forced)
-    assert len(got) == len(free)
-    assert set(forced.nonzero().flatten().tolist()) <= set(got.tolist())
-    all_ = important(q[0], k[0], rows, 0.01, forced=torch.ones(60, dtype=torch.bool))
-    assert len(all_) == 60
 
 
 def test_bias_makes_a_token_important() -> None:
@@ -167,26 +145,6 @@ def test_recent_rows_are_always_chosen() -> None:
             assert bool((out[0, :, others] == 0).all())
 
 
-def test_layer_equals_composed_functions() -> None:
-    for rows in ("important", "all"):
-        stage = ZipVL(0.6, rows=rows, recent=16, random=8, seed=4)
-        out, step, (q, k, v) = attended(stage)
-        probes = probe_rows(200, 16, 8, 4 * 3 + 1)
-        last = torch.arange(200) == 199
-        chosen = important(q[0], k[0], probes, 0.6, forced=last)
-        assert torch.equal(step.notes["zipvl"][1], chosen)
-        assert torch.equal(out, sparse_attention(q, k, v, chosen, every_row=rows == "all"))
-
-
-def test_layers_use_different_probe_rows() -> None:
-    stage = ZipVL(0.6, recent=1, random=8).expand()[0]
-    q, k, v = qkv(4, 2, 200)
-    step = prompt_step(200, 3)
-    for layer in (0, 1):
-        stage.attend(step, layer, q, k, v, None)
-    assert not torch.equal(step.notes["zipvl"][0], step.notes["zipvl"][1])
-
-
 def test_dense_attention_above_threshold() -> None:
     share = len(attended(ZipVL(0.6))[1].notes["zipvl"][1]) / 200
     assert 0.1 < share < 0.9
@@ -239,38 +197,6 @@ def test_drop_keeps_the_important_tokens() -> None:
     assert part.compress(step, 0, kv, None) is kv  # a layer that attended densely
 
 
-@pytest.mark.parametrize(("high", "low"), [(4, 2), (8, 4), (4, 4)])
-def test_cache_is_split_into_two_precisions(high: int, low: int) -> None:
-    kv, step, chosen = layer_of()
-    kv = replace(kv, bias=torch.arange(90.0).expand(2, -1))
-    got = ZipVL(bits_high=high, bits_low=low).expand()[1].compress(step, 1, kv, None)
-    assert got.keys.shape == got.values.shape == (2, 0, 16)
-    assert got.lengths.tolist() == [0, 0]
-    first, second = got.segments
-    assert (first.bits, second.bits) == (high, low)
-    rest = torch.tensor([j for j in range(90) if j % 3])
-    for segment, tokens in ((first, chosen), (second, rest)):
-        assert torch.equal(segment.order.long(), tokens.expand(2, -1))
-        assert torch.equal(segment.bias, tokens.float().expand(2, -1))
-        assert segment.value_scale is not None
-        keys, values = segment.dequantize(torch.float32)
-        # Rounding to codes costs at most half a step; the rest is rounding of quotient and sum.
-        slack = tolerance(FLOAT, 3, kv.keys.abs().max())
-        worst = (keys - kv.keys[:, tokens]).abs()
-        assert bool((worst <= 0.5 * segment.key_step.float() + slack).all())
-        error = (values - kv.values[:, tokens]).abs().mean()
-        assert error < 0.3 * kv.values.std() * 4 / 2**segment.bits
-    error = [
-        (s.dequantize(torch.float32)[0] - kv.keys[:, s.order[0].long()]).abs().mean()
-        for s in got.segments
-    ]
-    assert error[0] < error[1] / 2 or high == low
-    # Segments that an earlier stage quantized stay first.
-    again = ZipVL().expand()[1].compress(layer_of()[1], 1, replace(kv, segments=(first,)), None)
-    assert again.segments[0] is first
-    assert len(again.segments) == 3
-
-
 def test_all_important_tokens_make_one_segment() -> None:
     kv, step, _ = layer_of()
     (segment,) = ZipVL(1.0).expand()[1].compress(step, 0, kv, None).segments
@@ -287,85 +213,3 @@ def test_ragged_heads() -> None:
     assert second.lengths.tolist() == [40, 60]
     assert first.order[0, :20].tolist() == chosen[10:].tolist()
     assert first.order[1].tolist() == chosen.tolist()
-
-
-# --- answer --------------------------------------------------------------------------------------
-
-
-class PagedSlots(FakeSlots):
-    """With pages, as in the cache."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.pages: list[Segment] = []
-
-    def quantize(self, count: int, make) -> None:
-        self.pages.append(make(self.keys[:, :count], self.values[:, :count]))
-        for buffer in (self.keys, self.values, self.order, self.attention_mass):
-            buffer[:, :-count] = buffer[:, count:].clone()
-        self.length -= count
-        self.max_length -= count
-
-
-def test_answer_is_quantized_in_pages() -> None:
-    kv, step, _ = layer_of()
-    _, mixed, pages = ZipVL(page=8).expand()
-    kept = mixed.compress(step, 1, kv, None)
-    slots = PagedSlots(kept, step, room=30)
-    keys, values = noise(2, 27, 16, seed=5), noise(2, 27, 16, seed=6)
-    lengths = []
-    for token in range(27):
-        pages.step(slots, 1)
-        lengths.append(slots.max_length)
-        slots.write(keys[:, token], values[:, token])
-    assert lengths == [token % 8 if token % 8 or not token else 0 for token in range(27)]
-    assert [page.bits for page in slots.pages] == [4, 4, 4]
-    assert len({page.key for page in slots.pages}) == 1
-    order = torch.cat([page.order for page in slots.pages], 1)
-    assert order.tolist() == [list(range(90, 114))] * 2
-    found = zip(*(page.dequantize(torch.float32) for page in slots.pages), strict=True)
-    for parts, right in zip(found, (keys[:, :24], values[:, :24]), strict=True):
-        mine = torch.cat(parts, 1)
-        assert (mine - right).abs().mean() < 0.15
-        apart(mine, right, terms=16)  # control: it is quantized
-    assert torch.equal(slots.keys[:, :3], keys[:, 24:])
-    assert torch.equal(slots.order[0, :3], torch.tensor([114, 115, 116]))
-
-
-# --- recipe --------------------------------------------------------------------------------------
-
-
-def test_recipe_and_expanded_stages() -> None:
-    protocols = {
-        kv: [part.protocol for part in ZipVL(kv=kv).expand()] for kv in ("mixed", "drop", "none")
-    }
-    assert protocols == {
-        "mixed": ["prefill", "cache", "decode"],
-        "drop": ["prefill", "cache"],
-        "none": ["prefill"],
-    }
-    assert [getattr(part, "quantizes", None) for part in ZipVL().expand()[1:2]] == [True]
-    assert not ZipVL(kv="drop").expand()[1].quantizes
-    assert {part.name for part in ZipVL().expand()} == {"zipvl"}
-    assert ZipVL.query_dependent
-    assert Recipe.parse("zipvl:0.96,kv=drop") == Recipe((ZipVL(0.96, kv="drop"),))
-    assert str(Recipe.parse("zipvl:tau=0.96")) == "zipvl:0.96"
-    with pytest.raises(RecipeError, match="zipvl: bits_low=3 cannot be packed; allowed are 2, 4"):
-        Recipe.parse("zipvl:bits_low=3")
-
-
-def test_answers_of_the_shipped_model(tiny) -> None:
-    image = make_image(128, 128)
-
-    def ask(recipe: str, **more):
-        return tiny.ask("what is here ?", image, recipe=recipe, max_new_tokens=10, **more)
-
-    full = ask("none")
-    for same in ("zipvl:1,kv=none", "zipvl:1,kv=drop"):
-        answer = ask(same)
-        assert answer.token_ids == full.token_ids
-        assert answer.stats.kv_bytes == full.stats.kv_bytes
-    mixed, dropped = ask("zipvl:0.97,page=4"), ask("zipvl:0.97,kv=drop")
-    assert mixed.stats.kv_bytes < 0.35 * full.stats.kv_bytes
-    assert dropped.stats.kv_bytes < full.stats.kv_bytes
-    assert mixed.token_ids == ask("zipvl:0.97,page=4").token_ids

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -270,18 +269,6 @@ def test_text_is_streamed(page: Page) -> None:
     assert len([text for text in texts if "There are" in text]) > 3
 
 
-def test_second_question_and_full_detail(asked: Page) -> None:
-    ask(asked, "What color is the circle?")
-    expect(asked.locator("#image-recipe")).to_contain_text("purple")
-    answered(asked)
-    assert int(counter(asked, "Prompt tokens reused from the cache", "recipe").split(" ")[0]) > 80
-    assert counter(asked, "Visual tokens", "recipe") == "336 → 175 (downsample) → 77 (scope)"
-    asked.locator("#image-again").click()
-    answered(asked, words="Answered with none")
-    expect(asked.locator("#image-recipe")).to_contain_text("Looked again at full detail: purple")
-    assert counter(asked, "Visual tokens", "recipe") == "336"
-
-
 def test_recipe_by_text_and_by_controls(page: Page) -> None:
     text = page.locator("#recipe textarea, #recipe input")
     budget = page.locator("#budget input[type=number]")
@@ -324,47 +311,6 @@ def test_empty_question_and_invalid_recipe(page: Page) -> None:
     write(page.locator("#recipe textarea, #recipe input"), "hired:0.2")
     ask(page)
     answered(page)
-
-
-def test_two_users_at_once(browser: Browser, address: str, asked: Page) -> None:
-    users = opened(browser, address)
-    other = next(users)
-    upload(other, IMAGE)
-    ask(other, "What color is the circle?")
-    ask(asked, "How many yellow objects are there?")
-    expect(other.locator("#image-full")).to_contain_text("purple")
-    answered(other)
-    answered(asked)
-    expect(asked.locator("#image-status")).to_contain_text("“How many yellow")
-    expect(asked.locator("#image-full")).not_to_contain_text("purple")
-    expect(other.locator("#image-status")).to_contain_text("“What color")
-    assert next(users, None) is None
-
-
-def test_reload_during_an_answer(page: Page) -> None:
-    upload(page, IMAGE)
-    ask(page, "Describe the image.")
-    expect(page.locator("#image-full")).to_contain_text("There")
-    page.reload()
-    upload(page, IMAGE)
-    ask(page)
-    answered(page)
-    expect(page.locator("#image-full")).to_contain_text(SAID)
-
-
-def test_closing_the_page_during_an_answer(browser: Browser, address: str, page: Page) -> None:
-    """Both places in the queue are taken by pages that go away."""
-    for _ in range(2):
-        users = opened(browser, address)
-        other = next(users)
-        upload(other, IMAGE)
-        ask(other, "Describe the image.")
-        expect(other.locator("#image-full")).to_contain_text("There")
-        assert next(users, None) is None
-    upload(page, IMAGE)
-    ask(page)
-    answered(page)
-    assert text_of(page, "full") == SAID
 
 
 def test_other_controls(page: Page) -> None:
@@ -445,76 +391,6 @@ def test_accessibility(browser: Browser, address: str, scheme: str) -> None:
     assert next(users, None) is None
 
 
-_OF_RECIPES = """
-textbox Recipe: methods in pipeline order, joined by +
-combobox Preset
-spinbutton number input for Budget of downsample
-button Reset to default value
-slider range slider for Budget of downsample
-button Answer length and history ▼
-spinbutton number input for Maximum answer length (tokens)
-button Reset to default value
-slider range slider for Maximum answer length (tokens)
-checkbox Include earlier questions in the context
-tab Image
-tab Video
-"""
-_OF_ANSWERS = """
-radio Kept tokens
-radio Input
-slider Dim dropped patches
-button Ask
-button Look again at full detail
-button Stop
-"""
-CONTROLS = {
-    "Image": _OF_ANSWERS
-    + """
-textbox Question about the image
-button Drop an image file here to upload
-button Upload file
-button Paste from clipboard
-""",
-    "Video": _OF_ANSWERS
-    + """
-textbox Question about the video
-button Drop a video file here to upload
-spinbutton number input for Number of frames, evenly spaced
-button Reset to default value
-slider range slider for Number of frames, evenly spaced
-""",
-}
-
-
-def controls(part: Locator) -> Counter:
-    """Roles and accessible names of the visible controls, as a screen reader reads them out."""
-    roles = "button|textbox|combobox|listbox|slider|spinbutton|checkbox|radio|tab|link|switch"
-    lines = re.findall(rf"^\s*- '?({roles})\b(?: \"(.*?)\")?['\[: ]*", part.aria_snapshot(), re.M)
-    return Counter(f"{role} {name}".strip() for role, name in lines)
-
-
-@pytest.mark.parametrize("tab", CONTROLS)
-def test_every_control_is_known(page: Page, tab: str) -> None:
-    """A new control needs a line here and a test."""
-    page.get_by_role("tab", name=tab).click()
-    answered(page, tab.lower())
-    unfold(page)
-    wanted = Counter(filter(None, (CONTROLS[tab] + _OF_RECIPES).splitlines()))
-    end = time.monotonic() + WAIT_MS / 1000  # a fold's content may come after the fold is open
-    while (found := own_controls(page, tab)) != wanted and time.monotonic() < end:
-        page.wait_for_timeout(200)
-    assert "" not in {name.partition(" ")[2] for name in found}
-    assert found == wanted
-
-
-def own_controls(page: Page, tab: str) -> Counter:
-    """Without those of the footer and the examples."""
-    found = controls(page.locator("body")) - controls(page.locator("footer"))
-    examples = controls(page.locator(f"#{tab.lower()}-examples"))
-    assert examples.total() == (4 if tab == "Image" else 3)
-    return found - examples
-
-
 def unfold(page: Page) -> None:
     folded = page.locator("button.label-wrap:not(.open):visible")
     while count := folded.count():
@@ -573,30 +449,6 @@ def test_host_header_is_checked(address: str) -> None:
     ):
         for path in ("/", "/config", "/gradio_api/info"):
             assert httpx.get(address + path, headers={"Host": host}).status_code == status, host
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_files_go_with_the_page_and_with_the_process(
-    browser: Browser, tmp_path: Path, number: signal.Signals
-) -> None:
-    with demo(tmp_path / "log", TMPDIR=str(tmp_path)) as (address, server):
-        (folder,) = tmp_path.glob("vlmfast-demo-*")
-        users = opened(browser, address)
-        page = next(users)
-        upload(page, IMAGE)
-        ask(page)
-        answered(page)
-        (uploaded,) = folder.rglob(IMAGE.name)
-        assert next(users, None) is None
-        end = time.monotonic() + READY_S
-        while uploaded.exists():
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        server.send_signal(number)
-        server.wait(timeout=60)
-        left = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert left == [tmp_path / "log"]  # Gradio leaves an empty folder
-        assert not folder.exists()
 
 
 def test_allowed_hosts(tmp_path: Path) -> None:

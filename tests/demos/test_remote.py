@@ -26,7 +26,7 @@ from vlmfast import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.cli import commands as cli
 from vlmfast.demos import panels, remote, views
 from vlmfast.demos.remote import RemoteVLM
-from vlmfast.demos.talk import FULL, RECIPE, RESTORED, Conversation, Desk, Limits, Media, Stopped
+from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Limits, Media, Stopped
 from vlmfast.serve.app import Server, create_app
 from vlmfast.serve.config import ServerConfig
 
@@ -155,29 +155,6 @@ def test_first_questions_find_no_cache_and_later_ones_do(far: RemoteVLM, image: 
         talk = ask_at(desk, image, "What color is the circle?")
         assert talk.turns[-1].answers[FULL].stats.prompt_reused > 300
         assert not talk.turns[0].answers
-
-
-def test_both_answers_see_the_history(far: RemoteVLM, tiny, image: Media) -> None:
-    texts = []
-    for vlm in (tiny, far):
-        desk = Desk(vlm, "tiny")
-        ask_at(desk, image, history=True)
-        texts.append(ask_at(desk, image, "Is there a blue circle?", history=True).turns[-1].texts)
-        talk = desk.talk("u")
-        assert [m["role"] for m in talk._sessions[FULL].messages] == ["user", "assistant"] * 2
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("history", [False, True])
-def test_full_detail_uses_all_tokens(far: RemoteVLM, image: Media, history: bool) -> None:
-    desk = Desk(far, "tiny")
-    talk = ask_at(desk, image, recipe="grid:0.05", history=history)
-    few = talk.turns[-1].shown.stats.equivalent_tokens
-    list(desk.look_again("u", 24))
-    turn = talk.turns[-1]
-    assert turn.shown is turn.answers[RESTORED]
-    assert turn.shown.stats.equivalent_tokens == 336 > 10 * few
-    assert turn.agreement == 1
 
 
 def test_video_is_read_by_the_server(far: RemoteVLM, tiny, examples) -> None:

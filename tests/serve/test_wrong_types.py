@@ -164,20 +164,3 @@ def test_wrong_types_in_every_field_are_refused(served: Any) -> None:
     assert all(
         seen[path] >= set(model.model_fields) - {"model"} for path, model in REQUESTS.items()
     )
-
-
-def test_the_walk_finds_all_fields() -> None:
-    class Inner(BaseModel):
-        number: int
-        names: list[str] | None = None
-
-    class Outer(BaseModel):
-        inner: Inner
-        more: dict[str, bool] = {}
-
-    found = list(Walk(Outer).wrong())
-    places = {at for at, _, _ in found}
-    assert places == {"inner", "inner.number", "inner.names", "inner.names[0]", "more", "more.any"}
-    assert ("inner.number", "inner.number", {"inner": {"number": 1.5}}) in found
-    assert not any(at == "inner.names" and body["inner"]["names"] is None for at, _, body in found)
-    assert Walk(Outer).example() == {"inner": {"number": 7}}
