@@ -111,7 +111,7 @@ def _modules(
             use_cache=True,
             vlmfast_context=context,
         ).last_hidden_state
-    return hidden, seen
+    return hidden, {layer: rows for layer, (rows, _) in seen.items()}
 
 
 @contextmanager

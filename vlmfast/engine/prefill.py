@@ -30,7 +30,7 @@ from .cache import KVCache
 from .calls import called
 from .compress import Compression
 from .features import Hashed, encoded, with_digests
-from .hidden_states import Watch, nothing_seen
+from .hidden_states import Watch, capture_layer_inputs
 from .stats import Stats, Trace
 from .vision import Wanted, merge_requests, place, served
 
@@ -462,7 +462,8 @@ def prefill(
             _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
-    watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
+    layers = () if watch is None else watch.layers
+    watched = capture_layer_inputs(adapter.decoder, layers, context)
     given = {"position_ids": rows_of(prompt.layout.position), adapter.cache_name: cache}
 
     def run() -> Tensor:

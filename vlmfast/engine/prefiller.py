@@ -21,7 +21,7 @@ from .chunks import chunks, splittable
 from .compress import Compression
 from .decode import RowGroup
 from .forward import shifted
-from .hidden_states import nothing_seen
+from .hidden_states import capture_layer_inputs
 from .mode import lasting
 from .prefill import Inputs, Prompt, Seen, TooLarge, prefill, prepare, rows_of
 from .prefix import Prefix, copied
@@ -253,7 +253,7 @@ class Prefiller:
         if compress:
             Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
         position = rows_of(prompt.layout.position)
-        watched = nothing_seen() if watch is None else watch.over(adapter.decoder, context)
+        watched = capture_layer_inputs(adapter.decoder, sequence.aux_layers, context)
         biased = cache.biased(context.key_bias())
         given = {"position_ids": position, adapter.cache_name: cache}
 

@@ -47,21 +47,10 @@ from vlmfast.models.base import Adapter
 from .decode import Batch
 from .noise import gumbel
 from .output import Output
+from .sampling import ROWWISE
 from .sequence import Sequence
 
 _REMEMBERED = 32  # recipes and tenants whose drafters' state is kept
-# Logits processors that depend on a row of logits alone, so that they can rank drafts.
-_ROWWISE = (
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-    "InfNanRemoveLogitsProcessor",
-)
 
 
 def walk(
@@ -271,8 +260,8 @@ class Speculation:
         aux_hidden_states = None
         if output.aux_hidden_states is not None:
             assert self.seat is not None
-            (batch, _), own = self.seat, self.own_taps
-            at = [batch.aux_layers.index(layer) for layer in own]
+            batch, _ = self.seat
+            at = [batch.aux_layers.index(layer) for layer in self.sequence.aux_layers]
             aux_hidden_states = output.aux_hidden_states[number, :n, at]
         # A captured step overwrites these with its next outputs.
         logits = output.logits[number, :n].clone() if self.reads("logits") else None
@@ -284,13 +273,6 @@ class Speculation:
 
     def reads(self, what: str) -> bool:
         return any(getattr(stage, what) for stage in self.stages)
-
-    @property
-    def own_taps(self) -> tuple[int, ...]:
-        depth = self.adapter.depth
-        return tuple(
-            sorted({at for stage in self.stages for at in stage.aux_hidden_state_layers(depth)})
-        )
 
     @property
     def view(self) -> tuple[SlotList, ...] | None:
@@ -425,7 +407,7 @@ def _warper(sequence: Sequence) -> Callable[[Tensor], Tensor] | None:
     """The processors of a request that can rank drafts, as one function."""
     if not sequence.sampler.sampled:
         return None
-    chosen = [p for p in sequence.sampler.processors if type(p).__name__ in _ROWWISE]
+    chosen = [p for p in sequence.sampler.processors if type(p) in ROWWISE]
 
     def warp(logits: Tensor) -> Tensor:
         nothing = sequence.ids.new_zeros(len(logits), 0)
