@@ -35,8 +35,8 @@ def capture_layer_inputs(
     def hook(index: int) -> Callable[..., None]:
         def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if kwargs.get("vlmfast_context") is context or current_context.get() is context:
-                of_prompt = isinstance(context, PrefillContext)
-                seen[index] = args[0], context.layout if of_prompt else None
+                layout = context.layout if isinstance(context, PrefillContext) else None
+                seen[index] = args[0], layout
 
         return catch
 
