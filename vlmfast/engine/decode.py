@@ -19,11 +19,10 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache, RowSlots
 from .calls import step_modules
 from .fingerprint import fingerprint, structures_of
-from .forward import forward, placed, shifted
+from .forward import Output, forward, placed, shifted
 from .graphs import Graphs, StepGraphs
 from .joint import JointCache
 from .mode import Mode
-from .output import Output
 
 if TYPE_CHECKING:
     from .sequence import Sequence

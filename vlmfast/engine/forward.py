@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,24 @@ from .calls import called, step_modules
 from .fused import fusable, fused_step
 from .hidden_states import capture_layer_inputs
 from .joint import JointCache
-from .output import Output
+
+
+@dataclass
+class Output:
+    """The output of a forward pass over T new tokens of each row.
+
+    Parameters
+    ----------
+    logits : Tensor, (B, T, V)
+    hidden : Tensor, (B, T, D)
+        After the last norm.
+    aux_hidden_states : Tensor, (B, T, K, D), optional
+        Input of the layers `RowGroup.aux_layers`.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    aux_hidden_states: Tensor | None = None
 
 
 def forward(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cache import KVCache
-from .output import Output
+from .forward import Output
 
 # Steps before a capture, in which kernels are compiled and libraries allocate their workspaces.
 _WARM_UP = 1

@@ -59,12 +59,12 @@ class Rounds:
             try:
                 batch.run_decode_stages(number)
             except Exception as error:
-                fail(sequence, error)
+                sequence.fail(error)
 
     def _reserve(self, batch: Batch, tokens: int) -> None:
         """Make room for the next tokens; rows without any end, and have left the batch."""
         for sequence, error in batch.reserve(tokens):
-            fail(sequence, error)
+            sequence.fail(error)
 
     def _single(self, batch: Batch) -> None:
         """One token of every row, without drafts."""
@@ -106,7 +106,7 @@ class Rounds:
                 assert sequence.drafts is not None
                 sequence.drafts.learn(tree, path, emitted, output, row)
             except Exception as error:
-                fail(sequence, error)
+                sequence.fail(error)
             if watched:
                 sequence.drifted += len(path) if drafted else 1
             paths.append(path)
@@ -171,7 +171,7 @@ class Rounds:
         except StopIteration as end:
             return end.value
         except Exception as error:
-            fail(sequence, error)
+            sequence.fail(error)
             return Tree.chain([sequence.sampler.tokens[-1]])
         waiting[row] = proposal, token
         return None
@@ -228,7 +228,7 @@ class Rounds:
                 sequence.listener()
             sequence.stats.read()  # only now: the first token has not waited for it
         except Exception as error:
-            fail(sequence, error)
+            sequence.fail(error)
 
     def _is_unambiguous(self, sequence: Sequence, logits: Tensor) -> bool:
         """Whether the token of ``logits`` (V,) does not depend on their last bits."""
@@ -239,10 +239,3 @@ class Rounds:
         sampler = sequence.sampler
         scale = getattr(sampler.config, "temperature", None) or 1.0 if sampler.sampled else 1.0
         return gap > _ULPS * ulp / scale
-
-
-def fail(sequence: Sequence, error: Exception) -> None:
-    """End a sequence by an error; the first one counts."""
-    sequence.done = True
-    if sequence.error is None:
-        sequence.error = error

@@ -6,6 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.errors import is_out_of_memory
+from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError, is_out_of_memory
 
 from .decode import RowGroup
 from .hidden_states import Watch
@@ -172,6 +173,25 @@ class Sequence:
         if self.error is not None and is_out_of_memory(self.error):  # its frames have tensors
             traceback.clear_frames(self.error.__traceback__)
 
+    def fail(self, error: Exception) -> None:
+        """End by an error; the first one counts."""
+        self.done = True
+        if self.error is None:
+            self.error = error
+
+    def call_on_end(self) -> None:
+        on_end, self.on_end = self.on_end, None  # an interrupt does not repeat it
+        if on_end is not None:
+            try:
+                on_end(self)
+            except Exception as problem:
+                self.fail(problem)
+
+    def call_listener(self) -> None:
+        if self.listener is not None:
+            with suppress(Exception):  # its event loop may be closed; the result is in the handle
+                self.listener()
+
     @property
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
@@ -180,6 +200,26 @@ class Sequence:
     def must_end(self) -> bool:
         """Whether it was cancelled, or is past its deadline."""
         return self.cancelled or time.monotonic() > self.deadline
+
+    @property
+    def stopped(self) -> VLMFastError:
+        """Why it ends where it `must_end`."""
+        after = f"after {self.count} tokens of its answer"
+        if self.cancelled:
+            return RequestCancelled(f"the request was cancelled {after}")
+        return DeadlineExceeded(f"the request reached its deadline {after}")
+
+    @property
+    def numbered(self) -> Exception:
+        """Its error, with the number of the request."""
+        error = self.error
+        assert error is not None
+        if not isinstance(error, VLMFastError):  # of the caller's own code
+            error.add_note(f"request {self.number}")
+            return error
+        named = type(error)(f"request {self.number}: {error}")
+        named.__cause__ = error
+        return named
 
     @property
     def ids(self) -> Tensor:

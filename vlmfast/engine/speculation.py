@@ -45,8 +45,8 @@ from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .decode import Batch
+from .forward import Output
 from .noise import gumbel
-from .output import Output
 from .sampling import ROWWISE
 from .sequence import Sequence
 
