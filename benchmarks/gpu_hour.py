@@ -48,7 +48,7 @@ from vlmfast.engine.engine import Engine
 from vlmfast.engine.forward import forward
 from vlmfast.engine.fused import fusable
 from vlmfast.engine.graphs import StepGraphs
-from vlmfast.engine.opening import reading
+from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
@@ -108,7 +108,8 @@ def prefilled(vlm: VLM, recipe: Recipe, tokens: int) -> Sequence:
         kind=torch.where(visual, int(Kind.IMAGE), int(Kind.TEXT)).to(torch.uint8)
     )
     prompt = Prompt(embeds.to(adapter.device, adapter.dtype), layout, tokens, tokens)
-    sequence = reading(adapter, Inputs({"input_ids": ids}), recipe, clock(adapter.device))
+    begin = clock(adapter.device)
+    sequence = open_sequence(adapter, Inputs({"input_ids": ids}), recipe, begin=begin)
     sequence.trace.begin(layout.select(layout.visual), adapter.depth)
     Engine(adapter).prefiller.prefill(sequence, prompt, 200)  # room for as many tokens
     return sequence
@@ -146,7 +147,7 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         report.row(f"{what}: captures of later steps", more, "0", more == 0)
         with report.guarded(f"{what}: captured step"):
             capture(bench, what, group, tokens)
-        decoder.release()
+        group.release()
     return took
 
 

@@ -21,13 +21,13 @@ import torch
 from interrupts import Line, interrupted, interruptible, lines_of, no_hang, state
 from tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.engine.batches import Batches
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.handle import Handle
 from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.engine.prefix_cache import Key
 from vlmfast.engine.restore import Changes
+from vlmfast.engine.scheduler import Batches
 
 QUESTION, IMAGE = "what is here ?", make_image(seed=0)
 GIVEN = {"max_new_tokens": 4, "eos_token_id": None}

@@ -31,7 +31,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import tower_state
 from vlmfast.engine.handle import Handle, pieces_of, result_of
-from vlmfast.engine.opening import fitted, reading
+from vlmfast.engine.opening import fitted, open_sequence
 from vlmfast.engine.prefill import Inputs, look
 from vlmfast.engine.prefix_cache import Entry
 from vlmfast.engine.prefixes import Prefix, Prefixes, Scope, copied, parts
@@ -226,8 +226,8 @@ class Session:
                 session._prepare(sequence)
             return None
 
-        more = {"prefill": prefill}
-        sequence = reading(adapter, inputs, recipe, start, stats, media.images, **more)
+        more: dict[str, Any] = {"begin": start, "prefill": prefill, "images": media.images}
+        sequence = open_sequence(adapter, inputs, recipe, stats=stats, **more)
         submit = engine_of(adapter).submit
         session = result_of(lambda: submit(sequence, lambda sequence: opened[0]))
         stats.time_total_s = time.perf_counter() - start

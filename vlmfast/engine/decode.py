@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from vlmfast.core.buffers import caught_shortage
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.drafting import Observer, SlotList
-from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.tree import Tree
 from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
@@ -20,39 +19,16 @@ from vlmfast.models.base import Adapter
 from .cache import KVCache, RowSlots
 from .calls import step_modules
 from .fingerprint import fingerprint, structures_of
-from .forward import forward, placed, shifted
+from .forward import Output, forward, placed, shifted
 from .graphs import Graphs, StepGraphs
 from .joint import JointCache
 from .mode import Mode
-from .output import Output
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 _SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
-
-
-class DecodeRow(Protocol):
-    """What a decoder must know about one of its sequences.
-
-    Attributes
-    ----------
-    stages : list of DecodeStage
-    notes : dict
-        As in `PrefillContext`.
-    prompt_slots : Tensor, int64, (L, H)
-        Slots of the tail when decoding began.
-    steps : int
-        Tokens that have been fed since; the decoder counts them.
-    aux_layers : tuple of int
-        Layers whose input its drafters read.
-    """
-
-    stages: list[DecodeStage]
-    notes: dict[str, dict[str, Any]]
-    prompt_slots: Tensor | None
-    steps: int
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
 
 
 class RowGroup:
@@ -65,7 +41,7 @@ class RowGroup:
         Frozen.
     position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
         Rotary ids of the next tokens; changed in place.
-    rows : list of DecodeRow
+    rows : list of Sequence
         The sequences, in the order of their rows in the cache.
     size : int
         Rows that are expected: buffers that are small, or of captured steps, have space for them.
@@ -76,34 +52,20 @@ class RowGroup:
         adapter: Adapter,
         cache: KVCache,
         position: Tensor,
-        rows: Many[DecodeRow],
+        rows: Many[Sequence],
         size: int = 1,
     ) -> None:
         self.adapter, self.cache, self.size = adapter, cache, size
         self.graphs: StepGraphs | None = None
         self._listed: tuple[list[tuple[SlotList, ...] | None], list[SlotList]] = [], []
-        self.seat(rows)
-        cache.start(position)
-
-    def seat(self, rows: Many[DecodeRow]) -> None:
-        """Set the sequences whose cache this is."""
         self.rows = list(rows)
+        cache.start(position)
 
     @property
     def position(self) -> Tensor:
         """Rotary ids of the next tokens, int64, (B, 1), or (3, B, 1) for M-RoPE."""
         assert self.cache.position is not None
         return self.cache.position
-
-    @property
-    def context(self) -> DecodeContext:
-        """The context of a forward pass over single tokens."""
-        return DecodeContext(self.cache)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose input the drafters of any row read."""
-        return _aux_layers(self.rows)
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -264,13 +226,13 @@ class RowGroup:
         tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
         cache.advance(drafted)
         position = self.position + drafted
-        context = self.context
+        context = DecodeContext(cache)
         if cache.attention_mass:  # what is drafted must not count as a reader of other rows
             tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
             tree[number] = True
             context.tree = tree.to(position.device)
         try:
-            with shifted(self.adapter, cache, context, position):
+            with shifted(self.adapter, context, position):
                 hidden = self.adapter.embed(tokens)
                 for index in layers:
                     hidden = decoder.layers[index](
@@ -362,13 +324,10 @@ class RowGroup:
         """
         self._settle(len(self.rows))
         assert self.graphs is not None
-        return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
+        return self.graphs.run(partial(forward, self.adapter), _aux_layers(self.rows), *given)
 
 
-R = TypeVar("R", bound=DecodeRow)
-
-
-class Batch(Generic[R]):
+class Batch:
     """Groups of rows that are decoded together: products with weights run once for all rows.
 
     Rows are numbered in the order in which they joined, whichever group they are in: random numbers
@@ -382,43 +341,35 @@ class Batch(Generic[R]):
     Attributes
     ----------
     groups : list of RowGroup
-    rows : list of DecodeRow
+    rows : list of Sequence
         The sequences.
     """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.groups: list[RowGroup] = []
-        self.rows: list[R] = []
-        # See `_orders`; `False` until it is asked for.
-        self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
+        self.rows: list[Sequence] = []
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """As in `RowGroup`, of all rows: `Output.aux_hidden_states` has these."""
         return _aux_layers(self.rows)
 
-    @property
-    def position(self) -> Tensor:
-        """As in `RowGroup`; a copy where there are several groups."""
-        position = torch.cat([group.position for group in self.groups], -2)
-        return position if self._orders is None else position.index_select(-2, self._orders[1])
-
     # --- rows ------------------------------------------------------------------------------------
 
     def join(self, group: RowGroup) -> None:
         """Add a group of one row, which must not be used afterwards."""
-        rows = cast("list[R]", list(group.rows))
+        rows = list(group.rows)
         self._add(group)
         self.rows += rows
 
-    def leave(self, row: DecodeRow) -> None:
+    def leave(self, row: Sequence) -> None:
         """Remove a sequence."""
         group, number = self._place(row)
         group.leave(number)
         self._remove(row)
 
-    def take(self, row: DecodeRow, tokens: int = 0) -> RowGroup:
+    def take(self, row: Sequence, tokens: int = 0) -> RowGroup:
         """Remove a sequence and return it as a group of one row; see `RowGroup.take`."""
         group, number = self._place(row)
         taken = group.take(number, tokens)
@@ -426,41 +377,30 @@ class Batch(Generic[R]):
         self._remove(row)
         return taken
 
-    def reserve(self, tokens: int) -> list[tuple[R, Exception]]:
+    def reserve(self, tokens: int) -> list[tuple[Sequence, Exception]]:
         """Make sure that ``tokens`` more fit in every row; rows that outgrow others move.
 
         Returns the rows for which there is no memory, with the error. They have left the batch.
         """
-        left: list[tuple[R, Exception]] = []
+        left: list[tuple[Sequence, Exception]] = []
         for group in list(self.groups):
             numbers = [0] if len(group.rows) == 1 else group.outgrown(tokens)
-            for row in [cast("R", group.rows[number]) for number in numbers]:
+            for row in [group.rows[number] for number in numbers]:
                 with caught_shortage() as short:
-                    self._enlarge(group, row, tokens)
+                    if len(group.rows) == 1:
+                        group.reserve(tokens)
+                    else:
+                        taken = group.take(_number(group.rows, row), tokens)
+                        self.groups = [own for own in self.groups if own.rows and own is not taken]
+                        self._add(taken)
                 if short:
                     self.leave(row)
                     left.append((row, short[0]))
         return left
 
-    def _enlarge(self, group: RowGroup, row: R, tokens: int) -> None:
-        if len(group.rows) == 1:
-            group.reserve(tokens)
-            return
-        taken = group.take(_number(group.rows, row), tokens)
-        self.groups = [own for own in self.groups if own.rows and own is not taken]
-        self._add(taken)
-        self._found_orders = False
-
-    def release(self) -> None:
-        """Return all buffers; the batch has no rows afterwards."""
-        for group in self.groups:
-            group.release()
-        self.groups.clear()
-        self.rows.clear()
-
     def _add(self, group: RowGroup) -> None:
         group.size = max(group.size, self.size)
-        self._found_orders = False
+        vars(self).pop("_orders", None)  # found again
         for own in self.groups:
             if own.fits(group):
                 with caught_shortage():
@@ -469,12 +409,12 @@ class Batch(Generic[R]):
                 break  # it stays in the buffers that it has
         self.groups.append(group)
 
-    def _remove(self, row: DecodeRow) -> None:
+    def _remove(self, row: Sequence) -> None:
         self.groups = [group for group in self.groups if group.rows]
         self.rows.pop(_number(self.rows, row))
-        self._found_orders = False
+        vars(self).pop("_orders", None)  # found again
 
-    def _place(self, row: DecodeRow) -> tuple[RowGroup, int]:
+    def _place(self, row: Sequence) -> tuple[RowGroup, int]:
         """The group of a sequence, and its row there."""
         for group in self.groups:
             for number, own in enumerate(group.rows):
@@ -482,18 +422,15 @@ class Batch(Generic[R]):
                     return group, number
         raise ValueError("the sequence is not in this batch")
 
-    @property
+    @cached_property
     def _orders(self) -> tuple[Tensor, Tensor] | None:
         """The order in which the groups hold the rows, and its inverse; ``None`` for the same."""
-        if self._found_orders is False:
-            number = {id(row): at for at, row in enumerate(self.rows)}
-            order = [number[id(row)] for group in self.groups for row in group.rows]
-            found = None
-            if order != list(range(len(order))):
-                numbers = torch.tensor(order, device=self.groups[0].position.device)
-                found = numbers, numbers.argsort()
-            self._found_orders = found
-        return self._found_orders
+        number = {id(row): at for at, row in enumerate(self.rows)}
+        order = [number[id(row)] for group in self.groups for row in group.rows]
+        if order == list(range(len(order))):
+            return None
+        numbers = torch.tensor(order, device=self.groups[0].position.device)
+        return numbers, numbers.argsort()
 
     def _by_group(self, values: Many[Any]) -> list[list[Any]]:
         """``values``, one per row, for the rows of each group."""
@@ -585,11 +522,11 @@ class Batch(Generic[R]):
         return group.shallow(row, token, drafted, layers)
 
 
-def _number(rows: Many[DecodeRow], row: DecodeRow) -> int:
+def _number(rows: Many[Sequence], row: Sequence) -> int:
     return next(number for number, own in enumerate(rows) if own is row)
 
 
-def _aux_layers(rows: Many[DecodeRow]) -> tuple[int, ...]:
+def _aux_layers(rows: Many[Sequence]) -> tuple[int, ...]:
     return tuple(sorted({layer for row in rows for layer in row.aux_layers}))
 
 

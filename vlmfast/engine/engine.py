@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -32,27 +32,16 @@ from vlmfast.errors import (
 from vlmfast.models.base import Adapter
 
 from .attention import switch
-from .batches import Batches
-from .ends import (
-    Running,
-    all_done_or_failed,
-    any_done,
-    call_listener,
-    call_on_end,
-    interrupted,
-    numbered,
-    stopped,
-)
 from .handle import Handle
-from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
 from .mode import Mode, lasting
 from .modules import modules_of
-from .prefiller import Prefiller
+from .prefiller import Prefiller, interleaved
 from .prefix_cache import prefix_cache_of
-from .rounds import Rounds, fail
-from .scheduler import Scheduler
+from .restore import Changes
+from .rounds import Rounds
+from .scheduler import Batches, Scheduler
 from .sequence import Phase, Prefill, Sequence
 from .speculation import Speculation
 from .stats import clock
@@ -62,6 +51,7 @@ _FIRST = 6.0  # how many times longer it is before the first one in a prompt
 _PER_WAITING = 3.0  # how many times longer it gets for each prompt that waits, per decoded row
 _MOST_PAUSE = 8.0  # how many times longer it is at most
 _IDLE = 0.002  # seconds between looks at media that are being read
+_INTERRUPTED = "the thread that ran the engine was interrupted; ask again"
 
 Result = TypeVar("Result")
 
@@ -88,6 +78,26 @@ class Load:
     steps: int
     cache_bytes: int
     max_cache_bytes: float
+
+
+@dataclass(eq=False)
+class Running:
+    """One thread's turn to run steps.
+
+    Attributes
+    ----------
+    changes : Changes
+        To the model and to the thread.
+    ended : bool
+        Whether it has not begun, or ended between two steps.
+    error : Exception, optional
+        Why it ended elsewhere; an interrupt without one.
+    """
+
+    thread: int
+    changes: Changes = field(default_factory=Changes)
+    ended: bool = True
+    error: Exception | None = None
 
 
 class Engine:
@@ -235,22 +245,20 @@ class Engine:
                         try:
                             running.append(self.submit(sequence, lambda own: own))
                         except ModelError as error:
-                            fail(sequence, error)
+                            sequence.fail(error)
                             if not keep_errors:
-                                raise numbered(sequence) from error
+                                raise sequence.numbered from error
                             yield sequence
                 if not running:
                     return
-                if exhausted:
-                    self.run(partial(all_done_or_failed, running, keep_errors))
-                else:  # the first row that is free is taken by the next sequence
-                    self.run(partial(any_done, running))
+                # The first row that is free is taken by the next sequence.
+                self.run(partial(_enough, running, exhausted, keep_errors))
                 ended = [handle for handle in running if handle.done]
                 running = [handle for handle in running if not handle.done]
                 for handle in ended:
                     sequence = handle.sequence
                     if sequence.error is not None and not keep_errors:
-                        raise numbered(sequence)
+                        raise sequence.numbered
                     yield sequence
         finally:
             for handle in running:
@@ -405,7 +413,7 @@ class Engine:
             self._scheduler, self._batches, self._prefills = Scheduler(), Batches(), {}
         for sequence in lost:
             if not sequence.finished:
-                fail(sequence, error or interrupted())
+                sequence.fail(error or VLMFastError(_INTERRUPTED))
             self._leave(sequence)
 
     def settle(self) -> None:
@@ -436,8 +444,8 @@ class Engine:
             self._reset()
             self._broken = broken
             for sequence in lost:
-                fail(sequence, VLMFastError("the request belongs to the process before the fork"))
-                call_on_end(sequence)
+                sequence.fail(VLMFastError("the request belongs to the process before the fork"))
+                sequence.call_on_end()
                 sequence.phase = Phase.FINISHED
         if self._broken:
             raise VLMFastError(
@@ -477,7 +485,7 @@ class Engine:
         """End sequences that were cancelled or have reached their deadline."""
         for sequence in sequences:
             if sequence.must_end:
-                self._end(sequence, stopped(sequence))
+                self._end(sequence, sequence.stopped)
 
     def _read(self, sequence: Sequence) -> bool:
         """Prefill the next chunk of a prompt. Returns whether there was anything to do."""
@@ -520,7 +528,7 @@ class Engine:
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""
         if logits is not None:
-            self._rounds.first(sequence, logits)
+            self._rounds.take(sequence, logits)
         if logits is None or sequence.done:
             self._end(sequence)
             return
@@ -539,7 +547,7 @@ class Engine:
     def _between(self, sequence: Sequence) -> None:
         """Between two blocks of a forward pass over a prompt."""
         if sequence.must_end:
-            raise stopped(sequence)
+            raise sequence.stopped
         if not self._scheduler.streams or self.adapter.decoding == "compile":
             return
         if time.monotonic() - self._decoded_at >= self._pause * self._decode_s:
@@ -555,7 +563,7 @@ class Engine:
         are therefore not interrupted. Where more prompts wait than rows are decoded, prompts get
         more of the time.
         """
-        waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
+        waiting, active = len(self._scheduler.waiting), len(self._scheduler.active)
         first = 1.0 if self._interrupted else _FIRST
         longer = min(1.0 + _PER_WAITING * waiting / max(active, 1), _MOST_PAUSE)
         return _PAUSE * max(first, longer)
@@ -563,17 +571,17 @@ class Engine:
     def _decode(self) -> None:
         """Decode one token of every row."""
         start = time.monotonic()
-        for batches in list(self._batches.modes()):
-            rows = [sequence for batch in batches for sequence in batch.rows]
+        for batch in list(self._batches):
+            rows = list(batch.rows)
             mode = rows[0].mode
             assert mode is not None
             try:
                 self._check_device(rows[0])
                 with mode.entered():
-                    self._rounds.run(batches)
+                    self._rounds.run(batch)
             except Exception as error:
                 for sequence in rows:
-                    fail(sequence, error)
+                    sequence.fail(error)
             for sequence in rows:
                 if sequence.done:
                     self._end(sequence)
@@ -585,7 +593,7 @@ class Engine:
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """A sequence leaves the engine."""
         if error is not None:
-            fail(sequence, error)
+            sequence.fail(error)
         if (prefill := self._prefills.pop(sequence, None)) is not None:
             prefill.close()
         self._scheduler.remove(sequence)
@@ -600,12 +608,12 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """The end of a sequence that nothing works on any more. It may be called again."""
         with self._as_submitted(sequence):
-            call_on_end(sequence)
+            sequence.call_on_end()
         if not sequence.keeps_cache:
             self.prefiller.release(sequence)
         sequence.let_go()
         sequence.phase = Phase.FINISHED
-        call_listener(sequence)
+        sequence.call_listener()
         with self._lock:
             self._unfinished.discard(sequence)
             self._changed.notify_all()
@@ -670,6 +678,13 @@ class Engine:
                 f"the model was moved from {sequence.mode.device} to {self.adapter.device} while a "
                 "request was answered"
             )
+
+
+def _enough(handles: Many[Handle], all_: bool, keep_errors: bool) -> bool:
+    """Whether one has ended, or ``all_``; or one has failed and errors are not kept."""
+    done = [handle.sequence for handle in handles if handle.done]
+    failed = not keep_errors and any(sequence.error is not None for sequence in done)
+    return failed or (len(done) == len(handles) if all_ else bool(done))
 
 
 def engine_of(adapter: Adapter) -> Engine:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     GenerationConfig,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
@@ -44,17 +46,21 @@ _NO_TOKEN = (
     "the model's scores of the next token are not finite, so that none can be sampled: its weights "
     "are damaged, or overflow in their dtype"
 )
-# The order in which Hugging Face's ``generate`` calls them.
-_ORDER = (
-    RepetitionPenaltyLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    LogitNormalization,
-)
+# What a row of parameters stands for, in the order in which Hugging Face's ``generate`` calls them:
+# by processor, the field of `Parameters`, and the attribute that it is read from (none: a flag).
+_KNOWN = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    InfNanRemoveLogitsProcessor: ("remove_invalid", ""),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+    TypicalLogitsWarper: ("typical_p", "mass"),
+    LogitNormalization: ("normalize", ""),
+}
+_ORDER = list(_KNOWN)
+# Processors that depend on a row of logits alone, so that they can rank drafts.
+ROWWISE = {*_ORDER[1:], EpsilonLogitsWarper, EtaLogitsWarper}
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Parameters:
         last = -1
         for processor in processors:
             kind = type(processor)
-            index = _ORDER.index(kind) if kind in _ORDER else -1
+            index = _ORDER.index(kind) if kind in _KNOWN else -1
             read = _read(processor) if index > last else None
             if read is None:
                 return None
@@ -109,34 +115,22 @@ class Parameters:
 
 
 def _read(processor: Any) -> dict[str, Any] | None:
-    """What a processor of `_ORDER` adds to `Parameters`; ``None`` for unusual settings."""
+    """What a processor of `_KNOWN` adds to `Parameters`; ``None`` for unusual settings."""
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         return None
     # `TopKLogitsWarper` has included them in `top_k`.
     if getattr(processor, "min_tokens_to_keep", 1) != 1 and type(processor) is not TopKLogitsWarper:
         return None
-    match processor:
-        case RepetitionPenaltyLogitsProcessor():
-            ignored = processor.prompt_ignore_length
-            if isinstance(ignored, Tensor):
-                if ignored.numel() != 1:
-                    return None
-                ignored = int(ignored)
-            return {"repetition_penalty": processor.penalty, "ignored": ignored or 0}
-        case InfNanRemoveLogitsProcessor():
-            return {"remove_invalid": True}
-        case TemperatureLogitsWarper():
-            return {"temperature": processor.temperature}
-        case TopKLogitsWarper():
-            return {"top_k": processor.top_k}
-        case TopPLogitsWarper():
-            return {"top_p": processor.top_p}
-        case MinPLogitsWarper():
-            return {"min_p": processor.min_p}
-        case TypicalLogitsWarper():
-            return {"typical_p": processor.mass}
-        case _:
-            return {"normalize": True}
+    name, attribute = _KNOWN[type(processor)]
+    found = {name: getattr(processor, attribute) if attribute else True}
+    if name == "repetition_penalty":
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, Tensor):
+            if ignored.numel() != 1:
+                return None
+            ignored = int(ignored)
+        found["ignored"] = ignored or 0
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""Which sequence the engine works on next."""
+"""Which sequence the engine works on next, and the batches of those that are decoded."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
+from vlmfast.core.buffers import caught_shortage
+
+from .decode import Batch
 from .sequence import Phase, Sequence
 
 
@@ -37,10 +40,6 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         return [sequence for _, _, sequence in self._waiting]
-
-    @property
-    def waiting_count(self) -> int:
-        return len(self._waiting)
 
     @property
     def streams(self) -> bool:
@@ -90,3 +89,52 @@ class Scheduler:
                 return
         self._waiting = [entry for entry in self._waiting if entry[2] is not sequence]
         heapq.heapify(self._waiting)
+
+
+class Batches:
+    """All sequences that are decoded."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, Batch] = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._by_key.values())
+
+    def join(self, sequence: Sequence, expected: int = 1) -> None:
+        """Add a sequence whose prompt has been prefilled.
+
+        ``expected``: rows that its batch may get, see `RowGroup`.
+        """
+        assert sequence.group is not None
+        group, sequence.group = sequence.group, None
+        batch = self._by_key.setdefault(_key(sequence), Batch())
+        batch.size = max(batch.size, expected)
+        batch.join(group)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, if it is there; a cache that it keeps becomes its own again.
+
+        Where there is no memory for a copy, it has none.
+        """
+        batch = self._by_key.get(_key(sequence))
+        if batch is None:
+            return
+        if sequence in batch.rows:
+            if sequence.keeps_cache:
+                with caught_shortage():
+                    sequence.group = batch.take(sequence)
+            if sequence.group is None:
+                batch.leave(sequence)
+        if not batch.rows:
+            del self._by_key[_key(sequence)]
+
+
+def _key(sequence: Sequence) -> Hashable:
+    """What sequences of one batch have in common.
+
+    Drafts make a step wider for all rows of a batch. A strict answer with drafts compares steps of
+    one width, so it has a batch of its own.
+    """
+    drafted = sequence.drafts is not None
+    own = id(sequence) if drafted and sequence.strict else None
+    return sequence.mode, drafted, own

@@ -6,55 +6,26 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from vlmfast.core.drafting import Observer, Proposal, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
-from vlmfast.core.tree import Tree
-from vlmfast.errors import is_out_of_memory
+from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError, is_out_of_memory
 
-from .decode import Batch, RowGroup
-from .hidden_states import Watch
+from .decode import RowGroup
+from .forward import Watch
 from .mode import Mode
-from .output import Output
 from .prefill import Inputs, Prompt
 from .sampling import Sampler, Sampling
 from .stats import Stats, Trace
 
-
-class Drafts(Protocol):
-    """Drafts the answer of a sequence, see `engine.speculation`.
-
-    Attributes
-    ----------
-    limit : (int, int)
-        Most nodes and depth of a tree.
-    off : str
-        Why nothing more is drafted; empty otherwise.
-    """
-
-    limit: tuple[int, int]
-    off: str
-
-    @property
-    def view(self) -> tuple[SlotList, ...] | None:
-        """The slots that the tokens of `propose` read, see `ViewDrafter`."""
-
-    def propose(self, batch: Batch, number: int, root: int) -> Proposal:
-        """A tree of drafts after ``root``, which is not in the cache of row ``number`` yet."""
-
-    def observer(self) -> Observer | None:
-        """Who reads the attention of the next verification."""
-
-    def learn(
-        self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
-    ) -> None:
-        """Process the model's results for ``tree``."""
+if TYPE_CHECKING:
+    from .speculation import Speculation
 
 
 class Phase(Enum):
@@ -142,7 +113,7 @@ class Sequence:
         Slots of its cache when decoding began.
     steps : int
         Tokens that have been fed since.
-    drafts : Drafts, optional
+    drafts : Speculation, optional
     drifted : int
         Of a strict answer: how many of the last cached tokens depend on trees.
     most : int, optional
@@ -175,7 +146,7 @@ class Sequence:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompt_slots: Tensor | None = None
     steps: int = 0
-    drafts: Drafts | None = None
+    drafts: Speculation | None = None
     drifted: int = 0
     most: int | None = None
     first: float | None = None
@@ -202,6 +173,25 @@ class Sequence:
         if self.error is not None and is_out_of_memory(self.error):  # its frames have tensors
             traceback.clear_frames(self.error.__traceback__)
 
+    def fail(self, error: Exception) -> None:
+        """End by an error; the first one counts."""
+        self.done = True
+        if self.error is None:
+            self.error = error
+
+    def call_on_end(self) -> None:
+        on_end, self.on_end = self.on_end, None  # an interrupt does not repeat it
+        if on_end is not None:
+            try:
+                on_end(self)
+            except Exception as problem:
+                self.fail(problem)
+
+    def call_listener(self) -> None:
+        if self.listener is not None:
+            with suppress(Exception):  # its event loop may be closed; the result is in the handle
+                self.listener()
+
     @property
     def finished(self) -> bool:
         return self.phase is Phase.FINISHED
@@ -210,6 +200,26 @@ class Sequence:
     def must_end(self) -> bool:
         """Whether it was cancelled, or is past its deadline."""
         return self.cancelled or time.monotonic() > self.deadline
+
+    @property
+    def stopped(self) -> VLMFastError:
+        """Why it ends where it `must_end`."""
+        after = f"after {self.count} tokens of its answer"
+        if self.cancelled:
+            return RequestCancelled(f"the request was cancelled {after}")
+        return DeadlineExceeded(f"the request reached its deadline {after}")
+
+    @property
+    def numbered(self) -> Exception:
+        """Its error, with the number of the request."""
+        error = self.error
+        assert error is not None
+        if not isinstance(error, VLMFastError):  # of the caller's own code
+            error.add_note(f"request {self.number}")
+            return error
+        named = type(error)(f"request {self.number}: {error}")
+        named.__cause__ = error
+        return named
 
     @property
     def ids(self) -> Tensor:

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,6 @@ from vlmfast.core.drafting import (
     Drafter,
     Observer,
     Proposal,
-    Read,
     Round,
     SlotList,
     Target,
@@ -45,23 +45,12 @@ from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .decode import Batch
+from .forward import Output
 from .noise import gumbel
-from .output import Output
+from .sampling import ROWWISE
 from .sequence import Sequence
 
 _REMEMBERED = 32  # recipes and tenants whose drafters' state is kept
-# Logits processors that depend on a row of logits alone, so that they can rank drafts.
-_ROWWISE = (
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "LogitNormalization",
-    "InfNanRemoveLogitsProcessor",
-)
 
 
 def walk(
@@ -151,7 +140,8 @@ class Speculation:
         self.seat: tuple[Batch, int] | None = None
         self.stages = drafting(stages, adapter)
         self.prompt = [] if sequence.watch is None else list(sequence.watch.reads)
-        self.limit = _limit(self.stages)
+        sizes = [stage.largest() for stage in self.stages]  # nodes and depth of each one's trees
+        self.limit = sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
         governing = [stage for stage in stages if stage.governs]
         # What it measures of a model and these drafters is kept for later requests.
         known = _remembered(adapter, "drafting", *self.stages)
@@ -185,9 +175,11 @@ class Speculation:
         nodes, depth = self.limit
         self.rows = len(batch.rows)
         if self.governor is not None:
-            nodes, depth = self.governor.choose(
-                self.rows, sequence.count, sequence.max_new_tokens, self._traffic(batch)
-            )
+            weights, cache = self.weights, batch.cache_bytes()
+            drafts = sum(stage.draft_bytes(weights, cache) for stage in self.stages)
+            read = Traffic(weights + cache, drafts)  # by the next forward passes
+            count, most = sequence.count, sequence.max_new_tokens
+            nodes, depth = self.governor.choose(self.rows, count, most, read)
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
         self.seat = batch, number
@@ -196,7 +188,8 @@ class Speculation:
             stats.speculation, depth = self.off, 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        drafting = self._tree(root, Budget(nodes, depth, self.warp, self._noise()))
+        noise = self.noise if sequence.sampler.sampled else None
+        drafting = self._tree(root, Budget(nodes, depth, self.warp, noise))
         go_on: Callable[[], int] = partial(next, drafting)
         while True:
             with self._drafting():  # not the forward passes that it waits for
@@ -225,16 +218,6 @@ class Speculation:
     def _drafting(self) -> AbstractContextManager[None]:
         """Count the time inside the block as the drafters' work."""
         return self.sequence.stats.timed("time_draft_s", self.adapter.device)
-
-    def _traffic(self, batch: Batch) -> Traffic:
-        """Bytes that the next forward passes read."""
-        weights, cache = self.weights, batch.cache_bytes()
-        return Traffic(
-            weights + cache, sum(stage.draft_bytes(weights, cache) for stage in self.stages)
-        )
-
-    def _noise(self) -> Callable[[int], Tensor] | None:
-        return self.noise if self.sequence.sampler.sampled else None
 
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
@@ -271,8 +254,8 @@ class Speculation:
         aux_hidden_states = None
         if output.aux_hidden_states is not None:
             assert self.seat is not None
-            (batch, _), own = self.seat, self.own_taps
-            at = [batch.aux_layers.index(layer) for layer in own]
+            batch, _ = self.seat
+            at = [batch.aux_layers.index(layer) for layer in self.sequence.aux_layers]
             aux_hidden_states = output.aux_hidden_states[number, :n, at]
         # A captured step overwrites these with its next outputs.
         logits = output.logits[number, :n].clone() if self.reads("logits") else None
@@ -284,13 +267,6 @@ class Speculation:
 
     def reads(self, what: str) -> bool:
         return any(getattr(stage, what) for stage in self.stages)
-
-    @property
-    def own_taps(self) -> tuple[int, ...]:
-        depth = self.adapter.depth
-        return tuple(
-            sorted({at for stage in self.stages for at in stage.aux_hidden_state_layers(depth)})
-        )
 
     @property
     def view(self) -> tuple[SlotList, ...] | None:
@@ -310,14 +286,7 @@ class Speculation:
         self._check_view()
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
-                own = Read(
-                    [] if part else ids,
-                    read.layout,
-                    read.embeds,
-                    read.features,
-                    read.aux_hidden_states,
-                )
-                drafter.prefill(own)
+                drafter.prefill(replace(read, ids=[] if part else ids))
         self.prompt.clear()
         self._catch_up()
         if self.governor is not None:
@@ -415,17 +384,11 @@ def _never_quiet(stage: DecodeStage) -> bool:
     return stage.attention_mass or not quiet
 
 
-def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:
-    """Nodes and depth of the trees of several drafters in one."""
-    sizes = [stage.largest() for stage in stages]
-    return sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
-
-
 def _warper(sequence: Sequence) -> Callable[[Tensor], Tensor] | None:
     """The processors of a request that can rank drafts, as one function."""
     if not sequence.sampler.sampled:
         return None
-    chosen = [p for p in sequence.sampler.processors if type(p).__name__ in _ROWWISE]
+    chosen = [p for p in sequence.sampler.processors if type(p) in ROWWISE]
 
     def warp(logits: Tensor) -> Tensor:
         nothing = sequence.ids.new_zeros(len(logits), 0)

@@ -78,22 +78,7 @@ class StateLayer(KVLayer):
             known.copy_(state)
         return known
 
-    # --- freezing and rows -----------------------------------------------------------------------
-
-    def freeze(
-        self,
-        max_new_tokens: int,
-        length: Tensor,
-        seen: Tensor,
-        logical: int,
-        track: bool,
-        attention_mass: bool,
-        position: int | None = None,
-    ) -> None:
-        super().freeze(max_new_tokens, length, seen, logical, False, False)
-
-    def slide(self, start: int) -> None:
-        """A state has no window."""
+    # --- rows ------------------------------------------------------------------------------------
 
     def state(self, index: int) -> dict[tuple, Tensor]:
         own = {(index, *name): buffer for name, buffer in self._rows.items()}
