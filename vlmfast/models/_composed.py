@@ -14,7 +14,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import view_size
+from ._media import Tensors, view_size
 from ._parts import decoder_parts, tower_parts
 from ._rotation import turn
 from .base import Adapter, Encoded
@@ -162,11 +162,11 @@ class Composed(Adapter):
             return super().why_no_cells(item)
         return f"the blocks of {type(self.tower()).__name__} also take positions of all patches"
 
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: Tensors) -> list[Tensor]:
         """Features of each image, packed where the family packs them."""
         raise NotImplementedError(f"{type(self).__name__}.images")
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         features = self.images(inputs)
         layouts = self.layouts(inputs, context.items)
         stats = self.patch_stats(context, math.prod(context.items[0].patches))

@@ -16,6 +16,7 @@ from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 from vlmfast.media.info import FrameTimes
 
+from ._media import Frames, Tensors
 from .qwen2_5_vl import FamilyAdapter as Qwen
 
 
@@ -38,9 +39,9 @@ class FamilyAdapter(Qwen):
         self,
         text: str,
         images: list,
-        frames: Sequence[tuple] = (),
+        frames: Frames = (),
         times: Sequence[FrameTimes] = (),
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         single, videos = self.parted(images, frames)
         if single and videos:
             # Its `forward` counts the placeholders of both together.

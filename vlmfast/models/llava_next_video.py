@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media
+from ._media import Frames, Items, Media, Sizes, Tensors
 from .base import Encoded, Part
 from .llava_next import FamilyAdapter as LlavaNext
 
@@ -36,12 +35,10 @@ class FamilyAdapter(LlavaNext):
         pooled = item.video >= 0 and item.patches == (self.pooled(), self.pooled())
         return None if pooled and self.patches() ** 0.5 % stride else super().cells(item)
 
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._alike(batch, self.video_tensors[0], self.config.video_token_id, ids)
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         if self.video_tensors[0] not in tensors:
             return super().items(tensors, sizes, frames)
         alone = [size for size, (video, *_) in zip(sizes, frames, strict=True) if video < 0]
@@ -57,9 +54,7 @@ class FamilyAdapter(LlavaNext):
                 view += 1
         return tuple(items)
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         key = self.video_tensors[0]
         if key not in tensors:
             return super().parts(tensors, items)
@@ -81,7 +76,7 @@ class FamilyAdapter(LlavaNext):
             for n, frames in enumerate(videos.values())
         ]
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
         alone, framed = self._kinds(inputs, context.items)
         if alone:
@@ -99,17 +94,13 @@ class FamilyAdapter(LlavaNext):
         layouts = self.layouts(inputs, context.items)
         return Encoded([features[i] for i in order], layouts, stats, [()] * len(order))
 
-    def _kinds(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> tuple[list[int], list[int]]:
+    def _kinds(self, tensors: Tensors, items: Items) -> tuple[list[int], list[int]]:
         """Indices of the images, and of the frames of videos."""
         has_video = self.video_tensors[0] in tensors
         framed = [i for i, item in enumerate(items) if has_video and item.video >= 0]
         return [i for i in range(len(items)) if i not in framed], framed
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         alone, framed = self._kinds(tensors, items)
         found: dict[int, TokenLayout] = {}
         for n, i in enumerate(alone):
@@ -123,7 +114,7 @@ class FamilyAdapter(LlavaNext):
         """Tokens of a frame of a video."""
         return math.prod(item.patches)
 
-    def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def frames(self, inputs: Tensors) -> list[Tensor]:
         """Features of each frame, video by video."""
         pixels, each = inputs["pixel_values_videos"], self.pooled() ** 2
         output = self.model.base_model.get_video_features(

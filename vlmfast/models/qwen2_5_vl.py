@@ -29,7 +29,7 @@ from vlmfast.core.saliency import window_order
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.media.info import FrameTimes
 
-from ._media import Media
+from ._media import Frames, Items, Media, Sizes, Tensors
 from .base import Adapter, Encoded, Part
 
 _SIZES = 8  # of prompts, for which arguments of the tower are kept
@@ -135,7 +135,7 @@ class FamilyAdapter(Adapter):
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         return super().tables(hidden, position.expand(3, *position.shape[-2:]), layer)
 
-    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+    def positions(self, inputs: Tensors) -> Tensor:
         ids = inputs["input_ids"]
         if not bool(self.visual(ids).any()):
             return super().positions(inputs).expand(3, -1)
@@ -165,14 +165,14 @@ class FamilyAdapter(Adapter):
             given["videos"] = [shown + shown[-1:] * (step - len(shown)) for shown in videos]
         return given
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.tensors)
 
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.video_tensors, video=True)
 
     def _patches_in(
-        self, batch: dict[str, Tensor], pixels: str, grid: str, video: bool = False
+        self, batch: Tensors, pixels: str, grid: str, video: bool = False
     ) -> list[Media]:
         if grid not in batch:
             return []
@@ -187,9 +187,7 @@ class FamilyAdapter(Adapter):
             found.append(Media(tokens, own, size, int(video)))
         return found
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         merge = self.config.vision_config.spatial_merge_size
         images, videos = (
             iter(tensors[key].tolist() if key in tensors else [])
@@ -206,9 +204,7 @@ class FamilyAdapter(Adapter):
             items += [replace(item, frame=step) for step in steps]
         return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         images, videos = (
             iter(of(tensors, [tensors["input_ids"]])) for of in (self.images_in, self.videos_in)
         )
@@ -223,7 +219,7 @@ class FamilyAdapter(Adapter):
             first = stop
         return found
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         whole = self.video_tensors[0] in inputs
         kinds = ["video" if whole and item.video >= 0 else "image" for item in context.items]
         features = {
@@ -240,14 +236,12 @@ class FamilyAdapter(Adapter):
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         return [self.copied(self.raster_layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def _tower(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Tensors,
         context: VisionContext,
         kind: str,
         items: list[ItemGeometry],
