@@ -43,7 +43,6 @@ from .answer import Answer
 from .generation import Generation, check_whole
 from .request import (
     begun,
-    check_frames,
     check_messages,
     chooser,
     frame_parts,
@@ -121,8 +120,6 @@ def answer_long(
     recipe = checked(recipe, max_kv_tokens)
     video, num_frames, fps, timestamps = source
     check_messages(adapter, messages_of(question, None, *source))
-    check_frames("num_frames", num_frames)
-    check_frames("fps", fps)
     choose = chooser(recipe, question)
     chosen: Any = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
     # The reader ends before the video is closed.

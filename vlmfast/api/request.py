@@ -8,7 +8,6 @@ the processor runs, a prompt that is too long before the vision tower runs.
 
 from __future__ import annotations
 
-import numbers
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -358,8 +357,6 @@ def read_media(
                     "the recipe has a stage that chooses the frames; "
                     "num_frames and fps cannot be given too"
                 )
-            for name in ("num_frames", "fps"):
-                check_frames(name, part.get(name))
             video = None if select else loaded.get(id(part))
             if video is None:
                 video = load_video(
@@ -380,12 +377,6 @@ def read_media(
             prompt.frames += [(number, index, total) for index in range(total)]
             prompt.times.append(video.times)
     return plain
-
-
-def check_frames(name: str, value: object) -> None:
-    """Raise unless ``num_frames`` or ``fps`` is a number; `media` checks its range."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise MediaError(f"{name}={shown(value)}: must be a number above 0")
 
 
 def frame_parts(adapter: Adapter, times: FrameTimes) -> list[dict]:
