@@ -220,9 +220,12 @@ class LongVideo:
 
     def ids(self) -> Tensor:
         """The full prompt (1, S), placeholders included."""
+        return torch.cat([self._ids(0, self.frames), self.pieces[-1]])[None].to(self.adapter.device)
+
+    def _ids(self, start: int, stop: int) -> Tensor:
+        """Ids of some frames, each with the text before it, (S,)."""
         frame = torch.full((self.per_frame,), self.adapter.image_token_id)
-        parts = [part for piece in self.pieces[:-1] for part in (piece, frame)]
-        return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
+        return torch.cat([part for piece in self.pieces[start:stop] for part in (piece, frame)])
 
     def _processed(self, start: int, stop: int) -> Block:
         frames = self.video.read(start, stop)
@@ -233,9 +236,7 @@ class LongVideo:
         for start in range(0, self.frames, self.block):
             stop = min(start + self.block, self.frames)
             block = self._processed(start, stop)
-            frame = torch.full((self.per_frame,), self.adapter.image_token_id)
-            parts = [part for piece in self.pieces[start:stop] for part in (piece, frame)]
-            ids = torch.cat(parts)[None].to(self.adapter.device)
+            ids = self._ids(start, stop)[None].to(self.adapter.device)
             yield replace(block, tensors=block.tensors | {"input_ids": ids})
 
     def _plan(self, max_new_tokens: int) -> tuple[int, int]:
