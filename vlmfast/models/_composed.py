@@ -126,9 +126,10 @@ class Composed(Adapter):
         if layer not in self._turns:
             width = self.config.get_text_config().hidden_size
             rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(layer))
+            call = self.decoder_parts.calls[layer]
+            assert call is not None  # there is a state in layers without keys
             self._turns[layer] = turn(
-                self.decoder_parts,
-                layer,
+                call,
                 self.text_attention(layer),
                 lambda rows, at: tuple(of.to(rows.device) for of in self.tables(rows, at, layer)),
                 partial(super().turned, layer=layer),

@@ -71,7 +71,7 @@ class DecoderParts:
         The module after the last layer; empty if there is none.
     windows : tuple of int or None
         The sliding window of each layer.
-    calls : tuple of _Call
+    calls : tuple of Call
         How each layer calls its attention; of no use where it holds a state.
     """
 
@@ -79,7 +79,7 @@ class DecoderParts:
     attention_norm: tuple[str, ...]
     norm: str
     windows: tuple[int | None, ...]
-    calls: tuple[_Call | None, ...]
+    calls: tuple[Call | None, ...]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class _Attending:
     """One call of Transformers' attention interface."""
 
     module: nn.Module
+    key: Tensor
     passed: bool  # an argument of the language model
     masked: bool  # by a mask that Transformers did not make: there is none for this interface
     causal: bool
@@ -95,7 +96,7 @@ class _Attending:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """Arguments of a module, with tensors on the meta device."""
 
     args: tuple
@@ -131,6 +132,7 @@ def _record(
     run.attending.append(
         _Attending(
             module,
+            key,
             passed="vlmfast_context" in kwargs,
             masked=attention_mask is not None,
             causal=getattr(module, "is_causal", True),
@@ -138,10 +140,24 @@ def _record(
             window=kwargs.get("sliding_window"),
         )
     )
-    return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
+    return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 AttentionInterface.register(_PROBE, _record)
+
+
+@contextmanager
+def recording(attention: nn.Module) -> Iterator[list[_Attending]]:
+    """Inside the block, a module attends to nothing, and what it is called with is listed."""
+    config: Any = attention.config
+    run = _Run()
+    before, token = config._attn_implementation, _run.set(run)
+    config._attn_implementation = _PROBE
+    try:
+        yield run.attending
+    finally:
+        config._attn_implementation = before
+        _run.reset(token)
 
 
 def tower_parts(kind: str, config: Any, pixels_per_side: int | None = None) -> TowerParts:
@@ -257,7 +273,7 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
         tuple(norms),
         last[0] if last else "",
         tuple(None if of is None else by_module[of].window for of in attending),
-        tuple(None if of is None else _Call(run.args[of], run.given[of]) for of in attending),
+        tuple(None if of is None else Call(run.args[of], run.given[of]) for of in attending),
     )
 
 
