@@ -226,30 +226,22 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
     )
     name, attention = _blocks(twin, run, kind, "language model", every=False)
     layers = list(twin.get_submodule(name).children())
-    missing = [
-        lack
-        for lack, there in (
-            ("a list of layers named 'layers'", name == "layers"),
-            ("a module 'rotary_emb'", hasattr(twin, "rotary_emb")),
-            (
-                "layers that take rotary tables",
-                all("position_embeddings" in run.given.get(layer, {}) for layer in layers),
-            ),
-            ("layers that pass arguments on", all(call.passed for call in run.attending)),
-            (
-                "a layer index in its attention",
-                all(hasattr(call.module, "layer_idx") for call in run.attending),
-            ),
-            ("attention that is causal", all(call.causal for call in run.attending)),
-            (
-                "attention without a mask of its own",
-                not any(call.masked for call in run.attending),
-            ),
-            ("attention without sinks", not any(call.sinks for call in run.attending)),
-        )
-        if not there
-    ]
-    if missing:
+    calls = run.attending
+    lacks = {
+        "a list of layers named 'layers'": name != "layers",
+        "a module 'rotary_emb'": not hasattr(twin, "rotary_emb"),
+        "layers that take rotary tables": not all(
+            "position_embeddings" in run.given.get(layer, {}) for layer in layers
+        ),
+        "layers that pass arguments on": not all(call.passed for call in calls),
+        "a layer index in its attention": not all(
+            hasattr(call.module, "layer_idx") for call in calls
+        ),
+        "attention that is causal": not all(call.causal for call in calls),
+        "attention without a mask of its own": any(call.masked for call in calls),
+        "attention without sinks": any(call.sinks for call in calls),
+    }
+    if missing := [lack for lack, found in lacks.items() if found]:
         raise ModelError(f"{kind} as language model is not supported: it lacks {missing[0]}")
     names = {module: of for of, module in twin.named_modules()}
     norms = []
@@ -263,7 +255,7 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
         for of, module in twin.named_children()
         if run.inputs.get(module) is not None and run.makers.get(run.inputs[module]) is layers[-1]
     ]
-    by_module = {call.module: call for call in run.attending}
+    by_module = {call.module: call for call in calls}
     attending = [
         layer.get_submodule(inner) if inner or layer in by_module else None
         for layer, inner in zip(layers, attention, strict=True)
