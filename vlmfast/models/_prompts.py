@@ -57,6 +57,7 @@ class Prompted(Described):
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
         single, videos = self.parted(images, frames)
+        self.check_media(single, videos)
         try:
             batch = self._process(
                 images=([single] if self.nested else single) if single else None,
@@ -94,6 +95,9 @@ class Prompted(Described):
             else self.moved(key, value)
             for key, value in found.items()
         }
+
+    def check_media(self, images: list[Any], videos: list[list[Any]]) -> None:
+        """Raise for images and videos that a prompt cannot have together."""
 
     def _process(self, **given: Any) -> Any:
         with self.processing:

@@ -25,7 +25,6 @@ from vlmfast.core.views import spread
 from vlmfast.errors import ModelError
 
 from ._media import Items, Media, Sizes, Tensors, runs
-from .base import Part
 from .internvl import tile_box, whole_last
 from .mistral3 import Shaped, in_order, passing
 
@@ -52,11 +51,7 @@ class FamilyAdapter(Shaped):
     def grids(self, tensors: Tensors) -> list[tuple[int, int]]:
         return [(rows, columns) for rows, columns in tensors["spatial_shapes"].tolist()]
 
-    def own(self, tensors: Tensors, i: int) -> Tensors:
-        return self._views(tensors, i, i + 1)
-
-    def _views(self, tensors: Tensors, first: int, stop: int) -> Tensors:
-        """The tensors of some views, padded to the longest of them."""
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
         own = {key: tensors[key][first:stop] for key in self.tensors}
         most = int(own["spatial_shapes"].prod(-1).max())
         unpadded = ("pixel_values", "pixel_attention_mask")
@@ -134,15 +129,10 @@ class FamilyAdapter(Shaped):
             own = grids[first : first + count]
             size = own[0][0] * patch * max(down, 1), own[0][1] * patch * max(across, 1)
             tokens = sum(r * c for r, c in own) // m**2
-            views = self._views(batch, first, first + count)
+            views = self.own(batch, first, first + count)
             found.append(Media(tokens, views, size, 0, (down, across)))
             first += count
         return found
-
-    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
-        if not items or items[-1].views[1] != len(tensors["spatial_shapes"]):
-            return None
-        return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
 
     def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         found = []

@@ -35,8 +35,8 @@ class Shaped(Adapter):
         """Rows and columns of patches of each image."""
         raise NotImplementedError(f"{type(self).__name__}.grids")
 
-    def own(self, tensors: Tensors, i: int) -> Tensors:
-        """The tensors of one image, without what pads it to others."""
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
+        """The tensors of some views, without what pads them to others."""
         raise NotImplementedError(f"{type(self).__name__}.own")
 
     def features(self, tensors: Tensors) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Shaped(Adapter):
         grids = self.grids(tensors)
         found: list[Tensor] = []
         for batch in _by_size(grids):
-            parts = [self.own(tensors, view) for view in batch]
+            parts = [self.own(tensors, view, view + 1) for view in batch]
             found += self.features({key: torch.cat([of[key] for of in parts]) for key in parts[0]})
         return in_order(found, grids)
 
@@ -96,14 +96,18 @@ class Shaped(Adapter):
         patch, m = self.config.vision_config.patch_size, self.merge()
         grids = self.grids(batch) if self.tensors[0] in batch else []
         return [
-            Media((rows // m) * (columns // m), self.own(batch, i), (rows * patch, columns * patch))
+            Media(
+                (rows // m) * (columns // m),
+                self.own(batch, i, i + 1),
+                (rows * patch, columns * patch),
+            )
             for i, (rows, columns) in enumerate(grids)
         ]
 
     def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
-        if len(self.grids(tensors)) != len(items):
+        if not items or items[-1].views[1] != len(self.grids(tensors)):
             return None
-        return [Part((i,), self.own(tensors, i)) for i in range(len(items))]
+        return [Part((i,), self.own(tensors, *item.views)) for i, item in enumerate(items)]
 
     def joined(self, parts: list[Tensors]) -> Tensors:
         padded = {}
@@ -143,10 +147,10 @@ class FamilyAdapter(Shaped):
         sizes = tensors["image_sizes"] // self.config.vision_config.patch_size
         return [(rows, columns) for rows, columns in sizes.tolist()]
 
-    def own(self, tensors: Tensors, i: int) -> Tensors:
-        sizes = tensors["image_sizes"][i : i + 1]
-        height, width = sizes[0].tolist()
-        pixels = tensors["pixel_values"][i : i + 1, :, :height, :width]
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
+        sizes = tensors["image_sizes"][first:stop]
+        height, width = sizes.amax(0).tolist()
+        pixels = tensors["pixel_values"][first:stop, :, :height, :width]
         return {"pixel_values": pixels, "image_sizes": sizes}
 
     def features(self, tensors: Tensors) -> list[Tensor]:

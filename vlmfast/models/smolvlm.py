@@ -18,17 +18,9 @@ from .idefics3 import FamilyAdapter as Idefics3
 class FamilyAdapter(Idefics3):
     video_tensors = ("pixel_values",)
 
-    def inputs(
-        self,
-        text: str,
-        images: list[Any],
-        frames: Frames = (),
-        times: Sequence[FrameTimes] = (),
-    ) -> Tensors:
-        single, videos = self.parted(images, frames)
-        if len(videos) > 1 or (videos and single):
+    def check_media(self, images: list[Any], videos: list[list[Any]]) -> None:
+        if len(videos) > 1 or (videos and images):
             raise ModelError("smolvlm takes images or one video, not both in one prompt")
-        return super().inputs(text, images, frames, times)
 
     def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
         given = super().of_videos(videos, times)
