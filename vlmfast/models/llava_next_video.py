@@ -55,25 +55,24 @@ class FamilyAdapter(LlavaNext):
         return tuple(items)
 
     def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
-        key = self.video_tensors[0]
-        if key not in tensors:
+        alone, framed = self._kinds(tensors, items)
+        if not framed:
             return super().parts(tensors, items)
-        alone = tuple(i for i, item in enumerate(items) if item.video < 0)
-        found: list[Part] = []
+        found: list[Part] | None = []
         if alone:
-            images = super().parts(tensors, tuple(items[i] for i in alone))
-            if images is None:
-                return None
-            found = [replace(of, items=tuple(alone[i] for i in of.items)) for of in images]
+            found = super().parts(tensors, tuple(items[i] for i in alone))
         videos: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            if item.video >= 0:
-                videos.setdefault(item.video, []).append(i)
-        if len(tensors[key]) != len(videos):
+        for i in framed:
+            videos.setdefault(items[i].video, []).append(i)
+        (key,) = self.video_tensors
+        if found is None or len(tensors[key]) != len(videos):
             return None
-        return found + [
-            Part(tuple(frames), {key: tensors[key][n : n + 1]})
-            for n, frames in enumerate(videos.values())
+        return [
+            *(replace(of, items=tuple(alone[i] for i in of.items)) for of in found),
+            *(
+                Part(tuple(frames), {key: pixels})
+                for frames, pixels in zip(videos.values(), tensors[key].split(1), strict=True)
+            ),
         ]
 
     def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:

@@ -34,14 +34,8 @@ from .base import Adapter, Encoded, Part
 
 _SIZES = 8  # of prompts, for which arguments of the tower are kept
 # Attributes of towers that these arguments depend on.
-_SETTINGS = (
-    "spatial_merge_size",
-    "window_size",
-    "patch_size",
-    "num_grid_per_side",
-    "interpolation_mode",
-    "interpolation_align_corners",
-)
+_INTERPOLATION = ("num_grid_per_side", "interpolation_mode", "interpolation_align_corners")
+_SETTINGS = ("spatial_merge_size", "window_size", "patch_size", *_INTERPOLATION)
 
 Grids = tuple[tuple[int, int, int], ...]  # steps, rows and columns of patches of each image
 Sized = tuple[Tensor, dict[str, Any], list[tuple[Tensor, Packing]]]
@@ -283,54 +277,29 @@ class FamilyAdapter(Adapter):
         return known[key]
 
     def _new_sized(self, grids: Grids, settings: dict[str, Any]) -> Sized:
-        """`_sized` for a tower with these `_SETTINGS`."""
-        grid = torch.tensor(grids)
-        given = _tower_inputs(grid, **settings)
-        names = [name for name in ("cu_seqlens", "cu_window_seqlens") if name in given]
-        lengths = [given[name].diff().tolist() for name in names]
-        given = {
-            name: of.to(self.device) if isinstance(of, Tensor) else of for name, of in given.items()
-        }
-        packings = [
-            (given[name], Packing.of(of, self.device))
-            for name, of in zip(names, lengths, strict=True)
-        ]
-        return grid.to(self.device) if self.grid_on_device else grid, given, packings
+        """`_sized` for a tower with these `_SETTINGS`.
 
-
-def _tower_inputs(
-    grid: Tensor,
-    spatial_merge_size: int,
-    window_size: int | None = None,
-    patch_size: int = 0,
-    num_grid_per_side: int | None = None,
-    interpolation_mode: str = "",
-    interpolation_align_corners: bool = False,
-) -> dict[str, Any]:
-    """Arguments that a tower otherwise computes from ``grid`` (N, 3), with reads by the host."""
-    ends = get_vision_cu_seqlens(grid)
-    given: dict[str, Any] = {
-        "position_ids": get_vision_position_ids(grid, spatial_merge_size),
-        "cu_seqlens": ends,
-        "max_seqlen": int(ends.diff().max()),
-    }
-    if window_size is not None:
-        index, ends = get_vision_window_index(grid, spatial_merge_size, window_size, patch_size)
-        given |= {
-            "window_index": index,
-            "cu_window_seqlens": ends,
-            "max_window_seqlen": int(ends.diff().max()),
-        }
-    if num_grid_per_side is not None:
-        index, weights = get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side,
-            interpolation_mode,
-            interpolation_align_corners,
-            spatial_merge_size,
-        )
-        given |= {"interp_indices": index, "interp_weights": weights}
-    return given
+        A tower otherwise computes its arguments from the grids, with reads by the host.
+        """
+        grid, merge = torch.tensor(grids), settings["spatial_merge_size"]
+        given = {"position_ids": get_vision_position_ids(grid, merge)}
+        ends = {"cu_seqlens": get_vision_cu_seqlens(grid)}
+        if (window := settings.get("window_size")) is not None:
+            given["window_index"], ends["cu_window_seqlens"] = get_vision_window_index(
+                grid, merge, window, settings["patch_size"]
+            )
+        if settings.get("num_grid_per_side") is not None:
+            given["interp_indices"], given["interp_weights"] = (
+                get_vision_interpolation_indices_and_weights(
+                    grid, *(settings[name] for name in _INTERPOLATION), merge
+                )
+            )
+        lengths = {name: of.diff().tolist() for name, of in ends.items()}
+        given = {name: of.to(self.device) for name, of in (given | ends).items()}
+        packings = [(given[name], Packing.of(of, self.device)) for name, of in lengths.items()]
+        # Such as `max_window_seqlen`, of `cu_window_seqlens`.
+        most = {f"max{name[2:-1]}": max(of) for name, of in lengths.items()}
+        return grid.to(self.device) if self.grid_on_device else grid, given | most, packings
 
 
 def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:
