@@ -3,19 +3,6 @@
 import errno
 import mmap
 
-__all__ = [
-    "DeadlineExceeded",
-    "MediaError",
-    "MediaUnavailable",
-    "ModelError",
-    "OutOfMemory",
-    "RecipeError",
-    "RequestCancelled",
-    "VLMFastError",
-    "check_memory",
-    "is_out_of_memory",
-]
-
 
 class VLMFastError(ValueError):
     """Base of every error that vlmfast raises on purpose.

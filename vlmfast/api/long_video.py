@@ -42,11 +42,11 @@ from vlmfast.models.base import Adapter
 from .answer import Answer
 from .generation import Generation, check_whole
 from .request import (
-    begun,
     check_messages,
     chooser,
     frame_parts,
     messages_of,
+    opened,
     submitted,
 )
 from .template import templated
@@ -124,15 +124,16 @@ def answer_long(
     chosen: Any = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
     # The reader ends before the video is closed.
     with (
-        open_video(video, **chosen, select=choose) as opened,
+        open_video(video, **chosen, select=choose) as opening,
         ThreadPoolExecutor(1) as reader,
     ):
-        content = [*frame_parts(adapter, opened.times), {"type": "text", "text": question}]
+        content = [*frame_parts(adapter, opening.times), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
         begin = time.perf_counter()
-        long = LongVideo(adapter, opened, text, max_kv_tokens, reader, progress)
+        long = LongVideo(adapter, opening, text, max_kv_tokens, reader, progress)
         inputs = Inputs({"input_ids": long.ids()}, question=question)
-        sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
+        given = adapter, inputs, recipe, begin, generation
+        sequence = opened(*given, whole=False, prefill=long.prefill)
         return result_of(lambda: submitted(adapter, sequence))
 
 

@@ -437,29 +437,24 @@ def opened(
     recipe: Recipe,
     begin: float,
     generation: Generation,
+    *,
+    whole: bool = True,
     **more: Any,
 ) -> Sequence:
-    """Open the sequence of a prompt after checking its length; nothing is computed yet.
+    """Open the sequence of a prompt; nothing is computed yet.
+
+    Errors of Hugging Face become `VLMFastError`.
 
     Parameters
     ----------
+    whole : bool
+        Whether its tokens must fit into the positions of the model at once.
     begin, **more
         Passed to `engine.opening.open_sequence`.
     """
-    check_length(adapter, inputs.tensors, recipe, generation)
-    identify(adapter, inputs)
-    return begun(adapter, inputs, recipe, begin, generation, **more)
-
-
-def begun(
-    adapter: Adapter,
-    inputs: Inputs,
-    recipe: Recipe,
-    begin: float,
-    generation: Generation,
-    **more: Any,
-) -> Sequence:
-    """Like `opened` without the length check; errors of Hugging Face become `VLMFastError`."""
+    if whole:
+        check_length(adapter, inputs.tensors, recipe, generation)
+        identify(adapter, inputs)
     try:
         return open_sequence(
             adapter,
@@ -507,7 +502,7 @@ def sequence_of(
         tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames, tenant=tenant
     )
     spent = Stats(time_media_s=read - start, time_processor_s=time.perf_counter() - begin)
-    more = {"number": number, "stats": spent, "images": prompt.images}
+    more: dict[str, Any] = {"number": number, "stats": spent, "images": prompt.images}
     return opened(adapter, inputs, recipe, begin, generation, **more)
 
 

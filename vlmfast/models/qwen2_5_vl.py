@@ -289,10 +289,9 @@ class FamilyAdapter(Adapter):
                 grid, merge, window, settings["patch_size"]
             )
         if settings.get("num_grid_per_side") is not None:
+            side, mode, corners = (settings[name] for name in _INTERPOLATION)
             given["interp_indices"], given["interp_weights"] = (
-                get_vision_interpolation_indices_and_weights(
-                    grid, *(settings[name] for name in _INTERPOLATION), merge
-                )
+                get_vision_interpolation_indices_and_weights(grid, side, mode, corners, merge)
             )
         lengths = {name: of.diff().tolist() for name, of in ends.items()}
         given = {name: of.to(self.device) for name, of in (given | ends).items()}
