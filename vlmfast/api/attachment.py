@@ -20,11 +20,11 @@ from vlmfast.engine.mode import lasting
 from vlmfast.engine.opening import generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
-from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
+from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory, one_line
 from vlmfast.models._batch import split
 from vlmfast.models.base import Adapter
 
-from .generation import Generation, end_ids, gate, is_argument, one_line
+from .generation import Generation, end_ids, gate, is_argument
 from .request import answer_of, opened
 from .vlm import VLM
 

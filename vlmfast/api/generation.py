@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.params import nearest
-from vlmfast.errors import VLMFastError, check_memory
+from vlmfast.errors import VLMFastError, check_memory, one_line
 from vlmfast.models.base import Adapter
 
 if TYPE_CHECKING:
@@ -113,13 +113,6 @@ def shown(value: Any) -> str:
         if len(inner) <= _SHOWN:
             return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     return f"a {type(value).__name__}"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an exception's message."""
-    text = str(error).strip().partition("\n")[0].strip()
-    text = text or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _wrong(name: str, value: Any, must: str) -> VLMFastError:

@@ -30,11 +30,11 @@ from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.prefix_cache import prefix_cache_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
-from vlmfast.errors import MediaError, VLMFastError, is_out_of_memory
+from vlmfast.errors import MediaError, VLMFastError, is_out_of_memory, one_line
 from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
-from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
+from .generation import DEFAULT_NEW_TOKENS, Generation, gate, shown
 from .stored_recipe import AUTO, stored_recipe
 from .template import templated
 

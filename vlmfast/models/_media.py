@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError, check_memory
+from vlmfast.errors import ModelError, check_memory, one_line
 
 Frames = Sequence[tuple]  # of each image: its video or -1, its index, the number of frames
 Items = tuple[ItemGeometry, ...]  # the images and frames of a prompt
@@ -67,10 +67,8 @@ def view_size(processor: Any) -> tuple[int, int]:
         height, width = views["pixel_values"].shape[-2:]
     except Exception as error:  # whatever its code raises with settings that do not fit
         check_memory(error)
-        reason = str(error).partition("\n")[0]
-        raise ModelError(
-            f"{type(processor).__name__} makes no view of an image: {reason}"
-        ) from error
+        name = type(processor).__name__
+        raise ModelError(f"{name} makes no view of an image: {one_line(error)}") from error
     return height, width
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel
 
-from vlmfast.errors import ModelError, check_memory
+from vlmfast.errors import ModelError, check_memory, one_line
 
 from .rope import rotary_by_length
 
@@ -282,8 +282,7 @@ def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tupl
             twin(*args, **given)
     except Exception as error:  # whatever its code raises without what it needs
         check_memory(error)
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"{kind} as {role} is not supported: {reason}") from error
+        raise ModelError(f"{kind} as {role} is not supported: {one_line(error)}") from error
     return twin, run
 
 

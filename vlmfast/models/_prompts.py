@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, one_line
 from vlmfast.media.info import FrameTimes
 
 from ._described import Described
@@ -68,10 +68,8 @@ class Prompted(Described):
                 **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ModelError(
-                f"{type(self.processor).__name__} rejected the prompt: {reason}"
-            ) from error
+            name = type(self.processor).__name__
+            raise ModelError(f"{name} rejected the prompt: {one_line(error)}") from error
         wanted = (self.tensors if single else ()) + (self.video_tensors if videos else ())
         lacking = [key for key in wanted if key not in batch]
         if lacking:

@@ -136,7 +136,6 @@ class FamilyAdapter(Cropped):
     processors = ("InternVLProcessor",)
     fixed, token_rows = True, True
     views_in_rows = crops = True
-    attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.get_encoder(modality="image").encoder.layer)

@@ -135,7 +135,6 @@ class Shaped(Adapter):
 class FamilyAdapter(Shaped):
     tensors = ("pixel_values", "image_sizes")
     processors = ("PixtralProcessor",)
-    attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.get_encoder(modality="image").transformer.layers)
