@@ -169,9 +169,9 @@ def check_messages(adapter: Adapter, messages: object) -> None:
         for part in content:
             _content(part)
     last = next((turn for turn in reversed(messages) if turn["role"] == "user"), None)
-    if last is None or not (_text(last).strip() or _has_media(last)):
+    if last is None or not (_text(last).strip() or len(_texts(last)) < len(_parts(last))):
         raise VLMFastError("the last user turn has no text and no image")
-    check_texts(adapter, list(_texts(messages)))
+    check_texts(adapter, [text for turn in messages for text in _texts(turn)])
 
 
 def check_texts(adapter: Adapter, texts: list[str]) -> None:
@@ -231,25 +231,18 @@ def question_of(messages: Many[dict]) -> str:
     return next((text for text in texts if text.strip()), "")
 
 
+def _parts(turn: dict) -> list[dict]:
+    """The content entries of a turn; a text is one."""
+    content = turn["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _texts(turn: dict) -> list[str]:
+    return [part["text"] for part in _parts(turn) if part["type"] == "text"]
+
+
 def _text(turn: dict) -> str:
-    content = turn["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def _has_media(turn: dict) -> bool:
-    content = turn["content"]
-    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
-
-
-def _texts(messages: Many[dict]) -> Iterable[str]:
-    for turn in messages:
-        content = turn["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if part["type"] == "text")
+    return "".join(_texts(turn))
 
 
 def _given(entry: dict) -> list[Any]:
