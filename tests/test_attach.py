@@ -603,7 +603,7 @@ def test_lost_placeholders_of_views_are_refused(lost):
         ("llava_next", {"image_sizes": torch.ones(3, 2).long()}, "has 3 items and pixel_values 1"),
         ("llava_next", {"image_sizes": torch.ones(1, 3).long()}, "whole numbers of shape"),
         ("qwen2_5_vl", {"image_grid_thw": None}, "pixel_values was given without image_grid_thw"),
-        ("qwen2_5_vl", {"image_grid_thw": torch.tensor([[1, 4, 3]])}, "must have the shape"),
+        ("qwen2_5_vl", {"image_grid_thw": torch.tensor([[1, 4, 3]])}, "must be numbers of shape"),
         ("qwen2_5_vl", {"image_grid_thw": torch.tensor([[1, 0, 4]])}, "must be from 1"),
         ("llava_onevision", {"batch_num_images": torch.tensor([7])}, "counts 7 images"),
         ("idefics3", {"pixel_attention_mask": torch.ones(1, 2, 3, 4)}, "pixel_attention_mask must"),

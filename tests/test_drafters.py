@@ -13,7 +13,7 @@ from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
-from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, Recycle, Successors
+from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, Recycle, Recycled
 from vlmfast.engine.speculation import walk
 
 V = 32
@@ -227,37 +227,43 @@ def test_proposing_twice_changes_nothing() -> None:
 # --- token recycling -----------------------------------------------------------------------------
 
 
+def remembering(banned: tuple[int, ...] = ()) -> Recycled:
+    drafter = Recycle().open(target(banned))
+    assert isinstance(drafter, Recycled)
+    return drafter
+
+
 def test_recycle_learns_from_every_node() -> None:
     """Rejected nodes too; where a token occurs twice the last one, which was accepted."""
-    memory = Successors((IMAGE,))
+    memory = remembering((IMAGE,))
     tree = Tree((1, 2, 3, 2, 2), (-1, 0, 0, 2, 3))
     rows = [[5, 6], [7, 8], [9], [10, IMAGE, 11], [12]]
-    memory.learn(checked(tree, [0, 2], [3, 6], rows))
-    assert [memory(token)[0] for token in (1, 2, 3)] == [5, 12, 9]
-    assert all(len(memory(token)) == SUCCESSORS for token in (1, 2, 3))
-    assert memory(4) == ()
-    memory.learn(checked(tree, [0, 2, 3], [3, 2, 6], rows))
-    assert memory(2)[:2] == (10, 11)  # without the placeholder, and still eight
-    assert len(memory(2)) == SUCCESSORS
-    assert len(set(memory(2))) == SUCCESSORS
+    memory.extend(checked(tree, [0, 2], [3, 6], rows))
+    assert [memory.successors(token)[0] for token in (1, 2, 3)] == [5, 12, 9]
+    assert all(len(memory.successors(token)) == SUCCESSORS for token in (1, 2, 3))
+    assert memory.successors(4) == ()
+    memory.extend(checked(tree, [0, 2, 3], [3, 2, 6], rows))
+    assert memory.successors(2)[:2] == (10, 11)  # without the placeholder, and still eight
+    assert len(memory.successors(2)) == SUCCESSORS
+    assert len(set(memory.successors(2))) == SUCCESSORS
 
 
 def test_prompt_initializes_recycle() -> None:
-    memory = Successors((IMAGE,))
-    memory.read([1, 2, 1, 3, 1, 2])
-    assert memory(1) == (2, 3)  # the latest neighbour first, each once
-    assert memory(2) == (1,)
-    memory.read([4, IMAGE, IMAGE, 5])
-    assert memory(2) == (4, 1)  # across parts
-    assert memory(4) == () and memory(IMAGE) == (5,)
+    memory = remembering((IMAGE,))
+    memory.prefill(read([1, 2, 1, 3, 1, 2]))
+    assert memory.successors(1) == (2, 3)  # the latest neighbour first, each once
+    assert memory.successors(2) == (1,)
+    memory.prefill(read([4, IMAGE, IMAGE, 5]))
+    assert memory.successors(2) == (4, 1)  # across parts
+    assert memory.successors(4) == () and memory.successors(IMAGE) == (5,)
     tree = Tree.chain([5, 6])
-    memory.learn(checked(tree, [0, 1], [6, 7], [[6], [9]]))
-    memory.read([8])
-    assert memory(6)[:2] == (8, 9)  # 7 was emitted last, and has not been prefilled
-    assert memory(5)[0] == 6 and len(memory(5)) == SUCCESSORS
-    long = Successors()
-    long.read([token for n in range(1, 20) for token in (0, n)])
-    assert long(0) == tuple(range(19, 11, -1))
+    memory.extend(checked(tree, [0, 1], [6, 7], [[6], [9]]))
+    memory.prefill(read([8]))
+    assert memory.successors(6)[:2] == (8, 9)  # 7 was emitted last, and has not been prefilled
+    assert memory.successors(5)[0] == 6 and len(memory.successors(5)) == SUCCESSORS
+    long = remembering()
+    long.prefill(read([token for n in range(1, 20) for token in (0, n)]))
+    assert long.successors(0) == tuple(range(19, 11, -1))
 
 
 def test_recycle_tree_is_filled_by_ranks() -> None:
@@ -278,6 +284,6 @@ def test_recycle_tree_is_filled_by_ranks() -> None:
 
 
 def test_vocabulary_smaller_than_the_tree_width() -> None:
-    memory = Successors((2,))
-    memory.learn(Round(Tree.chain([0]), [0], [1], torch.tensor([[0.0, 1.0, 5.0]])))
-    assert memory(0) == (1, 0)
+    memory = remembering((2,))
+    memory.extend(Round(Tree.chain([0]), [0], [1], torch.tensor([[0.0, 1.0, 5.0]])))
+    assert memory.successors(0) == (1, 0)

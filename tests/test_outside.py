@@ -216,7 +216,12 @@ OWN = {
     *(("vlmfast.compressors.coded", name) for name in ("check_bits", "coded", "dtype_of", "paged")),
     ("vlmfast.core.saliency", "BLOCKS"),  # choices of a parameter
     ("vlmfast.kernels.quantize_kv", "check"),
-    ("vlmfast.models.base", "Model"),  # a type for annotations alone
+    # Types for annotations alone.
+    ("vlmfast.models.base", "Model"),
+    *(("vlmfast.models._media", name) for name in ("Frames", "Items", "Sizes", "Tensors")),
+    ("vlmfast.models._media", "tiled_views"),  # of crops of one size
+    ("vlmfast.models._prompts", "framed"),
+    ("vlmfast.models.internvl", "whole_last"),
     ("vlmfast.core.views", "spread"),  # of tiles of different sizes
     ("vlmfast.models.internvl", "Cropped"),  # base of `Marked`
     ("vlmfast.models.internvl", "tile_box"),

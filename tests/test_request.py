@@ -103,7 +103,7 @@ def refused(vlm: VLM, **generation: Any) -> str:
         ({"seed": 1.5}, "seed=1.5 must be a whole number"),
         ({"strict": "x"}, "strict='x' must be"),
         ({"stop_strings": 3}, "stop_strings=3 must be a text"),
-        ({"bad_words_ids": [3]}, "must be a list of at least one id"),
+        ({"bad_words_ids": [3]}, "`bad_words_ids` has to be a list of lists"),
         ({"bad_words_ids": [[10**6]]}, "from 0 to 260"),
         ({"suppress_tokens": 3}, "suppress_tokens=3 must be"),
         ({"do_sample": True, "suppress_tokens": list(range(261))}, "contains every token"),

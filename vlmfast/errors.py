@@ -3,19 +3,6 @@
 import errno
 import mmap
 
-__all__ = [
-    "DeadlineExceeded",
-    "MediaError",
-    "MediaUnavailable",
-    "ModelError",
-    "OutOfMemory",
-    "RecipeError",
-    "RequestCancelled",
-    "VLMFastError",
-    "check_memory",
-    "is_out_of_memory",
-]
-
 
 class VLMFastError(ValueError):
     """Base of every error that vlmfast raises on purpose.
@@ -109,3 +96,10 @@ def check_memory(error: BaseException) -> None:
     if is_out_of_memory(error):
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise OutOfMemory(f"the memory is too small: {reason}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    text = str(error).strip().partition("\n")[0].strip()
+    text = text or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ from vlmfast.engine.mode import lasting
 from vlmfast.engine.opening import generate_of
 from vlmfast.engine.prefill import Inputs
 from vlmfast.engine.sequence import Sequence
-from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory
+from vlmfast.errors import ModelError, RecipeError, VLMFastError, check_memory, one_line
 from vlmfast.models._batch import split
 from vlmfast.models.base import Adapter
 
-from .generation import Generation, end_ids, gate, is_argument, one_line
+from .generation import Generation, end_ids, gate, is_argument
 from .request import answer_of, opened
 from .vlm import VLM
 
@@ -239,7 +239,7 @@ class Attachment:
                     f"{key} is no input of a {adapter.config.model_type} model; in addition to the "
                     f"prompt it takes {', '.join(dict.fromkeys(allowed))}"
                 )
-        batch["input_ids"] = _checked_ids(adapter, batch.get("input_ids"))
+        batch["input_ids"] = _checked_ids(adapter, batch.get("input_ids", torch.zeros(0)))
         _check_media(adapter, batch)
         return {key: adapter.moved(key, value) for key, value in batch.items()}, generation
 
@@ -307,13 +307,29 @@ def _whole(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _checked_ids(adapter: Adapter, ids: Tensor | None) -> Tensor:
+def _check_shape(
+    key: str, value: Tensor, shape: Iterable[int | str], *, whole: bool = False
+) -> None:
+    """Raise unless a tensor has a shape, in which names stand for any number above 0."""
+    wanted = tuple(shape)
+    fits = len(wanted) == value.dim() and all(
+        own > 0 if isinstance(n, str) else own == n
+        for n, own in zip(wanted, value.shape, strict=True)
+    )
+    if not fits or (whole and not _whole(value)):
+        text = ", ".join(map(str, wanted)) + "," * (len(wanted) == 1)
+        kind = "whole numbers" if whole else "numbers"
+        raise VLMFastError(f"{key} must be {kind} of shape ({text}), not {_shape(value)}")
+
+
+def _check_multiples(key: str, grids: Tensor, of: int) -> None:
+    if bool((grids % of).any()):
+        raise VLMFastError(f"{key} must have rows and columns that are multiples of {of}")
+
+
+def _checked_ids(adapter: Adapter, ids: Tensor) -> Tensor:
     """Token ids as int64: of the vocabulary, or placeholders."""
-    must = "input_ids must be whole numbers of shape (rows, tokens)"
-    if ids is None:
-        raise VLMFastError(must)
-    if ids.dim() != 2 or not ids.numel() or not _whole(ids):
-        raise VLMFastError(f"{must}, not {_shape(ids)}")
+    _check_shape("input_ids", ids, ("rows", "tokens"), whole=True)
     ids, rows = ids.long(), adapter.model.get_input_embeddings().weight.shape[0]
     wrong = ((ids < 0) | (ids >= rows)) & ~adapter.visual(ids)
     if bool(wrong.any()):
@@ -336,12 +352,8 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
             if not bool(torch.isfinite(value).all()):
                 raise VLMFastError(f"{key} contains numbers that are not finite")
         elif key in _SIZES:
-            if value.dim() != 2 or value.shape[1] != _SIZES[key] or not _whole(value):
-                shape = f"(items, {_SIZES[key]})"
-                raise VLMFastError(
-                    f"{key} must be whole numbers of shape {shape}, not {_shape(value)}"
-                )
-            if bool((value < 1).any()) or bool((value > _LARGEST).any()):
+            _check_shape(key, value, ("items", _SIZES[key]), whole=True)
+            if bool(((value < 1) | (value > _LARGEST)).any()):
                 raise VLMFastError(f"{key} must be from 1 to {_LARGEST}")
         elif key in adapter.beside and (
             value.is_complex() or not bool(torch.isfinite(value).all())
@@ -352,78 +364,48 @@ def _check_media(adapter: Adapter, batch: dict[str, Tensor]) -> None:
         if found and len(found) < len(keys):
             lacking = ", ".join(key for key in keys if key not in batch)
             raise VLMFastError(f"{', '.join(found)} was given without {lacking}")
-        if not found:
-            continue
-        pixels, sizes = batch[keys[0]], batch.get(keys[-1]) if len(keys) > 1 else None
-        if adapter.packed:
-            assert sizes is not None
-            _check_patches(adapter, keys, pixels, sizes)
-            continue
-        if adapter.pixel_dims == 3:
-            _check_padded(adapter, batch)
-            continue
-        _check_views(adapter, keys[0], pixels)
-        if sizes is not None and len(sizes) != len(pixels):
-            raise VLMFastError(
-                f"{keys[-1]} has {len(sizes)} items and {keys[0]} {len(pixels)}; both must "
-                "have one for each image"
-            )
+        if found:
+            _check_pixels(adapter, batch, *keys)
     mask = batch.get("pixel_attention_mask")
     if mask is not None and "pixel_values" in batch and adapter.pixel_dims > 3:
-        size = batch["pixel_values"].shape
-        wanted = (*size[:-3], *size[-2:])
-        if mask.shape != wanted:
-            raise VLMFastError(
-                f"pixel_attention_mask must have the shape {wanted}, not {tuple(mask.shape)}"
-            )
+        *views, _, height, width = batch["pixel_values"].shape
+        _check_shape("pixel_attention_mask", mask, (*views, height, width))
     counts = batch.get("batch_num_images")
     images = batch.get(adapter.tensors[0])
     if counts is not None and images is not None:
-        if counts.dim() != 1 or not _whole(counts) or bool((counts < 0).any()):
-            raise VLMFastError(f"batch_num_images must be whole numbers, not {_shape(counts)}")
-        if int(counts.sum()) != len(images):
+        _check_shape("batch_num_images", counts, ("prompts",), whole=True)
+        if int(counts.sum()) != len(images) or bool((counts < 0).any()):
             raise VLMFastError(
                 f"batch_num_images counts {int(counts.sum())} images and {adapter.tensors[0]} has "
                 f"{len(images)}"
             )
 
 
-def _check_patches(adapter: Adapter, keys: Many[str], pixels: Tensor, grids: Tensor) -> None:
-    """Check the concatenated patches (P, D) of all images against their grids (N, 3)."""
-    vision = adapter.config.vision_config
-    depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
-    width = depth * vision.temporal_patch_size * vision.patch_size**2
-    patches, merge = int(grids.prod(-1).sum()), vision.spatial_merge_size
-    if pixels.dim() != 2 or pixels.shape != (patches, width):
-        raise VLMFastError(
-            f"{keys[0]} must have the shape ({patches}, {width}) according to {keys[-1]}, not "
-            f"{tuple(pixels.shape)}"
-        )
-    if bool((grids[:, 1:] % merge).any()):
-        raise VLMFastError(f"{keys[-1]} must have rows and columns that are multiples of {merge}")
-
-
-def _check_padded(adapter: Adapter, batch: dict[str, Tensor]) -> None:
-    """Check the patches (N, P, D) of images, padded to each other, against their grids (N, 2)."""
-    pixels, grids, mask = (batch[key] for key in adapter.tensors)
-    vision = adapter.config.vision_config
-    most = int(grids.prod(-1).max())
-    width = vision.num_channels * vision.patch_size**2
-    if pixels.dim() != 3 or pixels.shape[1] < most or pixels.shape[2] != width:
-        raise VLMFastError(
-            f"pixel_values must have the shape (items, patches, {width}) with at least {most} "
-            f"patches, not {tuple(pixels.shape)}"
-        )
-    if len(grids) != len(pixels) or mask.shape != pixels.shape[:2]:
-        raise VLMFastError(
-            f"spatial_shapes and pixel_attention_mask must have shapes ({len(pixels)}, 2) and "
-            f"{tuple(pixels.shape[:2])}, not {tuple(grids.shape)} and {tuple(mask.shape)}"
-        )
-    if bool((grids % adapter.config.downsample_factor).any()):
-        raise VLMFastError(
-            "spatial_shapes must have rows and columns that are multiples of "
-            f"{adapter.config.downsample_factor}"
-        )
+def _check_pixels(adapter: Adapter, batch: dict[str, Tensor], key: str, *others: str) -> None:
+    """Check pixels against the sizes of images that come with them."""
+    vision, pixels = adapter.config.vision_config, batch[key]
+    if adapter.packed:  # patches of all images (P, D), and grids (N, 3)
+        grids = batch[others[0]]
+        depth = getattr(vision, "in_channels", getattr(vision, "in_chans", 3))
+        width = depth * vision.temporal_patch_size * vision.patch_size**2
+        _check_shape(key, pixels, (int(grids.prod(-1).sum()), width))
+        _check_multiples(others[0], grids[:, 1:], vision.spatial_merge_size)
+    elif adapter.pixel_dims == 3:  # patches (N, P, D) of each image, grids (N, 2) and masks (N, P)
+        grids, width = batch[others[0]], vision.num_channels * vision.patch_size**2
+        _check_shape(key, pixels, ("items", "patches", width))
+        _check_shape(others[0], grids, (len(pixels), 2))
+        _check_shape(others[1], batch[others[1]], pixels.shape[:2])
+        _check_multiples(others[0], grids, adapter.config.downsample_factor)
+        if pixels.shape[1] < (most := int(grids.prod(-1).max())):
+            raise VLMFastError(f"{key} has {pixels.shape[1]} patches, and {others[0]} {most}")
+    else:
+        _check_views(adapter, key, pixels)
+        for name in others:
+            if len(batch[name]) != len(pixels):
+                raise VLMFastError(
+                    f"{name} has {len(batch[name])} items and {key} {len(pixels)}; both must "
+                    "have one for each image"
+                )
 
 
 def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
@@ -436,13 +418,8 @@ def _check_views(adapter: Adapter, key: str, pixels: Tensor) -> None:
         side = None if crop is None else (crop["height"], crop["width"])
     channels = getattr(vision, "num_channels", 3)
     dims = adapter.pixel_dims if key in adapter.tensors else 5
-    fits = pixels.dim() == dims and pixels.shape[-3] == channels
-    if not fits or (side is not None and tuple(pixels.shape[-2:]) != tuple(side)):
-        size = "height, width" if side is None else ", ".join(map(str, side))
-        before = "items" if dims == 4 else "items, views"
-        raise VLMFastError(
-            f"{key} must have the shape ({before}, {channels}, {size}), not {tuple(pixels.shape)}"
-        )
+    before = ("items",) if dims == 4 else ("items", "views")
+    _check_shape(key, pixels, (*before, channels, *(side or ("height", "width"))))
 
 
 def _lengths(config: GenerationConfig, padding: int) -> dict[str, int]:

@@ -13,13 +13,14 @@ import numbers
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vlmfast.core.params import nearest
-from vlmfast.errors import VLMFastError, check_memory
+from vlmfast.errors import VLMFastError, check_memory, one_line
 from vlmfast.models.base import Adapter
 
 if TYPE_CHECKING:
@@ -27,14 +28,11 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 
-_LOOP = "vlmfast's decoding loop does not support it"
-_RETURNS = "vlmfast does not return it"
-_PROMPT = "a prompt is made of token ids and pixels"
-_MODEL = "the model's own setting is used"
 # Would need another loop, another forward pass, or a prompt without ids.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
+    name: reason
+    for reason, names in {
+        "vlmfast's decoding loop does not support it": (
             "assistant_early_exit",
             "assistant_ensemble_weight",
             "assistant_model",
@@ -52,11 +50,8 @@ REFUSED: dict[str, str] = {
             "token_healing",
             "use_mtp",
         ),
-        _LOOP,
-    ),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), _RETURNS),
-    **dict.fromkeys(
-        (
+        "vlmfast does not return it": ("output_attentions", "output_hidden_states"),
+        "a prompt is made of token ids and pixels": (
             "decoder_input_ids",
             "encoder_outputs",
             "inputs_embeds",
@@ -64,29 +59,23 @@ REFUSED: dict[str, str] = {
             "past_key_values",
             "position_ids",
         ),
-        _PROMPT,
-    ),
-    **dict.fromkeys(
-        ("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _MODEL
-    ),
+        "the model's own setting is used": (
+            "vision_aspect_ratio",
+            "vision_feature_layer",
+            "vision_feature_select_strategy",
+        ),
+    }.items()
+    for name in names
 }
-# Arguments of Hugging Face's ``generate`` that are not settings, and vlmfast's own.
-_OF_CALL = (
-    "generation_config",
-    "logits_processor",
-    "prefix_allowed_tokens_fn",
-    "seed",
-    "stopping_criteria",
-    "streamer",
-    "strict",
-    "top_logprobs",
-)
+# Passed on to Hugging Face's ``generate``.
 _PASSED_ON = (
     "generation_config",
     "logits_processor",
     "prefix_allowed_tokens_fn",
     "stopping_criteria",
 )
+# Arguments of Hugging Face's ``generate`` that are not settings, and vlmfast's own.
+_OF_CALL = (*_PASSED_ON, "seed", "streamer", "strict", "top_logprobs")
 _LENGTHS = ("max_new_tokens", "max_length")
 # Accepted without effect.
 _IGNORED = ("debug_io", "logits_to_keep", "return_dict", "synced_gpus", "tokenizer")
@@ -126,13 +115,6 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of an exception's message."""
-    text = str(error).strip().partition("\n")[0].strip()
-    text = text or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]}..."
-
-
 def _wrong(name: str, value: Any, must: str) -> VLMFastError:
     return VLMFastError(f"{name}={shown(value)} must be {must}")
 
@@ -148,64 +130,62 @@ def is_whole(value: Any) -> bool:
     return True
 
 
-def check_whole(name: str, value: object, low: int | None = None) -> None:
-    """Raise unless an argument is a whole number, of at least ``low``."""
-    if not is_whole(value) or (low is not None and operator.index(value) < low):  # type: ignore[arg-type]
-        raise _wrong(name, value, "a whole number" + ("" if low is None else f" of at least {low}"))
+def check_whole(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """The value of a whole number; raises unless an argument is one, and within its bounds."""
+    number = operator.index(value) if is_whole(value) else None
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    if number is None or not least <= number <= most:
+        bounds = ("" if low is None else f" of at least {low}") + (
+            "" if high in (None, _MOST) else f" and at most {high}"
+        )
+        raise _wrong(name, value, f"a whole number{bounds}")
+    return number
 
 
-def _whole(low: int, high: int = _MOST) -> _Check:
-    def check(name: str, value: Any, context: _Context) -> int:
-        if not is_whole(value) or not low <= operator.index(value) <= high:
-            bound = f" and at most {high}" if high < _MOST else ""
-            raise _wrong(name, value, f"a whole number of at least {low}{bound}")
-        return operator.index(value)
-
-    return check
+def _whole(
+    name: str, value: Any, context: _Context, low: int | None = 0, high: int | None = _MOST
+) -> int:
+    return check_whole(name, value, low, high)
 
 
-def _only(*allowed: Any, why: str) -> _Check:
-    def check(name: str, value: Any, context: _Context) -> Any:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or value not in allowed:
-            raise _wrong(name, value, f"{allowed[0]}: {why}")
-        return value
-
-    return check
+def _only(name: str, value: Any, context: _Context, allowed: int, why: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != allowed:
+        raise _wrong(name, value, f"{allowed}: {why}")
+    return value
 
 
 def _number(
+    name: str,
+    value: Any,
+    context: _Context,
     low: float = -math.inf,
     high: float = math.inf,
     *,
     above: bool = False,
     sampled: bool = False,
-) -> _Check:
+) -> float:
     """A finite number; with ``sampled`` its range is checked only when tokens are sampled."""
-
-    def check(name: str, value: Any, context: _Context) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise _wrong(name, value, "a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise _wrong(name, value, "a finite number")
-        if sampled and not context.sampled:
-            return number
-        if number < low or number > high or (above and number <= low):
-            least = f"above {low:g}" if above else f"at least {low:g}"
-            most = "" if high == math.inf else f" and at most {high:g}"
-            raise _wrong(name, value, f"{least}{most}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong(name, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _wrong(name, value, "a finite number")
+    if sampled and not context.sampled:
         return number
-
-    return check
+    if number < low or number > high or (above and number <= low):
+        least = f"above {low:g}" if above else f"at least {low:g}"
+        most = "" if high == math.inf else f" and at most {high:g}"
+        raise _wrong(name, value, f"{least}{most}")
+    return number
 
 
 def _temperature(name: str, value: Any, context: _Context) -> float:
     if context.sampled and isinstance(value, numbers.Real) and value == 0:
         raise _wrong(name, value, "above 0; use do_sample=False for greedy decoding")
-    return _number(_LEAST, 1 / _LEAST, above=True, sampled=True)(name, value, context)
+    return _number(name, value, context, _LEAST, 1 / _LEAST, above=True, sampled=True)
 
 
 def _flag(name: str, value: Any, context: _Context) -> Any:
@@ -214,43 +194,32 @@ def _flag(name: str, value: Any, context: _Context) -> Any:
     raise _wrong(name, value, "True or False")
 
 
-def _id(inside: bool) -> _Check:
+def _id(name: str, value: Any, context: _Context, inside: bool = True) -> int:
     """A token id; with ``inside`` it must be in the vocabulary."""
-
-    def check(name: str, value: Any, context: _Context) -> int:
-        low, high = (0, context.vocabulary - 1) if inside else (-(2**63), 2**63 - 1)
-        if not is_whole(value) or not low <= operator.index(value) <= high:
-            what = f"from 0 to {high}" if inside else "of 64 bits"
-            raise _wrong(name, value, f"the id of a token, a whole number {what}")
-        return operator.index(value)
-
-    return check
+    low, high = (0, context.vocabulary - 1) if inside else (-(2**63), 2**63 - 1)
+    if not is_whole(value) or not low <= operator.index(value) <= high:
+        what = f"from 0 to {high}" if inside else "of 64 bits"
+        raise _wrong(name, value, f"the id of a token, a whole number {what}")
+    return operator.index(value)
 
 
-def _ids(inside: bool, *, alone: bool = True) -> _Check:
+def _ids(
+    name: str, value: Any, context: _Context, inside: bool = True, *, alone: bool = True
+) -> Any:
     """Token ids, or with ``alone`` a single one; returned as they were given."""
-    one = _id(inside)
-
-    def check(name: str, value: Any, context: _Context) -> Any:
-        if isinstance(value, Tensor):
-            if value.dim() > 1 or value.is_floating_point() or value.is_complex():
-                raise _wrong(name, value, "the id of a token, or a list of such ids")
-            several = value.tolist()
-        else:
-            several = value
-        if alone and is_whole(several):
-            one(name, several, context)
-            return value
-        if not isinstance(several, list | tuple):
+    several = value
+    if isinstance(value, Tensor):
+        if value.dim() > 1 or value.is_floating_point() or value.is_complex():
             raise _wrong(name, value, "the id of a token, or a list of such ids")
-        for token in several:
-            one(f"{name}[...]", token, context)
+        several = value.tolist()
+    if alone and is_whole(several):
+        _id(name, several, context, inside)
         return value
-
-    return check
-
-
-_ends = _ids(inside=False)
+    if not isinstance(several, list | tuple):
+        raise _wrong(name, value, "the id of a token, or a list of such ids")
+    for token in several:
+        _id(f"{name}[...]", token, context, inside)
+    return value
 
 
 def end_ids(config: GenerationConfig) -> list[int]:
@@ -262,41 +231,49 @@ def end_ids(config: GenerationConfig) -> list[int]:
 def _eos(name: str, value: Any, context: _Context) -> Any:
     if isinstance(value, list | tuple) and not value:
         raise _wrong(name, value, "at least one token; use None for no end token")
-    return _ends(name, value, context)
+    return _ids(name, value, context, inside=False)
 
 
 def _suppressed(name: str, value: Any, context: _Context) -> Any:
-    _ids(inside=False, alone=False)(name, value, context)
+    _ids(name, value, context, inside=False, alone=False)
     tokens = value.tolist() if isinstance(value, Tensor) else value
     if context.sampled and len(set(tokens) & set(range(context.vocabulary))) == context.vocabulary:
         raise VLMFastError(f"{name} contains every token, so that none can be sampled")
     return value
 
 
-def _bad_words(name: str, value: Any, context: _Context) -> Any:
-    if not isinstance(value, list) or not value:
-        raise _wrong(name, value, "a list of lists of ids")
-    for word in value:
-        if not isinstance(word, list) or not word:
-            raise _wrong(f"{name}[...]", word, "a list of at least one id")
-        _ids(inside=True)(f"{name}[...]", word, context)
+def _accepted(name: str, value: Any, make: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """What Hugging Face's ``make`` makes of a setting, which it checks."""
+    try:
+        return make(*args, **given)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise VLMFastError(f"{name}={shown(value)} cannot be used: {one_line(error)}") from error
+
+
+def _setting(name: str, value: Any, context: _Context) -> Any:
+    """A setting that Hugging Face's config checks."""
+    from transformers import GenerationConfig
+
+    _accepted(name, value, GenerationConfig, **{name: value})
     return value
 
 
 def _biases(name: str, value: Any, context: _Context) -> Any:
-    """As Hugging Face takes them: ``{(id, ...): bias}`` or ``[[[id, ...], bias], ...]``."""
-    pairs = list(value.items()) if isinstance(value, dict) else value
-    if not isinstance(pairs, list) or not pairs:
-        raise _wrong(name, value, "a dict of tuples of ids and numbers")
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise _wrong(f"{name}[...]", pair, "ids and a number")
-        tokens, bias = pair
-        if not isinstance(tokens, tuple if isinstance(value, dict) else list) or not tokens:
-            raise _wrong(f"{name}[...]", tokens, "ids")
-        _ids(inside=True)(f"{name}[...]", tokens, context)
-        if type(bias) is not float or not math.isfinite(bias):
-            raise _wrong(f"{name}[...]", bias, "a finite float")
+    """Words with the bias of each, ``{(id, ...): bias}`` or ``[[[id, ...], bias], ...]``."""
+    from transformers import SequenceBiasLogitsProcessor
+
+    biases = _accepted(name, value, SequenceBiasLogitsProcessor, value).sequence_bias
+    for word, bias in biases.items():
+        _number(f"{name}[...]", bias, context)
+        _ids(f"{name}[...]", word, context)
+    return value
+
+
+def _bad_words(name: str, value: Any, context: _Context) -> Any:
+    from transformers import NoBadWordsLogitsProcessor
+
+    for word in _accepted(name, value, NoBadWordsLogitsProcessor, value).sequence_bias:
+        _ids(f"{name}[...]", word, context)
     return value
 
 
@@ -304,8 +281,8 @@ def _decay(name: str, value: Any, context: _Context) -> Any:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise _wrong(name, value, "a start and a factor")
     start, factor = value
-    _whole(0)(f"{name}[0]", start, context)
-    _number(0.0, 10.0)(f"{name}[1]", factor, context)
+    check_whole(f"{name}[0]", start, 0, _MOST)
+    _number(f"{name}[1]", factor, context, 0.0, 10.0)
     return value
 
 
@@ -360,62 +337,61 @@ def _streamer(name: str, value: Any, context: _Context) -> Any:
     return value
 
 
-def _seed(name: str, value: Any, context: _Context) -> int:
-    check_whole(name, value)
-    return operator.index(value)
-
-
 _BEAMS = "vlmfast decodes greedily or by sampling, one answer to a prompt"
 _CHECKS: dict[str, _Check] = {
     # Lengths.
-    "max_length": _whole(1),
-    "max_new_tokens": _whole(1),
-    "min_length": _whole(0),
-    "min_new_tokens": _whole(0),
-    "max_time": _number(0.0),
+    "max_length": partial(_whole, low=1),
+    "max_new_tokens": partial(_whole, low=1),
+    "min_length": _whole,
+    "min_new_tokens": _whole,
+    "max_time": partial(_number, low=0.0),
     "stop_strings": _stops,
-    "prefill_chunk_size": _whole(1),
+    "prefill_chunk_size": partial(_whole, low=1),
     # The loop.
     "do_sample": _flag,
-    "num_beams": _only(1, why=_BEAMS),
-    "num_return_sequences": _only(1, why=_BEAMS),
-    "num_beam_groups": _only(1, why=_BEAMS),
-    "diversity_penalty": _only(0, why=_BEAMS),
-    "guidance_scale": _only(1, why="guidance would need a second prompt"),
+    "num_beams": partial(_only, allowed=1, why=_BEAMS),
+    "num_return_sequences": partial(_only, allowed=1, why=_BEAMS),
+    "num_beam_groups": partial(_only, allowed=1, why=_BEAMS),
+    "diversity_penalty": partial(_only, allowed=0, why=_BEAMS),
+    "guidance_scale": partial(_only, allowed=1, why="guidance would need a second prompt"),
     "early_stopping": _early,
-    "length_penalty": _number(),
-    "seed": _seed,
+    "length_penalty": _number,
+    "seed": partial(_whole, low=None, high=None),
     "strict": _flag,
-    "top_logprobs": _whole(0),
+    "top_logprobs": _whole,
     "use_cache": _flag,
     # The distribution.
     "temperature": _temperature,
-    "top_k": _whole(-(2**31)),
-    "top_p": _number(0.0, 1.0, sampled=True),
-    "min_p": _number(0.0, 1.0, sampled=True),
-    "top_h": _number(0.0, 1.0, above=True, sampled=True),
-    "typical_p": _number(0.0, 1.0, above=True, sampled=True),
-    "epsilon_cutoff": _number(0.0, 1.0, sampled=True),
-    "eta_cutoff": _number(0.0, 1.0, sampled=True),
-    "repetition_penalty": _number(_LEAST, 1 / _LEAST, above=True),
-    "encoder_repetition_penalty": _number(_LEAST, 1 / _LEAST, above=True),
-    "no_repeat_ngram_size": _whole(0),
+    "top_k": partial(_whole, low=-(2**31)),
+    "top_p": partial(_number, low=0.0, high=1.0, sampled=True),
+    "min_p": partial(_number, low=0.0, high=1.0, sampled=True),
+    "top_h": partial(_number, low=0.0, high=1.0, above=True, sampled=True),
+    "typical_p": partial(_number, low=0.0, high=1.0, above=True, sampled=True),
+    "epsilon_cutoff": partial(_number, low=0.0, high=1.0, sampled=True),
+    "eta_cutoff": partial(_number, low=0.0, high=1.0, sampled=True),
+    "repetition_penalty": partial(_number, low=_LEAST, high=1 / _LEAST, above=True),
+    "encoder_repetition_penalty": partial(_number, low=_LEAST, high=1 / _LEAST, above=True),
+    "no_repeat_ngram_size": _whole,
     # Hugging Face allocates as many lists.
-    "encoder_no_repeat_ngram_size": _whole(0, 1024),
+    "encoder_no_repeat_ngram_size": partial(_whole, high=1024),
     "renormalize_logits": _flag,
     "remove_invalid_values": _flag,
     "exponential_decay_length_penalty": _decay,
     # Tokens.
     "eos_token_id": _eos,
-    "pad_token_id": _id(inside=False),
-    "bos_token_id": _ends,
-    "decoder_start_token_id": _ends,
-    "forced_bos_token_id": _id(inside=True),
-    "forced_eos_token_id": _ids(inside=True),
+    "pad_token_id": partial(_id, inside=False),
+    "bos_token_id": partial(_ids, inside=False),
+    "decoder_start_token_id": partial(_ids, inside=False),
+    "forced_bos_token_id": _id,
+    "forced_eos_token_id": _ids,
     "bad_words_ids": _bad_words,
     "sequence_bias": _biases,
     "suppress_tokens": _suppressed,
-    "begin_suppress_tokens": _ids(inside=False, alone=False),
+    "begin_suppress_tokens": partial(_ids, inside=False, alone=False),
+    # What Hugging Face checks.
+    "cache_implementation": _setting,
+    "compile_config": _setting,
+    "watermarking_config": _setting,
     # Callables and outputs.
     "logits_processor": _all_called,
     "stopping_criteria": _all_called,
@@ -535,7 +511,10 @@ def gate(
         raise _wrong("generation_config", config, "a transformers.GenerationConfig")
     settings = vars(own if config is None else config).keys() | vars(own).keys()
     for name, value in given.items():
-        _known(adapter, name, value, settings, names, elsewhere or {}, instead)
+        if name in REFUSED:
+            _served(name, value, instead)
+        elif name not in settings and name not in (*_OF_CALL, *_IGNORED):
+            _check_unset(adapter, name, value, elsewhere or {}, [*names, *settings])
     # None switches off a setting of the config; for other arguments it means "not given".
     given = {
         key: value
@@ -548,8 +527,6 @@ def gate(
         _served(name, getattr(found, name, None), instead)
     _checked(given, found, own, adapter)
 
-    for name in ("cache_implementation", "compile_config", "watermarking_config"):
-        _validated(found, name)
     caches = found.cache_implementation
     if caches in ("paged", "quantized"):
         raise VLMFastError(
@@ -583,22 +560,13 @@ def is_argument(adapter: Adapter, name: str) -> bool:
     return name in settings or name in REFUSED or name in (*_OF_CALL, *_IGNORED)
 
 
-def _known(
-    adapter: Adapter,
-    name: str,
-    value: Any,
-    settings: Iterable[str],
-    names: Iterable[str],
-    elsewhere: Mapping[str, str],
-    instead: str,
+def _check_unset(
+    adapter: Adapter, name: str, value: Any, elsewhere: Mapping[str, str], known: list[str]
 ) -> None:
-    """Raise unless an argument is known and supported."""
-    if name in REFUSED:
-        _served(name, value, instead)
-        return
+    """Raise if an argument that `gate` does not take, but for ``known`` ones, has a value."""
     if name.startswith("vlmfast_"):
         raise VLMFastError(f"{name} cannot be given: names that begin with vlmfast_ are internal")
-    if name in settings or name in (*_OF_CALL, *_IGNORED) or value is None:
+    if value is None:
         return
     tensors = (*adapter.tensors, *adapter.video_tensors, *adapter.beside)
     if name in ("inputs", "input_ids", "attention_mask", "labels", "token_type_ids", *tensors):
@@ -608,10 +576,11 @@ def _known(
         )
     if name in elsewhere:
         raise VLMFastError(f"{name} cannot be given here: {elsewhere[name]}")
-    known = sorted({*names, *settings, *_OF_CALL})
     # OpenAI's name, which is spelled more like max_kv_tokens.
-    meant = nearest("max_new_tokens" if name == "max_tokens" else name, known)
-    raise VLMFastError(f"unknown argument {shown(name)[1:-1]}{meant}")
+    spelled = "max_new_tokens" if name == "max_tokens" else name
+    raise VLMFastError(
+        f"unknown argument {shown(name)[1:-1]}{nearest(spelled, sorted({*known, *_OF_CALL}))}"
+    )
 
 
 def _served(name: str, value: Any, instead: str) -> None:
@@ -645,20 +614,7 @@ def _checked(
     if found.exponential_decay_length_penalty is not None:
         if found.eos_token_id is None:
             raise VLMFastError("exponential_decay_length_penalty needs an eos_token_id")
-        _ids(inside=True)("eos_token_id", found.eos_token_id, context)
-
-
-def _validated(found: GenerationConfig, name: str) -> None:
-    """Check a setting with Hugging Face's own validation."""
-    from transformers import GenerationConfig
-
-    value = getattr(found, name, None)
-    if value is None:
-        return
-    try:
-        GenerationConfig(**{name: value})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise VLMFastError(f"{name}={shown(value)} cannot be used: {one_line(error)}") from error
+        _ids("eos_token_id", found.eos_token_id, context)
 
 
 def _stopping(adapter: Adapter, stops: Any) -> Any:
@@ -667,9 +623,5 @@ def _stopping(adapter: Adapter, stops: Any) -> Any:
         return None
     from transformers import StopStringCriteria
 
-    try:
-        return StopStringCriteria(adapter.processor.tokenizer, stops)
-    except ValueError as error:
-        raise VLMFastError(f"stop_strings={shown(stops)} cannot be used: {one_line(error)}") from (
-            error
-        )
+    tokenizer = adapter.processor.tokenizer
+    return _accepted("stop_strings", stops, StopStringCriteria, tokenizer, stops)

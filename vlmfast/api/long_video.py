@@ -42,12 +42,11 @@ from vlmfast.models.base import Adapter
 from .answer import Answer
 from .generation import Generation, check_whole
 from .request import (
-    begun,
-    check_frames,
     check_messages,
     chooser,
     frame_parts,
     messages_of,
+    opened,
     submitted,
 )
 from .template import templated
@@ -121,21 +120,20 @@ def answer_long(
     recipe = checked(recipe, max_kv_tokens)
     video, num_frames, fps, timestamps = source
     check_messages(adapter, messages_of(question, None, *source))
-    check_frames("num_frames", num_frames)
-    check_frames("fps", fps)
     choose = chooser(recipe, question)
     chosen: Any = {"num_frames": num_frames, "fps": fps, "timestamps": timestamps}
     # The reader ends before the video is closed.
     with (
-        open_video(video, **chosen, select=choose) as opened,
+        open_video(video, **chosen, select=choose) as opening,
         ThreadPoolExecutor(1) as reader,
     ):
-        content = [*frame_parts(adapter, opened.times), {"type": "text", "text": question}]
+        content = [*frame_parts(adapter, opening.times), {"type": "text", "text": question}]
         text = templated(adapter, [{"role": "user", "content": content}])
         begin = time.perf_counter()
-        long = LongVideo(adapter, opened, text, max_kv_tokens, reader, progress)
+        long = LongVideo(adapter, opening, text, max_kv_tokens, reader, progress)
         inputs = Inputs({"input_ids": long.ids()}, question=question)
-        sequence = begun(adapter, inputs, recipe, begin, generation, prefill=long.prefill)
+        given = adapter, inputs, recipe, begin, generation
+        sequence = opened(*given, whole=False, prefill=long.prefill)
         return result_of(lambda: submitted(adapter, sequence))
 
 
@@ -223,9 +221,12 @@ class LongVideo:
 
     def ids(self) -> Tensor:
         """The full prompt (1, S), placeholders included."""
+        return torch.cat([self._ids(0, self.frames), self.pieces[-1]])[None].to(self.adapter.device)
+
+    def _ids(self, start: int, stop: int) -> Tensor:
+        """Ids of some frames, each with the text before it, (S,)."""
         frame = torch.full((self.per_frame,), self.adapter.image_token_id)
-        parts = [part for piece in self.pieces[:-1] for part in (piece, frame)]
-        return torch.cat([*parts, self.pieces[-1]])[None].to(self.adapter.device)
+        return torch.cat([part for piece in self.pieces[start:stop] for part in (piece, frame)])
 
     def _processed(self, start: int, stop: int) -> Block:
         frames = self.video.read(start, stop)
@@ -236,9 +237,7 @@ class LongVideo:
         for start in range(0, self.frames, self.block):
             stop = min(start + self.block, self.frames)
             block = self._processed(start, stop)
-            frame = torch.full((self.per_frame,), self.adapter.image_token_id)
-            parts = [part for piece in self.pieces[start:stop] for part in (piece, frame)]
-            ids = torch.cat(parts)[None].to(self.adapter.device)
+            ids = self._ids(start, stop)[None].to(self.adapter.device)
             yield replace(block, tensors=block.tensors | {"input_ids": ids})
 
     def _plan(self, max_new_tokens: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -17,6 +17,8 @@ from vlmfast.core.layout import Kind
 if TYPE_CHECKING:
     from vlmfast.core.layout import TokenLayout
     from vlmfast.engine.stats import Trace
+
+    from .answer import Answer
 
 MIN_SIDE, MAX_SIDE = 448, 1024
 _FRAME_SIDE = 224
@@ -33,14 +35,7 @@ _BRIGHTNESS, _COLOR = 0.32, 0.12
 _UNSEEN = 0.12
 
 
-class Traced(Protocol):
-    """What is drawn, such as an `Answer`."""
-
-    recipe: str
-    trace: Trace
-
-
-def overlay(answer: Traced, *, size: int | None = None) -> list[Image.Image]:
+def overlay(answer: Answer, *, size: int | None = None) -> list[Image.Image]:
     """Draw which visual tokens of an answer were kept, merged and dropped.
 
     Patches whose token reached the last layer are shown unchanged inside an outline. Patches
@@ -71,7 +66,7 @@ def overlay(answer: Traced, *, size: int | None = None) -> list[Image.Image]:
     ]
 
 
-def contact_sheet(answers: Sequence[Traced], *, size: int | None = None) -> Image.Image:
+def contact_sheet(answers: Sequence[Answer], *, size: int | None = None) -> Image.Image:
     """Stack the overlays of several answers to one question.
 
     The frames of a video are drawn four per line, and smaller by default.

@@ -8,7 +8,6 @@ the processor runs, a prompt that is too long before the vision tower runs.
 
 from __future__ import annotations
 
-import numbers
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Many
@@ -31,11 +30,11 @@ from vlmfast.engine.prefiller import too_long
 from vlmfast.engine.prefix_cache import prefix_cache_of
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import Stats
-from vlmfast.errors import MediaError, VLMFastError, is_out_of_memory
+from vlmfast.errors import MediaError, VLMFastError, is_out_of_memory, one_line
 from vlmfast.models.base import Adapter
 
 from .answer import Answer, Request
-from .generation import DEFAULT_NEW_TOKENS, Generation, gate, one_line, shown
+from .generation import DEFAULT_NEW_TOKENS, Generation, gate, shown
 from .stored_recipe import AUTO, stored_recipe
 from .template import templated
 
@@ -170,9 +169,9 @@ def check_messages(adapter: Adapter, messages: object) -> None:
         for part in content:
             _content(part)
     last = next((turn for turn in reversed(messages) if turn["role"] == "user"), None)
-    if last is None or not (_text(last).strip() or _has_media(last)):
+    if last is None or not (_text(last).strip() or len(_texts(last)) < len(_parts(last))):
         raise VLMFastError("the last user turn has no text and no image")
-    check_texts(adapter, list(_texts(messages)))
+    check_texts(adapter, [text for turn in messages for text in _texts(turn)])
 
 
 def check_texts(adapter: Adapter, texts: list[str]) -> None:
@@ -232,25 +231,18 @@ def question_of(messages: Many[dict]) -> str:
     return next((text for text in texts if text.strip()), "")
 
 
+def _parts(turn: dict) -> list[dict]:
+    """The content entries of a turn; a text is one."""
+    content = turn["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _texts(turn: dict) -> list[str]:
+    return [part["text"] for part in _parts(turn) if part["type"] == "text"]
+
+
 def _text(turn: dict) -> str:
-    content = turn["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part["type"] == "text")
-
-
-def _has_media(turn: dict) -> bool:
-    content = turn["content"]
-    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
-
-
-def _texts(messages: Many[dict]) -> Iterable[str]:
-    for turn in messages:
-        content = turn["content"]
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content if part["type"] == "text")
+    return "".join(_texts(turn))
 
 
 def _given(entry: dict) -> list[Any]:
@@ -358,8 +350,6 @@ def read_media(
                     "the recipe has a stage that chooses the frames; "
                     "num_frames and fps cannot be given too"
                 )
-            for name in ("num_frames", "fps"):
-                check_frames(name, part.get(name))
             video = None if select else loaded.get(id(part))
             if video is None:
                 video = load_video(
@@ -380,12 +370,6 @@ def read_media(
             prompt.frames += [(number, index, total) for index in range(total)]
             prompt.times.append(video.times)
     return plain
-
-
-def check_frames(name: str, value: object) -> None:
-    """Raise unless ``num_frames`` or ``fps`` is a number; `media` checks its range."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise MediaError(f"{name}={shown(value)}: must be a number above 0")
 
 
 def frame_parts(adapter: Adapter, times: FrameTimes) -> list[dict]:
@@ -446,29 +430,24 @@ def opened(
     recipe: Recipe,
     begin: float,
     generation: Generation,
+    *,
+    whole: bool = True,
     **more: Any,
 ) -> Sequence:
-    """Open the sequence of a prompt after checking its length; nothing is computed yet.
+    """Open the sequence of a prompt; nothing is computed yet.
+
+    Errors of Hugging Face become `VLMFastError`.
 
     Parameters
     ----------
+    whole : bool
+        Whether its tokens must fit into the positions of the model at once.
     begin, **more
         Passed to `engine.opening.open_sequence`.
     """
-    check_length(adapter, inputs.tensors, recipe, generation)
-    identify(adapter, inputs)
-    return begun(adapter, inputs, recipe, begin, generation, **more)
-
-
-def begun(
-    adapter: Adapter,
-    inputs: Inputs,
-    recipe: Recipe,
-    begin: float,
-    generation: Generation,
-    **more: Any,
-) -> Sequence:
-    """Like `opened` without the length check; errors of Hugging Face become `VLMFastError`."""
+    if whole:
+        check_length(adapter, inputs.tensors, recipe, generation)
+        identify(adapter, inputs)
     try:
         return open_sequence(
             adapter,
@@ -516,7 +495,7 @@ def sequence_of(
         tensors_of(adapter, prompt), prompt.sizes, prompt.question, prompt.frames, tenant=tenant
     )
     spent = Stats(time_media_s=read - start, time_processor_s=time.perf_counter() - begin)
-    more = {"number": number, "stats": spent, "images": prompt.images}
+    more: dict[str, Any] = {"number": number, "stats": spent, "images": prompt.images}
     return opened(adapter, inputs, recipe, begin, generation, **more)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from vlmfast.core.protocols import MediaStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import VLMFastError, one_line
 
 if TYPE_CHECKING:
     from vlmfast.core.stage import Stage
@@ -66,7 +66,7 @@ def support_of(vlm: VLM, recipe: str | Stage | Recipe | None, *, video: bool = F
     try:
         answer = vlm.ask("What is this?", **media, recipe=recipe, max_new_tokens=1)
     except VLMFastError as error:
-        return Support(method, False, note=str(error).partition("\n")[0])
+        return Support(method, False, note=one_line(error))
     left_out = "; ".join(part.partition(": ")[2] for part in answer.stats.left_out)
     note = f"without {left_out}" if left_out else ""
     return Support(method, True, answer.stats.saliency, note)

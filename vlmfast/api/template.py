@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmfast.errors import ModelError, VLMFastError
+from vlmfast.errors import ModelError, VLMFastError, one_line
 from vlmfast.models.base import Adapter
-
-from .generation import one_line
 
 
 def templated(adapter: Adapter, turns: list[dict], *, answer: bool = True) -> str:

@@ -18,7 +18,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.errors import VLMFastError
 
 from .answer import Answer, Comparison, ComparisonTable, Request, agreement
-from .generation import DEFAULT_NEW_TOKENS
+from .generation import DEFAULT_NEW_TOKENS, check_whole, gate, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -270,7 +270,6 @@ class VLM:
             `MediaError` for images and videos that cannot be read, `RecipeError` for a recipe
             that cannot run on this model.
         """
-        from .generation import gate
         from .request import ASK, answered, messages_of
 
         recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=ASK)
@@ -300,7 +299,6 @@ class VLM:
         shows them. A turn may consist of an image alone; methods that read the question then read
         the last text of a user, else of the system.
         """
-        from .generation import gate
         from .request import CHAT, answered
 
         recipe, passed = self.recipe(recipe), gate(self.adapter, generation, names=CHAT)
@@ -319,7 +317,6 @@ class VLM:
         **generation: Any,
     ) -> Generator[str | Answer, None, None]:
         """Stream an answer: like `ask`, but yields ``str`` pieces and finally the `Answer`."""
-        from .generation import gate
         from .request import ASK, OF_ASK, check_streamer, messages_of, streamed
 
         recipe = self.recipe(recipe)
@@ -370,7 +367,6 @@ class VLM:
         VLMFastError
             For a request that cannot be answered.
         """
-        from .generation import check_whole, shown
         from .request import sequence_of_request, submitted
 
         check_whole("priority", priority)
@@ -502,7 +498,6 @@ class VLM:
         VLMFastError
             For the first request that cannot be answered; the message gives its number.
         """
-        from .generation import check_whole, shown
         from .request import answer_of, sequences_of
 
         check_whole("batch_size", batch_size, 1)
@@ -671,7 +666,5 @@ class VLM:
 
 
 def _check_bytes(name: str, bytes: int | None) -> None:
-    from .generation import check_whole
-
     if bytes is not None:
         check_whole(name, bytes, 0)

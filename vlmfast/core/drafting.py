@@ -238,29 +238,6 @@ class Traffic:
         return 1 + drafted * self.draft / self.step
 
 
-class Governor(Protocol):
-    """Decides how much the drafters of one answer draft."""
-
-    reason: str
-    opened: bool  # whether a drafter was opened, and later rounds need no start
-
-    def choose(
-        self, rows: int, count: int, max_new_tokens: int, traffic: Traffic | None = None
-    ) -> tuple[int, int]:
-        """Nodes and depth of the next tree, where ``rows`` sequences are decoded together."""
-
-    def observe(
-        self,
-        rows: int,
-        size: tuple[int, int],
-        nodes: int,
-        emitted: int,
-        seconds: float,
-        first: bool = False,
-    ) -> None:
-        """Record the tokens and the time of a round whose tree had ``nodes`` of ``size`` nodes."""
-
-
 Proposal = Generator[int, Tensor, Tree]
 
 

@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": _memory(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [_gpu(torch.device("cuda", i)) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "variables": {
@@ -109,13 +109,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return None
 
 
 def _cpu() -> str:

@@ -17,19 +17,6 @@ from typing import BinaryIO
 
 from vlmfast.errors import VLMFastError
 
-__all__ = [
-    "make_folder",
-    "open_to_append",
-    "open_to_read",
-    "read_bytes",
-    "read_text",
-    "readable",
-    "replace_bytes",
-    "replace_text",
-    "replacing",
-    "writable",
-]
-
 _SPECIAL, _NO_PATH = "Is not a regular file", "Is not a path"
 # Without the second, opening a pipe waits for its other end.
 _NO_LINK, _AT_ONCE = os.O_NOFOLLOW, os.O_NONBLOCK

@@ -31,23 +31,6 @@ def examples(*commands: str) -> str:
     return "\n".join(["examples:", *(f"  {command}" for command in commands)])
 
 
-def count(text: str) -> int:
-    """A whole number above 0.
-
-    Raises
-    ------
-    ArgumentTypeError
-        For any other text.
-    """
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
 def within(
     kind: Callable[[str], float], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], float]:
@@ -58,7 +41,7 @@ def within(
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
+        if not low <= value <= high or value == math.inf or (above and value == low):
             what = "a whole number" if kind is int else "a number"
             least = f"above {low:g}" if above else f"of at least {low:g}"
             most = "" if high == math.inf else f" and at most {high:g}"
@@ -66,6 +49,9 @@ def within(
         return value
 
     return read
+
+
+count = within(int, 0, above=True)
 
 
 def names(text: str) -> tuple[str, ...]:

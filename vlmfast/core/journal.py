@@ -19,8 +19,6 @@ from vlmfast.errors import VLMFastError
 
 from .files import open_to_append, read_bytes, writable
 
-__all__ = ["Journal", "folder_lock", "read_lines"]
-
 _SYNC_S = 1.0
 
 

@@ -157,11 +157,8 @@ class TokenLayout:
 
     def replace(self, **changes: Tensor) -> TokenLayout:
         made = replace(self, **changes)
-        return (
-            made
-            if {"kind", "item", "tile", "view", "grid"} & changes.keys()
-            else made._known_from(self)
-        )
+        moved = {"kind", "item", "tile", "view", "grid"} & changes.keys()
+        return made if moved else made._known_from(self)
 
     def to(self, device: torch.device | str) -> TokenLayout:
         parts = {f.name: getattr(self, f.name).to(device) for f in fields(self)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, one_line
 
 
 def usable(name: str | torch.device | None) -> torch.device | None:
@@ -30,8 +30,7 @@ def usable(name: str | torch.device | None) -> torch.device | None:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"device {str(name)!r} cannot be used: {reason}") from error
+        raise ModelError(f"device {str(name)!r} cannot be used: {one_line(error)}") from error
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

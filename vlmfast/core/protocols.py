@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.quantize_kv import Segment
 from .contexts import EncodeRequest, PrefillContext, VisionContext
 from .counting import TokenCount, inexact
-from .drafting import Drafter, Governor, Target
+from .drafting import Drafter, Target
 from .kv import KV
 from .layout import TokenLayout, VisualTokens
 from .saliency import Saliency, SaliencyRequest
@@ -25,6 +25,7 @@ from .stage import Stage, Stages
 from .statistics import ColumnRequest, ColumnStats, ItemGeometry, StatRequest, VisionStats
 
 if TYPE_CHECKING:
+    from vlmfast.drafters.draft_auto import Governor
     from vlmfast.media.info import VideoInfo
 
 PROTOCOLS = ("media", "views", "in-encoder", "encode", "prefill", "cache", "decode", "drafter")

@@ -109,23 +109,23 @@ class Tree:
         """The first ``nodes`` nodes, of those at most ``depth`` deep."""
         depth = self.depth if depth is None else depth
         kept = [node for node, d in enumerate(self.depths) if d <= depth][: max(nodes, 1)]
-        index = {-1: -1} | {node: at for at, node in enumerate(kept)}
+        return self.select(kept)
+
+    def select(self, nodes: Sequence[int]) -> Tree:
+        """The tree of some nodes, the root first and each after its parent, in this order."""
+        index = {-1: -1} | {node: at for at, node in enumerate(nodes)}
         return Tree(
-            tuple(self.tokens[node] for node in kept),
-            tuple(index[self.parents[node]] for node in kept),
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
         )
 
     def without(self, banned: Sequence[int]) -> Tree:
         """Without the nodes that carry a ``banned`` token, and what follows them."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        index = {-1: -1}
+        kept = {0: None}  # ordered
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            if node == 0 or (token not in banned and parent in index):
-                index[node] = len(tokens)
-                tokens.append(token)
-                parents.append(index[parent])
-        return Tree(tuple(tokens), tuple(parents))
+            if token not in banned and parent in kept:
+                kept[node] = None
+        return self.select([*kept])
 
     def joined(self, other: Tree) -> Tree:
         """The nodes of both, this one's first.
@@ -140,18 +140,12 @@ class Tree:
                 f"trees below {self.tokens[0]} and {other.tokens[0]} cannot be joined: they have "
                 "different roots"
             )
-        tokens, parents = list(self.tokens), list(self.parents)
-        children = [dict(below) for below in self.children]
-        index = {0: 0}
-        for node in range(1, len(other)):
-            token, parent = other.tokens[node], index[other.parents[node]]
-            if token not in children[parent]:
-                children[parent][token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                children.append({})
-            index[node] = children[parent][token]
-        return Tree(tuple(tokens), tuple(parents))
+        paths = (
+            [tree.tokens[at] for at in tree.path(node)[1:]]
+            for tree in (self, other)
+            for node in range(1, len(tree))
+        )
+        return Tree.of_paths(self.tokens[0], paths)
 
     def mask(self) -> Tensor:
         """Bool (N, N): whether a node sees another, its ancestor or itself."""

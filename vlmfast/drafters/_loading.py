@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,37 +27,16 @@ from vlmfast.core.files import read_text
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.errors import RecipeError, check_memory
 
+if TYPE_CHECKING:
+    from .draft_eagle.module import EagleModule
+
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")
 PADDING = 1024  # rows by which a vocabulary may be padded
 _PLAIN = ("default", "mrope", "dynamic")  # unscaled rotary ids, for text and up to the longest
 
 
-class DraftModule(Protocol):
-    """The attributes of a drafter's module that `fitting` compares with the target.
-
-    Attributes
-    ----------
-    kind : str
-        See `draft_eagle.module.KINDS`.
-    width : int
-        Width of the target's hidden states.
-    source_vocabulary : int or None
-        Embedding rows of the model that published weights were trained for.
-    source_layers : tuple of int or None
-        Layers of the target that published weights read.
-    """
-
-    kind: str
-    width: int
-    source_vocabulary: int | None
-    source_layers: tuple[int, ...] | None
-
-    def vocabulary(self) -> Tensor | None:
-        """Target ids of the tokens that have logits, int64, (n,); None for all."""
-
-
-Module = TypeVar("Module", bound=DraftModule)
+Module = TypeVar("Module", bound="EagleModule")
 
 
 def published(folder: str | Path) -> bool:

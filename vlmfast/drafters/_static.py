@@ -39,12 +39,7 @@ def likeliest_first(shape: Tree) -> Tree:
     cost = [1.0]
     for rank, parent in zip(shape.tokens[1:], shape.parents[1:], strict=True):
         cost.append(cost[parent] * (rank + 1) * _DEEPER)
-    order = sorted(range(len(shape)), key=cost.__getitem__)
-    index = {node: at for at, node in enumerate(order)} | {-1: -1}
-    return Tree(
-        tuple(shape.tokens[node] for node in order),
-        tuple(index[shape.parents[node]] for node in order),
-    )
+    return shape.select(sorted(range(len(shape)), key=cost.__getitem__))
 
 
 def guesses(shape: Tree, root: int, successors: Callable[[int], Sequence[int]]) -> list[int | None]:

@@ -44,37 +44,40 @@ TEMPLATE = shape_of(
 SHAPE = likeliest_first(TEMPLATE)
 
 
-class Successors:
-    """The latest best successors of each token.
+class Recycled:
+    """The drafter of one request.
 
     Parameters
     ----------
+    nodes : int
+        Most of a tree.
     banned : sequence of int
         Ids that are never a successor.
-    of : dict of int to tuple of int, optional
-        Storage of the successors; entries of earlier requests are used.
+    of : dict of int to tuple of int
+        The latest best successors of each token, also of earlier requests.
     """
 
-    def __init__(
-        self, banned: tuple[int, ...] = (), of: dict[int, tuple[int, ...]] | None = None
-    ) -> None:
-        self.banned = frozenset(banned)
-        self.of = {} if of is None else of
+    def __init__(self, nodes: int, banned: tuple[int, ...], of: dict[int, tuple[int, ...]]) -> None:
+        self.nodes, self.banned, self.of = nodes, frozenset(banned), of
         self.last: int | None = None  # the last token in the target's cache
 
-    def __call__(self, token: int) -> tuple[int, ...]:
+    def successors(self, token: int) -> tuple[int, ...]:
         return self.of.get(token, ())
 
-    def read(self, ids: list[int]) -> None:
+    def prefill(self, read: Read) -> None:
         """Add a text: the token after each token becomes its best successor."""
-        ids = ids if self.last is None else [self.last, *ids]
+        ids = read.ids if self.last is None else [self.last, *read.ids]
         for token, follower in pairwise(ids):
             if follower not in self.banned:
-                others = (other for other in self(token) if other != follower)
+                others = (other for other in self.successors(token) if other != follower)
                 self.of[token] = (follower, *others)[:SUCCESSORS]
         self.last = ids[-1] if ids else None
 
-    def learn(self, done: Round) -> None:
+    def propose(self, root: int, budget: Budget) -> Tree:
+        tree = filled(SHAPE, root, self.successors)
+        return tree.first(min(self.nodes, budget.nodes), budget.depth)
+
+    def extend(self, done: Round) -> None:
         """Store the target's best successors of every node of a tree."""
         assert done.logits is not None
         size = done.logits.shape[-1]
@@ -83,23 +86,6 @@ class Successors:
             fitting = [token for token in rows[node] if token not in self.banned]
             self.of[done.tree.tokens[node]] = tuple(fitting[:SUCCESSORS])
         self.last = [done.tree.tokens[0], *done.emitted][-2]
-
-
-class Recycled:
-    """The drafter of one request."""
-
-    def __init__(self, nodes: int, successors: Successors) -> None:
-        self.nodes, self.successors = nodes, successors
-
-    def prefill(self, read: Read) -> None:
-        self.successors.read(read.ids)
-
-    def propose(self, root: int, budget: Budget) -> Tree:
-        tree = filled(SHAPE, root, self.successors)
-        return tree.first(min(self.nodes, budget.nodes), budget.depth)
-
-    def extend(self, done: Round) -> None:
-        self.successors.learn(done)
 
 
 @dataclass(frozen=True)
@@ -118,5 +104,4 @@ class Recycle(DrafterStage):
         return self.nodes, SHAPE.first(self.nodes).depth
 
     def open(self, target: Target) -> Drafter:
-        known = target.kept.setdefault("successors", {})
-        return Recycled(self.nodes, Successors(target.banned, known))
+        return Recycled(self.nodes, target.banned, target.kept.setdefault("successors", {}))

@@ -50,7 +50,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -90,6 +91,11 @@ from vlmfast.errors import RecipeError, VLMFastError
 from vlmfast.kernels.col_stats import column_sums
 
 TOP_K = "topk"
+_ALLOWED = (
+    "allowed are topk, methods that evict from the cache (snapkv, pyramidkv, h2o, streamingllm, "
+    "vlcache, cake), and methods without weights of their own that reduce visual tokens before the "
+    "language model (hired, divprune, ...) or between its layers (fastv, dart, pyramiddrop)"
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,9 @@ class DraftSelf(DrafterStage):
             (stage,) = stages
         else:
             if self.view not in stage_names():
-                raise RecipeError(f"{self.name}: view={self.view}: {_known(self.view)}")
+                raise RecipeError(
+                    f"{self.name}: view={self.view}: there is no such method; {_ALLOWED}"
+                )
             cls = stage_class(self.view)
             named = any(f.name == "keep" for f in fields(cls))
             named = named and not issubclass(cls, DrafterStage)
@@ -146,12 +154,12 @@ class DraftSelf(DrafterStage):
         parts = [part for part in stage.expand() if not isinstance(part, DecodeStage)]
         if parts != [stage] or not isinstance(stage, Evictor | EncodeStage | PrefillStage):
             raise RecipeError(
-                f"{self.name}: view={self.view} selects no slots of a whole cache; {_allowed()}"
+                f"{self.name}: view={self.view} selects no slots of a whole cache; {_ALLOWED}"
             )
         if stage.trained:
             raise RecipeError(
                 f"{self.name}: view={self.view} needs weights of its own, which views do not "
-                f"load; {_allowed()}"
+                f"load; {_ALLOWED}"
             )
         return stage
 
@@ -189,19 +197,6 @@ class DraftSelf(DrafterStage):
 
     def open(self, target: Target) -> Chain:
         return Chain(self, target)
-
-
-def _allowed() -> str:
-    return (
-        "allowed are topk, methods that evict from the cache (snapkv, pyramidkv, h2o, "
-        "streamingllm, vlcache, cake), and methods without weights of their own that reduce visual "
-        "tokens before the language model (hired, divprune, ...) or between its layers (fastv, "
-        "dart, pyramiddrop)"
-    )
-
-
-def _known(view: str) -> str:
-    return f"there is no such method; {_allowed()}"
 
 
 # --- what is selected ----------------------------------------------------------------------------
@@ -270,17 +265,9 @@ class KeptTokens(Part, EncodeStage):
     def tokens_left(self, before: TokenCount) -> TokenCount:
         return before
 
-    @property
-    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
-        return self.of.selects.query_dependent
-
-    @property
-    def wants_cls(self) -> bool:  # type: ignore[override]
-        return self.of.selects.wants_cls
-
-    @property
-    def wants_digest(self) -> bool:  # type: ignore[override]
-        return self.of.selects.wants_digest
+    query_dependent = cast(bool, property(attrgetter("of.selects.query_dependent")))
+    wants_cls = cast(bool, property(attrgetter("of.selects.wants_cls")))
+    wants_digest = cast(bool, property(attrgetter("of.selects.wants_digest")))
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         return self.of.selects.vision_stats(depth)
@@ -304,9 +291,7 @@ class KeptRows(Part, PrefillStage):
     name: ClassVar[str] = DraftSelf.name
     observes: ClassVar[bool] = True
 
-    @property
-    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
-        return self.of.selects.query_dependent
+    query_dependent = cast(bool, property(attrgetter("of.selects.query_dependent")))
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return self.of.selects.layers(depth)

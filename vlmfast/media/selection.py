@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -31,8 +32,9 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
             raise MediaError(f"num_frames={num_frames!r}: must be a whole number above 0")
     if fps is not None:
         try:
-            rate = float(fps)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError):
+            number = isinstance(fps, numbers.Real) and not isinstance(fps, bool)
+            rate = float(fps) if number else math.nan  # type: ignore[arg-type]
+        except OverflowError:
             rate = math.nan
         if not (math.isfinite(rate) and rate > 0):
             raise MediaError(f"fps={fps!r}: must be a finite number above 0")

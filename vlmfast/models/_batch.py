@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import Media
+from ._media import Items, Media, Tensors
 from .base import Adapter
 
 
 def split(
-    adapter: Adapter, batch: dict[str, Tensor], mask: Tensor
-) -> list[tuple[dict[str, Tensor], list[tuple[int, int]], tuple[ItemGeometry, ...]]]:
+    adapter: Adapter, batch: Tensors, mask: Tensor
+) -> list[tuple[Tensors, list[tuple[int, int]], Items]]:
     """Split a batch into its rows, as single prompts without padding.
 
     Parameters

@@ -14,7 +14,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import view_size
+from ._media import Tensors, view_size
 from ._parts import decoder_parts, tower_parts
 from ._rotation import turn
 from .base import Adapter, Encoded
@@ -126,9 +126,10 @@ class Composed(Adapter):
         if layer not in self._turns:
             width = self.config.get_text_config().hidden_size
             rows = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(layer))
+            call = self.decoder_parts.calls[layer]
+            assert call is not None  # there is a state in layers without keys
             self._turns[layer] = turn(
-                self.decoder_parts,
-                layer,
+                call,
                 self.text_attention(layer),
                 lambda rows, at: tuple(of.to(rows.device) for of in self.tables(rows, at, layer)),
                 partial(super().turned, layer=layer),
@@ -162,11 +163,11 @@ class Composed(Adapter):
             return super().why_no_cells(item)
         return f"the blocks of {type(self.tower()).__name__} also take positions of all patches"
 
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: Tensors) -> list[Tensor]:
         """Features of each image, packed where the family packs them."""
         raise NotImplementedError(f"{type(self).__name__}.images")
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         features = self.images(inputs)
         layouts = self.layouts(inputs, context.items)
         stats = self.patch_stats(context, math.prod(context.items[0].patches))

@@ -21,8 +21,8 @@ from .rope import longest, short
 class Described:
     """Of `Adapter`: sizes, saliency, and where to find what works inside the tower."""
 
-    attention: ClassVar[str]
-    prefix_lm: ClassVar[bool]
+    attention: ClassVar[str] = "self_attn"  # its name in a vision block
+    prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     config: Any
     model: Any
     decoder: Any

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vlmfast.core.hub import check_model
-from vlmfast.errors import ModelError, check_memory
+from vlmfast.errors import ModelError, check_memory, one_line
 
 from . import alternatives, families, skipped
 
@@ -91,7 +91,7 @@ def _try(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     except Exception as error:  # a bad checkpoint can raise any exception
         check_memory(error)
-        reason = str(error).strip().partition("\n")[0]
+        reason = one_line(error)
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which runs only with trust_remote_code=True"
         raise ModelError(f"{what}: {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor
 
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError, check_memory
+from vlmfast.errors import ModelError, check_memory, one_line
+
+Frames = Sequence[tuple]  # of each image: its video or -1, its index, the number of frames
+Items = tuple[ItemGeometry, ...]  # the images and frames of a prompt
+Size = tuple[int, int]
+Sizes = list[Size]  # heights and widths in pixels
+Tensors = dict[str, Tensor]  # a processor's output, or a part of it
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Media:
     """
 
     tokens: int
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     size: tuple[int, int]
     frames: int = 0
     tiles: tuple[int, int] | None = None
@@ -60,16 +67,23 @@ def view_size(processor: Any) -> tuple[int, int]:
         height, width = views["pixel_values"].shape[-2:]
     except Exception as error:  # whatever its code raises with settings that do not fit
         check_memory(error)
-        reason = str(error).partition("\n")[0]
-        raise ModelError(
-            f"{type(processor).__name__} makes no view of an image: {reason}"
-        ) from error
+        name = type(processor).__name__
+        raise ModelError(f"{name} makes no view of an image: {one_line(error)}") from error
     return height, width
 
 
-def square_views(sizes: list[tuple[int, int]], side: int) -> tuple[ItemGeometry, ...]:
+def square_views(sizes: Sizes, side: int) -> Items:
     """Images with one view of ``side`` x ``side`` patches each."""
-    return tuple(ItemGeometry(hw, (0, 0), (i, i + 1), (side, side)) for i, hw in enumerate(sizes))
+    return tiled_views([(size, (0, 0), 1) for size in sizes], side)
+
+
+def tiled_views(images: Iterable[tuple[Size, Size, int]], side: int) -> Items:
+    """Images with several such views: size, rows and columns of crops, number of views of each."""
+    items, first = [], 0
+    for size, tiles, count in images:
+        items.append(ItemGeometry(size, tiles, (first, first + count), (side, side)))
+        first += count
+    return tuple(items)
 
 
 def without_placeholders(pixels: Tensor | None, first: int) -> list[Media]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel
 
-from vlmfast.errors import ModelError, check_memory
+from vlmfast.errors import ModelError, check_memory, one_line
 
 from .rope import rotary_by_length
 
@@ -71,7 +71,7 @@ class DecoderParts:
         The module after the last layer; empty if there is none.
     windows : tuple of int or None
         The sliding window of each layer.
-    calls : tuple of _Call
+    calls : tuple of Call
         How each layer calls its attention; of no use where it holds a state.
     """
 
@@ -79,7 +79,7 @@ class DecoderParts:
     attention_norm: tuple[str, ...]
     norm: str
     windows: tuple[int | None, ...]
-    calls: tuple[_Call | None, ...]
+    calls: tuple[Call | None, ...]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class _Attending:
     """One call of Transformers' attention interface."""
 
     module: nn.Module
+    key: Tensor
     passed: bool  # an argument of the language model
     masked: bool  # by a mask that Transformers did not make: there is none for this interface
     causal: bool
@@ -95,7 +96,7 @@ class _Attending:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class Call:
     """Arguments of a module, with tensors on the meta device."""
 
     args: tuple
@@ -131,6 +132,7 @@ def _record(
     run.attending.append(
         _Attending(
             module,
+            key,
             passed="vlmfast_context" in kwargs,
             masked=attention_mask is not None,
             causal=getattr(module, "is_causal", True),
@@ -138,10 +140,24 @@ def _record(
             window=kwargs.get("sliding_window"),
         )
     )
-    return query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
+    return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 AttentionInterface.register(_PROBE, _record)
+
+
+@contextmanager
+def recording(attention: nn.Module) -> Iterator[list[_Attending]]:
+    """Inside the block, a module attends to nothing, and what it is called with is listed."""
+    config: Any = attention.config
+    run = _Run()
+    before, token = config._attn_implementation, _run.set(run)
+    config._attn_implementation = _PROBE
+    try:
+        yield run.attending
+    finally:
+        config._attn_implementation = before
+        _run.reset(token)
 
 
 def tower_parts(kind: str, config: Any, pixels_per_side: int | None = None) -> TowerParts:
@@ -210,30 +226,22 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
     )
     name, attention = _blocks(twin, run, kind, "language model", every=False)
     layers = list(twin.get_submodule(name).children())
-    missing = [
-        lack
-        for lack, there in (
-            ("a list of layers named 'layers'", name == "layers"),
-            ("a module 'rotary_emb'", hasattr(twin, "rotary_emb")),
-            (
-                "layers that take rotary tables",
-                all("position_embeddings" in run.given.get(layer, {}) for layer in layers),
-            ),
-            ("layers that pass arguments on", all(call.passed for call in run.attending)),
-            (
-                "a layer index in its attention",
-                all(hasattr(call.module, "layer_idx") for call in run.attending),
-            ),
-            ("attention that is causal", all(call.causal for call in run.attending)),
-            (
-                "attention without a mask of its own",
-                not any(call.masked for call in run.attending),
-            ),
-            ("attention without sinks", not any(call.sinks for call in run.attending)),
-        )
-        if not there
-    ]
-    if missing:
+    calls = run.attending
+    lacks = {
+        "a list of layers named 'layers'": name != "layers",
+        "a module 'rotary_emb'": not hasattr(twin, "rotary_emb"),
+        "layers that take rotary tables": not all(
+            "position_embeddings" in run.given.get(layer, {}) for layer in layers
+        ),
+        "layers that pass arguments on": not all(call.passed for call in calls),
+        "a layer index in its attention": not all(
+            hasattr(call.module, "layer_idx") for call in calls
+        ),
+        "attention that is causal": not all(call.causal for call in calls),
+        "attention without a mask of its own": any(call.masked for call in calls),
+        "attention without sinks": any(call.sinks for call in calls),
+    }
+    if missing := [lack for lack, found in lacks.items() if found]:
         raise ModelError(f"{kind} as language model is not supported: it lacks {missing[0]}")
     names = {module: of for of, module in twin.named_modules()}
     norms = []
@@ -247,7 +255,7 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
         for of, module in twin.named_children()
         if run.inputs.get(module) is not None and run.makers.get(run.inputs[module]) is layers[-1]
     ]
-    by_module = {call.module: call for call in run.attending}
+    by_module = {call.module: call for call in calls}
     attending = [
         layer.get_submodule(inner) if inner or layer in by_module else None
         for layer, inner in zip(layers, attention, strict=True)
@@ -257,7 +265,7 @@ def decoder_parts(decoder: nn.Module, config: Any) -> DecoderParts:
         tuple(norms),
         last[0] if last else "",
         tuple(None if of is None else by_module[of].window for of in attending),
-        tuple(None if of is None else _Call(run.args[of], run.given[of]) for of in attending),
+        tuple(None if of is None else Call(run.args[of], run.given[of]) for of in attending),
     )
 
 
@@ -274,8 +282,7 @@ def _probed(config: Any, kind: str, role: str, *args: Any, **given: Any) -> tupl
             twin(*args, **given)
     except Exception as error:  # whatever its code raises without what it needs
         check_memory(error)
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"{kind} as {role} is not supported: {reason}") from error
+        raise ModelError(f"{kind} as {role} is not supported: {one_line(error)}") from error
     return twin, run
 
 

@@ -10,22 +10,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vlmfast.core.statistics import ItemGeometry
-from vlmfast.errors import ModelError
+from vlmfast.errors import ModelError, one_line
 from vlmfast.media.info import FrameTimes
 
 from ._described import Described
-from ._media import Media
+from ._media import Frames, Items, Media, Sizes, Tensors
 
 
 class Prompted(Described):
     """Of `Adapter`: prompts and their tensors."""
 
-    tensors: ClassVar[tuple[str, ...]]
-    video_tensors: ClassVar[tuple[str, ...]]
-    host_tensors: ClassVar[tuple[str, ...]]
-    fixed: ClassVar[bool]
-    nested: ClassVar[bool]
+    tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
+    video_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
+    host_tensors: ClassVar[tuple[str, ...]] = ()  # what stays in host memory, where it is read
+    fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
+    nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
     processor: Any
     processing: threading.RLock
 
@@ -47,9 +46,9 @@ class Prompted(Described):
         self,
         text: str,
         images: list[Any],
-        frames: Sequence[tuple] = (),
+        frames: Frames = (),
         times: Sequence[FrameTimes] = (),
-    ) -> dict[str, Tensor]:
+    ) -> Tensors:
         """Run the family's processor; tensors on the model's device, pixels in its dtype.
 
         ``images`` are all images and frames, ``frames`` is as in `engine.prefill.Inputs`, and
@@ -58,6 +57,7 @@ class Prompted(Described):
         tokenizer = self.processor.tokenizer
         bos = tokenizer.bos_token
         single, videos = self.parted(images, frames)
+        self.check_media(single, videos)
         try:
             batch = self._process(
                 images=([single] if self.nested else single) if single else None,
@@ -68,10 +68,8 @@ class Prompted(Described):
                 **(self.on_device() if images else {}),
             )
         except (ValueError, TypeError, OverflowError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ModelError(
-                f"{type(self.processor).__name__} rejected the prompt: {reason}"
-            ) from error
+            name = type(self.processor).__name__
+            raise ModelError(f"{name} rejected the prompt: {one_line(error)}") from error
         wanted = (self.tensors if single else ()) + (self.video_tensors if videos else ())
         lacking = [key for key in wanted if key not in batch]
         if lacking:
@@ -95,6 +93,9 @@ class Prompted(Described):
             else self.moved(key, value)
             for key, value in found.items()
         }
+
+    def check_media(self, images: list[Any], videos: list[list[Any]]) -> None:
+        """Raise for images and videos that a prompt cannot have together."""
 
     def _process(self, **given: Any) -> Any:
         with self.processing:
@@ -121,9 +122,7 @@ class Prompted(Described):
                 f"vision tower takes {expected[0]}x{expected[1]}; set the size in the processor"
             )
 
-    def parted(
-        self, images: list[Any], frames: Sequence[tuple]
-    ) -> tuple[list[Any], list[list[Any]]]:
+    def parted(self, images: list[Any], frames: Frames) -> tuple[list[Any], list[list[Any]]]:
         """Separate images from the frames of each video that is not read as images."""
         if not self.video_tensors or not frames:
             return images, []
@@ -140,17 +139,15 @@ class Prompted(Described):
 
     # --- a batch of prompts ----------------------------------------------------------------------
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         """The images of a batch in the order of its rows, whose ids are ``ids``, (S_i,) each."""
         return self._alike(batch, self.tensors[0], self.image_token_id, ids)
 
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         """The videos of a batch that are not read as images."""
         return []
 
-    def _alike(
-        self, batch: dict[str, Tensor], key: str, token: int, ids: list[Tensor]
-    ) -> list[Media]:
+    def _alike(self, batch: Tensors, key: str, token: int, ids: list[Tensor]) -> list[Media]:
         """Images, or videos (N, T, C, H, W), that all have the same number of tokens."""
         pixels = batch.get(key)
         if pixels is None:
@@ -160,14 +157,12 @@ class Prompted(Described):
         size = pixels.shape[-2], pixels.shape[-1]
         return [Media(tokens, {key: one}, size, frames) for one in pixels.split(1)]
 
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(self, parts: list[Tensors]) -> Tensors:
         """Join `Media.tensors` of several images and videos into those of one prompt."""
         keys = {key: None for part in parts for key in part}
         return {key: torch.cat([part[key] for part in parts if key in part]) for key in keys}
 
-    def items_of(
-        self, tensors: dict[str, Tensor], media: Sequence[Media]
-    ) -> tuple[ItemGeometry, ...]:
+    def items_of(self, tensors: Tensors, media: Sequence[Media]) -> Items:
         """`items` of a prompt that came in a batch."""
         sizes, frames, videos = [], [], 0
         for one in media:
@@ -184,30 +179,29 @@ class Prompted(Described):
         backend = getattr(self.processor.image_processor, "backend", None)
         return {"device": self.device} if backend == "torchvision" else {}
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         """`geometry` of a prompt's images, with the frames of videos marked.
 
         The parameters are those of `engine.prefill.Inputs`. A family may join frames into one item.
         """
         items = self.views_of(tensors, sizes)
-        if not frames:
-            return items
-        return tuple(
-            replace(item, video=video, frame=(index, total))
-            for item, (video, index, total, *_) in zip(items, frames, strict=True)
-        )
+        return framed(items, frames) if frames else items
 
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
+    def views_of(self, tensors: Tensors, sizes: Sizes) -> Items:
         """`geometry` for families that also need the processor's output."""
         return self.geometry(sizes)
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: Sizes) -> Items:
         """Views of images of ``sizes`` (height, width in pixels) in the vision batch."""
         raise NotImplementedError(f"{type(self).__name__}.geometry")
+
+
+def framed(items: Items, frames: Frames) -> Items:
+    """Items with the frames of videos marked."""
+    return tuple(
+        replace(item, video=video, frame=(index, total))
+        for item, (video, index, total, *_) in zip(items, frames, strict=True)
+    )
 
 
 def _metadata(times: FrameTimes) -> dict[str, Any]:

@@ -7,39 +7,20 @@ positions and compares its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from ._parts import DecoderParts
+from ._parts import Call, recording
 
-# No "flash", "sdpa" or "/" in this name: transformers tests for such substrings.
-_KEYS = "vlmfast_keys"
 _SHIFT = 7
-_keys: ContextVar[list[Tensor] | None] = ContextVar("vlmfast_keys", default=None)
-
-
-def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    seen = _keys.get()
-    assert seen is not None
-    seen.append(key)
-    return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
-
-
-AttentionInterface.register(_KEYS, _record)
 
 
 @torch.no_grad()
 def turn(
-    parts: DecoderParts,
-    layer: int,
+    call: Call,
     attention: nn.Module,
     tables: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     rotate: Callable[[Tensor, Tensor], Tensor],
@@ -49,10 +30,9 @@ def turn(
 
     Parameters
     ----------
-    parts : DecoderParts
-    layer : int
+    call : Call
+        How a layer calls its attention.
     attention : nn.Module
-        Of that layer.
     tables : callable
         Rotary tables of rows (1, N, D) at positions (1, N).
     rotate : callable
@@ -64,10 +44,24 @@ def turn(
     -------
     {"rotated", "unchanged", "other"}
     """
+
+    def keys_at(position: Tensor) -> Tensor:
+        """Keys (H, N, D) of ``rows`` at ``position``."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tables(rows, position)
+            if not isinstance(value, Tensor):
+                return value
+            return rows if value.dtype.is_floating_point else position
+
+        given = {key: real(of) for key, of in call.given.items() if key != "vlmfast_context"}
+        with recording(attention) as calls:
+            attention(*map(real, call.args), **given)
+        return calls[0].key[0]
+
     position = torch.arange(rows.shape[1], device=rows.device)[None]
-    first, later = (
-        _keys_of(parts, layer, attention, tables, rows, at) for at in (position, position + _SHIFT)
-    )
+    first, later = keys_at(position), keys_at(position + _SHIFT)
     # A rotation in this dtype rounds tables, products and a sum.
     allowed = 8 * max(torch.finfo(rows.dtype).eps, 1e-5) * float(later.abs().max())
     if float((later - first).abs().max()) <= allowed:
@@ -75,41 +69,3 @@ def turn(
     delta = torch.full(first.shape[:2], _SHIFT, device=first.device)
     fits = float((later - rotate(first, delta)).abs().max()) <= allowed
     return "rotated" if fits else "other"
-
-
-def _keys_of(
-    parts: DecoderParts,
-    layer: int,
-    attention: nn.Module,
-    tables: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    rows: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """Keys (H, N, D) of ``rows`` at ``position``."""
-    call = parts.calls[layer]
-    assert call is not None
-    given = {key: value for key, value in call.given.items() if key != "vlmfast_context"}
-
-    def real(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tables(rows, position)
-        if not isinstance(value, Tensor):
-            return value
-        return rows if value.dtype.is_floating_point else position
-
-    with _recording(attention) as seen:
-        attention(*map(real, call.args), **{name: real(value) for name, value in given.items()})
-    return seen[0][0]
-
-
-@contextmanager
-def _recording(attention: nn.Module) -> Iterator[list[Tensor]]:
-    config: Any = attention.config
-    seen: list[Tensor] = []
-    before, token = config._attn_implementation, _keys.set(seen)
-    config._attn_implementation = _KEYS
-    try:
-        yield seen
-    finally:
-        config._attn_implementation = before
-        _keys.reset(token)

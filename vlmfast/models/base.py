@@ -23,6 +23,7 @@ from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.core.weights import load_weights
 from vlmfast.errors import ModelError, RecipeError
 
+from ._media import Items, Tensors
 from ._prompts import Prompted
 from ._wrapped import check_placement, entries, is_quantized, synchronizes
 from .rope import attention_scaling
@@ -101,7 +102,7 @@ class Part:
     """
 
     items: tuple[int, ...]
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
 
 class Adapter(Prompted):
@@ -113,15 +114,9 @@ class Adapter(Prompted):
     """
 
     kind: ClassVar[Kind] = Kind.IMAGE
-    tensors: ClassVar[tuple[str, ...]] = ("pixel_values",)  # what `encode` takes
-    video_tensors: ClassVar[tuple[str, ...]] = ()  # the same of videos not read as images
     beside: ClassVar[tuple[str, ...]] = ()  # optional outputs of processors
     position_tensors: ClassVar[tuple[str, ...]] = ()  # what `positions` takes besides the ids
-    host_tensors: ClassVar[tuple[str, ...]] = ()  # what stays in host memory, where it is read
     processors: ClassVar[tuple[str, ...]] = ()  # allowed classes; empty allows all
-    fixed: ClassVar[bool] = False  # whether all views have the size that the tower takes
-    nested: ClassVar[bool] = False  # whether the processor takes a list of images per prompt
-    attention: ClassVar[str] = "self_attn"  # its name in a vision block
     # Of a prompt's images: 5 if each has several views, 3 if each is a sequence of patches.
     pixel_dims: ClassVar[int] = 4
     packed: ClassVar[bool] = False  # whether the tower takes the concatenated patches of all images
@@ -133,7 +128,6 @@ class Adapter(Prompted):
     crops: ClassVar[bool] = False
     # Whether each row of the projector's input contains all patches of one visual token.
     token_rows: ClassVar[bool] = False
-    prefix_lm: ClassVar[bool] = False  # whether all rows of a prompt attend to each other
     min_drop_layer: int = 0
     # Whether the tower depends on the shape of the pixels, and on tensors that are the same objects
     # for images of the same sizes, alone, so that it can be captured in a graph.
@@ -225,9 +219,7 @@ class Adapter(Prompted):
         """What a family reads of a model where there are no weights."""
         return None
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         """The visual tokens of a prompt, item by item, as `Encoded.layouts`; no pixel is read.
 
         Parameters
@@ -366,7 +358,7 @@ class Adapter(Prompted):
         """Vocabulary logits of normalized hidden states (..., D)."""
         return self._head(hidden).to(hidden.device)  # the head may be on another device
 
-    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+    def positions(self, inputs: Tensors) -> Tensor:
         """Rotary ids (P, S) of the full prompt, on the device of ``input_ids``.
 
         ``inputs`` has ``input_ids`` and `position_tensors`.
@@ -438,14 +430,12 @@ class Adapter(Prompted):
 
     mask_rule: Callable[[TokenLayout], Tensor] | None = None
 
-    def inside(self, items: tuple[ItemGeometry, ...]) -> bool:
+    def inside(self, items: Items) -> bool:
         """Whether each patch of the tower becomes one visual token."""
         cells = (self.cells(item) for item in items)
         return not self.packed and all(c is not None and c.shape[1] == 1 for c in cells)
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         """The images of a prompt one by one, and videos that are not read as images.
 
         `joined` puts any of them together again. ``None`` where the tensors do not belong to the
@@ -453,7 +443,7 @@ class Adapter(Prompted):
         """
         return by_views(items, {self.tensors[0]: tensors[self.tensors[0]]})
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         """Run vision tower and projector on all images of a prompt, ``context.items``.
 
         ``context`` is active meanwhile and contains the statistics afterwards.
@@ -555,9 +545,7 @@ def _listed(devices: Sequence[torch.device | None]) -> str:
     return " and ".join(map(str, devices))
 
 
-def by_views(
-    items: tuple[ItemGeometry, ...], tensors: dict[str, Tensor], dim: int = 0
-) -> list[Part] | None:
+def by_views(items: Items, tensors: Tensors, dim: int = 0) -> list[Part] | None:
     """The views of each item, along ``dim``; ``None`` where the items do not cover them all."""
     ends = [0, *(item.views[1] for item in items)]
     fits = [item.views[0] for item in items] == ends[:-1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
+from ._media import Tensors
 from .base import Adapter
 from .internvl import Tiled
 
@@ -46,7 +47,7 @@ class FamilyAdapter(Tiled):
     def side(self) -> int:
         return int(self.patches() ** 0.5)
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Tensors) -> Tensor:
         output = self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
         # A list of images in some versions of transformers.
         return output if isinstance(output, Tensor) else torch.stack(list(output))

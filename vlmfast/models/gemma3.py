@@ -14,6 +14,7 @@ from torch import Tensor
 from vlmfast.core.layout import TokenLayout
 from vlmfast.errors import ModelError
 
+from ._media import Tensors
 from .internvl import Tiled
 
 
@@ -34,9 +35,7 @@ class FamilyAdapter(Tiled):
     def side(self) -> int:
         return int(self.config.mm_tokens_per_image**0.5)
 
-    def inputs(
-        self, text: str, images: list[Any], frames: Any = (), times: Any = ()
-    ) -> dict[str, Tensor]:
+    def inputs(self, text: str, images: list[Any], frames: Any = (), times: Any = ()) -> Tensors:
         tensors = super().inputs(text, images, frames, times)
         if images and len(tensors["pixel_values"]) != len(images):
             raise ModelError(

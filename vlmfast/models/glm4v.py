@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
-from vlmfast.media.info import FrameTimes
 
 from .qwen2_5_vl import FamilyAdapter as Qwen
 
@@ -34,20 +34,12 @@ class FamilyAdapter(Qwen):
     def frame_labels(self, index: int, seconds: float) -> tuple[str, str]:
         return "", str(int(seconds))  # as its processor writes it after a step of a video
 
-    def inputs(
-        self,
-        text: str,
-        images: list,
-        frames: Sequence[tuple] = (),
-        times: Sequence[FrameTimes] = (),
-    ) -> dict[str, Tensor]:
-        single, videos = self.parted(images, frames)
-        if single and videos:
+    def check_media(self, images: list[Any], videos: list[list[Any]]) -> None:
+        if images and videos:
             # Its `forward` counts the placeholders of both together.
             raise ModelError(
                 f"{self.config.model_type} takes images or videos, not both in one prompt"
             )
-        return super().inputs(text, images, frames, times)
 
     def mergers(self) -> list[nn.Module]:
         return [self.model.base_model.visual.post_layernorm]

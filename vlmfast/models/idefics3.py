@@ -7,10 +7,9 @@ import re
 import torch
 from torch import Tensor, nn
 
-from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
-from ._media import Media, runs
+from ._media import Items, Media, Sizes, Tensors, runs, tiled_views
 from .base import Part, by_views
 from .internvl import Tiled
 
@@ -28,22 +27,15 @@ class FamilyAdapter(Tiled):
     def side(self) -> int:
         return int(self.patches() ** 0.5) // self.config.scale_factor
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
-        items, start = [], 0
-        for height, width in sizes:
-            images = self.processor.image_processor
-            count, down, across = images.get_number_of_image_patches(height, width)
-            items.append(self._item((height, width), (down, across), start, max(count, 1)))
-            start = items[-1].views[1]
-        return tuple(items)
+    def geometry(self, sizes: Sizes) -> Items:
+        views = (self.processor.image_processor.get_number_of_image_patches(*of) for of in sizes)
+        images = (
+            (size, (down, across), max(count, 1))
+            for size, (count, down, across) in zip(sizes, views, strict=True)
+        )
+        return tiled_views(images, self.side())
 
-    def _item(
-        self, size: tuple[int, int], tiles: tuple[int, int], start: int, count: int
-    ) -> ItemGeometry:
-        side = self.side()
-        return ItemGeometry(size, tiles, (start, start + count), (side, side))
-
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         """Text before each crop gives its row and column; the whole image comes last."""
         found = []
         keys = [key for key in (*self.tensors, *self.beside) if key in batch]
@@ -82,17 +74,15 @@ class FamilyAdapter(Tiled):
                 "was the prompt cut off (truncation=True), or made by another processor?"
             )
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         keys = (*self.tensors, *self.beside)
         return by_views(items, {key: tensors[key] for key in keys if key in tensors}, dim=1)
 
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(self, parts: list[Tensors]) -> Tensors:
         keys = parts[0] if parts else ()
         return {key: torch.cat([part[key] for part in parts], dim=1) for key in keys}
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Tensors) -> Tensor:
         output = self.model.base_model.get_image_features(
             inputs["pixel_values"], inputs.get("pixel_attention_mask")
         ).pooler_output

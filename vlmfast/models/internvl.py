@@ -12,7 +12,17 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media, runs, square_views, tiling, without_placeholders
+from ._media import (
+    Items,
+    Media,
+    Sizes,
+    Tensors,
+    runs,
+    square_views,
+    tiled_views,
+    tiling,
+    without_placeholders,
+)
 from .base import Adapter, Encoded
 
 
@@ -27,6 +37,12 @@ def tile_box(geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(base, 0.0, corner), torch.where(base, 1.0, size)
 
 
+def whole_last(adapter: Adapter, item: ItemGeometry) -> list[int]:
+    """`Adapter.whole_first` where the whole image follows its crops."""
+    *crops, whole = range(*item.views)
+    return [whole, *crops]
+
+
 class Tiled(Adapter):
     """Families with text around the views of an image, the base view last or first."""
 
@@ -37,37 +53,28 @@ class Tiled(Adapter):
         """Tokens in a row of a view."""
         raise NotImplementedError(f"{type(self).__name__}.side")
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: Sizes) -> Items:
         return square_views(sizes, self.side())
 
-    def items_of(
-        self, tensors: dict[str, Tensor], media: Sequence[Media]
-    ) -> tuple[ItemGeometry, ...]:
-        items, view, side = [], 0, self.side()
-        for one in media:
-            views = view, view + one.tokens // side**2
-            items.append(ItemGeometry(one.size, one.tiles or (0, 0), views, (side, side)))
-            view = views[1]
-        return tuple(items)
+    def items_of(self, tensors: Tensors, media: Sequence[Media]) -> Items:
+        side = self.side()
+        own = ((one.size, one.tiles or (0, 0), one.tokens // side**2) for one in media)
+        return tiled_views(own, side)
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Tensors) -> Tensor:
         """Features of every view, (V, N, D)."""
         return self.model.base_model.get_image_features(inputs["pixel_values"]).pooler_output
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         views = self.features(inputs)
         parts = [views[slice(*item.views)].flatten(0, 1) for item in context.items]
         layouts = self.layouts(inputs, context.items)
         return Encoded(parts, layouts, self.patch_stats(context, self.patches()), [()] * len(parts))
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         return [self.copied(self._layout(i, geometry)) for i, geometry in enumerate(items)]
 
-    def whole_first(self, item: ItemGeometry) -> list[int]:
-        *crops, whole = range(*item.views)
-        return [whole, *crops]
+    whole_first = whole_last
 
     def projects_cls(self) -> bool:
         return False
@@ -104,7 +111,7 @@ class Cropped(Tiled):
         """Views of each image of a prompt, ids (S,)."""
         raise NotImplementedError(f"{type(self).__name__}.views_in")
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         found, view, pixels = [], 0, batch.get("pixel_values")
         for count in [max(count, 1) for row in ids for count in self.views_in(row)]:
             if pixels is None or view + count > len(pixels):
@@ -117,16 +124,11 @@ class Cropped(Tiled):
             view += count
         return found + without_placeholders(pixels, view)
 
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
-        side, items, view = self.side(), [], 0
+    def views_of(self, tensors: Tensors, sizes: Sizes) -> Items:
         counts = self.views_in(tensors["input_ids"][0]) if sizes else []
-        for size, count in zip(sizes, counts, strict=True):
-            tiles = self.canvas(size) if count > 1 else (0, 0)
-            items.append(ItemGeometry(size, tiles, (view, view + count), (side, side)))
-            view += count
-        return tuple(items)
+        pairs = zip(sizes, counts, strict=True)
+        images = ((size, self.canvas(size) if n > 1 else (0, 0), n) for size, n in pairs)
+        return tiled_views(images, self.side())
 
 
 class FamilyAdapter(Cropped):
@@ -134,7 +136,6 @@ class FamilyAdapter(Cropped):
     processors = ("InternVLProcessor",)
     fixed, token_rows = True, True
     views_in_rows = crops = True
-    attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.get_encoder(modality="image").encoder.layer)
@@ -167,7 +168,7 @@ class FamilyAdapter(Cropped):
         across, down = get_optimal_tiled_canvas(size, tile, images.min_patches, images.max_patches)
         return down, across
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+    def features(self, inputs: Tensors) -> Tensor:
         return self.model.base_model.get_image_features(
             inputs["pixel_values"],
             vision_feature_layer=self.config.vision_feature_layer,

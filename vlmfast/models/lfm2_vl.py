@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.statistics import ItemGeometry, VisionStats
+from vlmfast.core.statistics import ItemGeometry
 from vlmfast.core.views import spread
 from vlmfast.errors import ModelError
 
-from ._media import Media, runs
-from .base import Encoded, Part
-from .internvl import tile_box
+from ._media import Items, Media, Sizes, Tensors, runs
+from .internvl import tile_box, whole_last
 from .mistral3 import Shaped, in_order, passing
 
 _TILE = re.compile(r"<\|img_row_(\d+)_col_(\d+)\|>\s*$")
@@ -49,20 +48,16 @@ class FamilyAdapter(Shaped):
     def merge(self) -> int:
         return self.config.downsample_factor
 
-    def grids(self, tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
+    def grids(self, tensors: Tensors) -> list[tuple[int, int]]:
         return [(rows, columns) for rows, columns in tensors["spatial_shapes"].tolist()]
 
-    def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        return self._views(tensors, i, i + 1)
-
-    def _views(self, tensors: dict[str, Tensor], first: int, stop: int) -> dict[str, Tensor]:
-        """The tensors of some views, padded to the longest of them."""
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
         own = {key: tensors[key][first:stop] for key in self.tensors}
         most = int(own["spatial_shapes"].prod(-1).max())
         unpadded = ("pixel_values", "pixel_attention_mask")
         return own | {key: own[key][:, :most] for key in unpadded}
 
-    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+    def features(self, tensors: Tensors) -> list[Tensor]:
         output = self.model.base_model.get_image_features(*(tensors[key] for key in self.tensors))
         return list(output.pooler_output)
 
@@ -112,9 +107,7 @@ class FamilyAdapter(Shaped):
         differ = own if len(set(own)) > 1 else ()
         return ItemGeometry(size, tiles, (first, first + len(own)), most, grids=differ)
 
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
+    def views_of(self, tensors: Tensors, sizes: Sizes) -> Items:
         grids = self.grids(tensors) if sizes else []
         if len(grids) == len(sizes):
             tilings = [((0, 0), 1)] * len(sizes)
@@ -126,7 +119,7 @@ class FamilyAdapter(Shaped):
             first += count
         return tuple(items)
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         grids = self.grids(batch) if self.tensors[0] in batch else []
         if not any("<|img_row_1_col_1|>" in self.processor.tokenizer.decode(row) for row in ids):
             return super().images_in(batch, ids)
@@ -136,29 +129,12 @@ class FamilyAdapter(Shaped):
             own = grids[first : first + count]
             size = own[0][0] * patch * max(down, 1), own[0][1] * patch * max(across, 1)
             tokens = sum(r * c for r, c in own) // m**2
-            views = self._views(batch, first, first + count)
+            views = self.own(batch, first, first + count)
             found.append(Media(tokens, views, size, 0, (down, across)))
             first += count
         return found
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
-        if not items or items[-1].views[1] != len(tensors["spatial_shapes"]):
-            return None
-        return [Part((i,), self._views(tensors, *item.views)) for i, item in enumerate(items)]
-
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        of_view = self.encoded(inputs)
-        # The tiles, and then the whole image, as in `layouts`.
-        features = [torch.cat(of_view[slice(*item.views)]) for item in context.items]
-        stats = VisionStats(context.items, {})
-        layouts = self.layouts(inputs, context.items)
-        return Encoded(features, layouts, stats, [()] * len(features))
-
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         found = []
         for i, item in enumerate(items):
             *tiles, whole = range(*item.views)
@@ -167,9 +143,7 @@ class FamilyAdapter(Shaped):
             found.append(self.copied(own))
         return found
 
-    def whole_first(self, item: ItemGeometry) -> list[int]:
-        *tiles, whole = range(*item.views)
-        return [whole, *tiles]
+    whole_first = whole_last
 
     def view_box(self, geometry: ItemGeometry, tile: Tensor) -> tuple[Tensor, Tensor]:
         return tile_box(geometry, tile)

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from vlmfast.core.counting import ImageLayout
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 
 from ._composed import Completed
-from ._media import square_views
+from ._media import Items, Sizes, Tensors, square_views
 
 
 class FamilyAdapter(Completed):
@@ -24,10 +23,10 @@ class FamilyAdapter(Completed):
         adapter.measure(config.vision_config.model_type)
         return adapter
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: Sizes) -> Items:
         return square_views(sizes, self.side[0] // self.config.vision_config.patch_size)
 
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: Tensors) -> list[Tensor]:
         pixels = inputs["pixel_values"]
         if pixels.dim() != 4:
             raise ModelError(
@@ -36,9 +35,7 @@ class FamilyAdapter(Completed):
             )
         return self.image_features(pixels)
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         specials = self._specials_left()
         return [self.copied(self.raster_layout(i, of, specials)) for i, of in enumerate(items)]
 

@@ -13,7 +13,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._composed import Completed
-from ._media import Media
+from ._media import Items, Media, Sizes, Tensors, tiled_views
 from .base import Part
 
 
@@ -24,18 +24,14 @@ class FamilyAdapter(Completed):
     host_tensors = ("image_sizes",)
     fixed_tower = views_in_rows = crops = True
 
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: Tensors) -> list[Tensor]:
         return self.image_features(inputs["pixel_values"], inputs["image_sizes"].cpu())
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         sizes = tensors["image_sizes"].cpu()
         return [self.copied(self._layout(i, of, sizes[i : i + 1])) for i, of in enumerate(items)]
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         pixels, sizes = tensors["pixel_values"], tensors["image_sizes"]
         if len(pixels) != len(items) or len(sizes) != len(items):
             return None
@@ -44,39 +40,36 @@ class FamilyAdapter(Completed):
             for i, item in enumerate(items)
         ]
 
-    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> dict[str, Tensor]:
+    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> Tensors:
         """The tensors of one image, without views that only pad it to the largest image."""
         return {"pixel_values": pixels[:, : item.views[1] - item.views[0]], "image_sizes": size}
 
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(self, parts: list[Tensors]) -> Tensors:
         views = [part["pixel_values"].shape[1] for part in parts if "pixel_values" in part]
         return super().joined([_padded(part, max(views, default=0)) for part in parts])
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         if "image_sizes" not in batch:
             return []
         return [self._image(batch, i) for i in range(len(batch["image_sizes"]))]
 
-    def _image(self, batch: dict[str, Tensor], i: int) -> Media:
+    def _image(self, batch: Tensors, i: int) -> Media:
         own = {key: batch[key][i : i + 1] for key in ("pixel_values", "image_sizes")}
         height, width = own["image_sizes"][0].tolist()
         (geometry,) = self.geometry([(height, width)])
         tokens = len(self._layout(0, geometry, own["image_sizes"]))
         return Media(tokens, own, (height, width))
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: Sizes) -> Items:
         from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape
 
-        vision, start, items = self.config.vision_config, 0, []
-        side = vision.image_size // vision.patch_size
-        for height, width in sizes:
-            tiles = get_anyres_image_grid_shape(
-                (height, width), self.config.image_grid_pinpoints, vision.image_size
-            )
-            stop = start + 1 + tiles[0] * tiles[1]
-            items.append(ItemGeometry((height, width), tuple(tiles), (start, stop), (side, side)))
-            start = stop
-        return tuple(items)
+        vision, pinpoints = self.config.vision_config, self.config.image_grid_pinpoints
+        tiles = (get_anyres_image_grid_shape(of, pinpoints, vision.image_size) for of in sizes)
+        images = (
+            (size, (down, across), 1 + down * across)
+            for size, (down, across) in zip(sizes, tiles, strict=True)
+        )
+        return tiled_views(images, vision.image_size // vision.patch_size)
 
     @staticmethod
     def packing(config: Any) -> Any:
@@ -144,7 +137,7 @@ class Packing:
         return self._pack(self, *args, **kwargs)
 
 
-def _padded(part: dict[str, Tensor], views: int) -> dict[str, Tensor]:
+def _padded(part: Tensors, views: int) -> Tensors:
     """An image with black views up to ``views``, as processors pad them."""
     pixels = part.get("pixel_values")
     if pixels is None or pixels.shape[1] == views:

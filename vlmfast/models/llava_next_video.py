@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
-from ._media import Media
+from ._media import Frames, Items, Media, Sizes, Tensors
 from .base import Encoded, Part
 from .llava_next import FamilyAdapter as LlavaNext
 
@@ -36,12 +35,10 @@ class FamilyAdapter(LlavaNext):
         pooled = item.video >= 0 and item.patches == (self.pooled(), self.pooled())
         return None if pooled and self.patches() ** 0.5 % stride else super().cells(item)
 
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._alike(batch, self.video_tensors[0], self.config.video_token_id, ids)
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         if self.video_tensors[0] not in tensors:
             return super().items(tensors, sizes, frames)
         alone = [size for size, (video, *_) in zip(sizes, frames, strict=True) if video < 0]
@@ -57,31 +54,28 @@ class FamilyAdapter(LlavaNext):
                 view += 1
         return tuple(items)
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
-        key = self.video_tensors[0]
-        if key not in tensors:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
+        alone, framed = self._kinds(tensors, items)
+        if not framed:
             return super().parts(tensors, items)
-        alone = tuple(i for i, item in enumerate(items) if item.video < 0)
-        found: list[Part] = []
+        found: list[Part] | None = []
         if alone:
-            images = super().parts(tensors, tuple(items[i] for i in alone))
-            if images is None:
-                return None
-            found = [replace(of, items=tuple(alone[i] for i in of.items)) for of in images]
+            found = super().parts(tensors, tuple(items[i] for i in alone))
         videos: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            if item.video >= 0:
-                videos.setdefault(item.video, []).append(i)
-        if len(tensors[key]) != len(videos):
+        for i in framed:
+            videos.setdefault(items[i].video, []).append(i)
+        (key,) = self.video_tensors
+        if found is None or len(tensors[key]) != len(videos):
             return None
-        return found + [
-            Part(tuple(frames), {key: tensors[key][n : n + 1]})
-            for n, frames in enumerate(videos.values())
+        return [
+            *(replace(of, items=tuple(alone[i] for i in of.items)) for of in found),
+            *(
+                Part(tuple(frames), {key: pixels})
+                for frames, pixels in zip(videos.values(), tensors[key].split(1), strict=True)
+            ),
         ]
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         features: dict[int, Tensor] = {}
         alone, framed = self._kinds(inputs, context.items)
         if alone:
@@ -99,17 +93,13 @@ class FamilyAdapter(LlavaNext):
         layouts = self.layouts(inputs, context.items)
         return Encoded([features[i] for i in order], layouts, stats, [()] * len(order))
 
-    def _kinds(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> tuple[list[int], list[int]]:
+    def _kinds(self, tensors: Tensors, items: Items) -> tuple[list[int], list[int]]:
         """Indices of the images, and of the frames of videos."""
         has_video = self.video_tensors[0] in tensors
         framed = [i for i, item in enumerate(items) if has_video and item.video >= 0]
         return [i for i in range(len(items)) if i not in framed], framed
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         alone, framed = self._kinds(tensors, items)
         found: dict[int, TokenLayout] = {}
         for n, i in enumerate(alone):
@@ -123,7 +113,7 @@ class FamilyAdapter(LlavaNext):
         """Tokens of a frame of a video."""
         return math.prod(item.patches)
 
-    def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def frames(self, inputs: Tensors) -> list[Tensor]:
         """Features of each frame, video by video."""
         pixels, each = inputs["pixel_values_videos"], self.pooled() ** 2
         output = self.model.base_model.get_video_features(

@@ -12,7 +12,7 @@ from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
 from ._composed import Composed
-from ._media import Media, square_views
+from ._media import Items, Media, Sizes, Tensors, square_views
 from .base import Part
 from .llava_next import Packing
 from .llava_next_video import FamilyAdapter as LlavaNextVideo
@@ -40,7 +40,7 @@ class FamilyAdapter(LlavaNextVideo):
         vision = self.config.vision_config
         return -(-(vision.image_size // vision.patch_size) // 2)
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         images = super().images_in(batch, ids)
         # Images per prompt; given one flat list, a processor crops all of them.
         each = torch.ones(len(images), dtype=torch.int64)
@@ -54,13 +54,11 @@ class FamilyAdapter(LlavaNextVideo):
             found.append(replace(one, tokens=tokens, tensors=own))
         return found
 
-    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> dict[str, Tensor]:
+    def _own_views(self, item: ItemGeometry, pixels: Tensor, size: Tensor) -> Tensors:
         own = super()._own_views(item, pixels, size)
         return {**own, "batch_num_images": torch.ones(1, dtype=torch.int64, device=size.device)}
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         found = super().parts(tensors, items)
         counts = tensors.get("batch_num_images")
         if found is None or counts is None or bool((counts == 1).all()):
@@ -75,21 +73,19 @@ class FamilyAdapter(LlavaNextVideo):
         whole["pixel_values"] = whole["pixel_values"][:, :views]
         return [Part(own, whole), *(part for part in found if part not in images)]
 
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(self, parts: list[Tensors]) -> Tensors:
         tensors = super().joined(parts)
         counts = tensors.get("batch_num_images")
         if counts is not None and not bool(counts.all()):
             tensors["batch_num_images"] = torch.tensor([len(counts)])
         return tensors
 
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
+    def views_of(self, tensors: Tensors, sizes: Sizes) -> Items:
         if bool((tensors.get("batch_num_images", torch.zeros(1)) == 1).all()):
             return super().geometry(sizes)
         return self.geometry(sizes)
 
-    def geometry(self, sizes: list[tuple[int, int]]) -> tuple[ItemGeometry, ...]:
+    def geometry(self, sizes: Sizes) -> Items:
         if len(sizes) == 1:
             return super().geometry(sizes)
         vision = self.config.vision_config
@@ -104,7 +100,7 @@ class FamilyAdapter(LlavaNextVideo):
         size = torch.tensor([longer / width, longer / height], device=tile.device).expand_as(size)
         return (1 - size) / 2, size
 
-    def images(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def images(self, inputs: Tensors) -> list[Tensor]:
         return self.image_features(
             inputs["pixel_values"],
             inputs["image_sizes"],
@@ -116,7 +112,7 @@ class FamilyAdapter(LlavaNextVideo):
         index, total = item.frame
         return super().frame_tokens(item) + (index + 1 == total)  # a newline after the last
 
-    def frames(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def frames(self, inputs: Tensors) -> list[Tensor]:
         frames = super().frames(inputs)
         total, newline = inputs["pixel_values_videos"].shape[1], self.model.base_model.image_newline
         for last in range(total - 1, len(frames), total):

@@ -18,7 +18,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 
-from ._media import Media
+from ._media import Items, Media, Sizes, Tensors
 from .base import Adapter, Encoded, Part
 
 
@@ -31,15 +31,15 @@ class Shaped(Adapter):
         """Rows, and columns, of patches in a visual token."""
         raise NotImplementedError(f"{type(self).__name__}.merge")
 
-    def grids(self, tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
+    def grids(self, tensors: Tensors) -> list[tuple[int, int]]:
         """Rows and columns of patches of each image."""
         raise NotImplementedError(f"{type(self).__name__}.grids")
 
-    def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        """The tensors of one image, without what pads it to others."""
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
+        """The tensors of some views, without what pads them to others."""
         raise NotImplementedError(f"{type(self).__name__}.own")
 
-    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+    def features(self, tensors: Tensors) -> list[Tensor]:
         """Features (N, D) of each of some images of one size."""
         raise NotImplementedError(f"{type(self).__name__}.features")
 
@@ -47,12 +47,12 @@ class Shaped(Adapter):
         """Rows and columns of visual tokens of each view."""
         return [item.patches for item in items]
 
-    def encoded(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+    def encoded(self, tensors: Tensors) -> list[Tensor]:
         """Features (N, D) of each view, which passes through the tower with those of its size."""
         grids = self.grids(tensors)
         found: list[Tensor] = []
         for batch in _by_size(grids):
-            parts = [self.own(tensors, view) for view in batch]
+            parts = [self.own(tensors, view, view + 1) for view in batch]
             found += self.features({key: torch.cat([of[key] for of in parts]) for key in parts[0]})
         return in_order(found, grids)
 
@@ -83,9 +83,7 @@ class Shaped(Adapter):
         (rows, columns), m = item.patches, self.merge()
         return patches.unflatten(-1, (rows, m, columns, m)).mean((-3, -1)).flatten(-2)
 
-    def views_of(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[ItemGeometry, ...]:
+    def views_of(self, tensors: Tensors, sizes: Sizes) -> Items:
         m = self.merge()
         return tuple(
             ItemGeometry(size, (0, 0), (i, i + 1), (rows // m, columns // m))
@@ -94,22 +92,24 @@ class Shaped(Adapter):
             )
         )
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         patch, m = self.config.vision_config.patch_size, self.merge()
         grids = self.grids(batch) if self.tensors[0] in batch else []
         return [
-            Media((rows // m) * (columns // m), self.own(batch, i), (rows * patch, columns * patch))
+            Media(
+                (rows // m) * (columns // m),
+                self.own(batch, i, i + 1),
+                (rows * patch, columns * patch),
+            )
             for i, (rows, columns) in enumerate(grids)
         ]
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
-        if len(self.grids(tensors)) != len(items):
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
+        if not items or items[-1].views[1] != len(self.grids(tensors)):
             return None
-        return [Part((i,), self.own(tensors, i)) for i in range(len(items))]
+        return [Part((i,), self.own(tensors, *item.views)) for i, item in enumerate(items)]
 
-    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def joined(self, parts: list[Tensors]) -> Tensors:
         padded = {}
         for key in parts[0] if parts else ():
             values = [part[key] for part in parts]
@@ -122,21 +122,19 @@ class Shaped(Adapter):
             padded[key] = torch.cat([pad(x, by) for x, by in zip(values, sides, strict=True)])
         return padded
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
-        features, layouts = self.encoded(inputs), self.layouts(inputs, context.items)
-        stats = VisionStats(context.items, {})
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
+        of_view = self.encoded(inputs)
+        features = [torch.cat(of_view[slice(*item.views)]) for item in context.items]
+        layouts, stats = self.layouts(inputs, context.items), VisionStats(context.items, {})
         return Encoded(features, layouts, stats, [()] * len(features))
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         return [self.copied(self.raster_layout(i, geometry)) for i, geometry in enumerate(items)]
 
 
 class FamilyAdapter(Shaped):
     tensors = ("pixel_values", "image_sizes")
     processors = ("PixtralProcessor",)
-    attention = "attention"
 
     def vision_blocks(self) -> list[nn.Module]:
         return list(self.model.get_encoder(modality="image").transformer.layers)
@@ -144,17 +142,17 @@ class FamilyAdapter(Shaped):
     def merge(self) -> int:
         return self.config.spatial_merge_size
 
-    def grids(self, tensors: dict[str, Tensor]) -> list[tuple[int, int]]:
+    def grids(self, tensors: Tensors) -> list[tuple[int, int]]:
         sizes = tensors["image_sizes"] // self.config.vision_config.patch_size
         return [(rows, columns) for rows, columns in sizes.tolist()]
 
-    def own(self, tensors: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        sizes = tensors["image_sizes"][i : i + 1]
-        height, width = sizes[0].tolist()
-        pixels = tensors["pixel_values"][i : i + 1, :, :height, :width]
+    def own(self, tensors: Tensors, first: int, stop: int) -> Tensors:
+        sizes = tensors["image_sizes"][first:stop]
+        height, width = sizes.amax(0).tolist()
+        pixels = tensors["pixel_values"][first:stop, :, :height, :width]
         return {"pixel_values": pixels, "image_sizes": sizes}
 
-    def features(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+    def features(self, tensors: Tensors) -> list[Tensor]:
         # Not every release of transformers passes the boundaries of the images on to attention.
         (rows, columns), *more = self.grids(tensors)
         ends = torch.arange(len(more) + 2, dtype=torch.int32, device=self.device) * rows * columns

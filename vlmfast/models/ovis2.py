@@ -22,7 +22,6 @@ from .cohere2_vision import Marked
 
 class FamilyAdapter(Marked):
     processors = ("Ovis2Processor",)
-    attention = "attention"
     base_first = True
 
     def __init__(self, model: Any, processor: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vlmfast.core.layout import TokenLayout
 
+from ._media import Tensors
 from .base import Adapter
 from .gemma3 import FamilyAdapter as Gemma3
 
@@ -22,7 +23,7 @@ class FamilyAdapter(Gemma3):
     def mask_rule(self, layout: TokenLayout) -> Tensor:
         return torch.ones(len(layout), len(layout), dtype=torch.bool, device=layout.device)
 
-    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+    def positions(self, inputs: Tensors) -> Tensor:
         return super().positions(inputs) + 1
 
     def side(self) -> int:

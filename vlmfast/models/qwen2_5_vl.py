@@ -29,19 +29,13 @@ from vlmfast.core.saliency import window_order
 from vlmfast.core.statistics import ItemGeometry, VisionStats
 from vlmfast.media.info import FrameTimes
 
-from ._media import Media
+from ._media import Frames, Items, Media, Sizes, Tensors
 from .base import Adapter, Encoded, Part
 
 _SIZES = 8  # of prompts, for which arguments of the tower are kept
 # Attributes of towers that these arguments depend on.
-_SETTINGS = (
-    "spatial_merge_size",
-    "window_size",
-    "patch_size",
-    "num_grid_per_side",
-    "interpolation_mode",
-    "interpolation_align_corners",
-)
+_INTERPOLATION = ("num_grid_per_side", "interpolation_mode", "interpolation_align_corners")
+_SETTINGS = ("spatial_merge_size", "window_size", "patch_size", *_INTERPOLATION)
 
 Grids = tuple[tuple[int, int, int], ...]  # steps, rows and columns of patches of each image
 Sized = tuple[Tensor, dict[str, Any], list[tuple[Tensor, Packing]]]
@@ -135,7 +129,7 @@ class FamilyAdapter(Adapter):
     def tables(self, hidden: Tensor, position: Tensor, layer: int = 0) -> tuple[Tensor, ...]:
         return super().tables(hidden, position.expand(3, *position.shape[-2:]), layer)
 
-    def positions(self, inputs: dict[str, Tensor]) -> Tensor:
+    def positions(self, inputs: Tensors) -> Tensor:
         ids = inputs["input_ids"]
         if not bool(self.visual(ids).any()):
             return super().positions(inputs).expand(3, -1)
@@ -165,14 +159,14 @@ class FamilyAdapter(Adapter):
             given["videos"] = [shown + shown[-1:] * (step - len(shown)) for shown in videos]
         return given
 
-    def images_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def images_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.tensors)
 
-    def videos_in(self, batch: dict[str, Tensor], ids: list[Tensor]) -> list[Media]:
+    def videos_in(self, batch: Tensors, ids: list[Tensor]) -> list[Media]:
         return self._patches_in(batch, *self.video_tensors, video=True)
 
     def _patches_in(
-        self, batch: dict[str, Tensor], pixels: str, grid: str, video: bool = False
+        self, batch: Tensors, pixels: str, grid: str, video: bool = False
     ) -> list[Media]:
         if grid not in batch:
             return []
@@ -187,9 +181,7 @@ class FamilyAdapter(Adapter):
             found.append(Media(tokens, own, size, int(video)))
         return found
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         merge = self.config.vision_config.spatial_merge_size
         images, videos = (
             iter(tensors[key].tolist() if key in tensors else [])
@@ -206,9 +198,7 @@ class FamilyAdapter(Adapter):
             items += [replace(item, frame=step) for step in steps]
         return tuple(replace(item, views=(i, i + 1)) for i, item in enumerate(items))
 
-    def parts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[Part] | None:
+    def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
         images, videos = (
             iter(of(tensors, [tensors["input_ids"]])) for of in (self.images_in, self.videos_in)
         )
@@ -223,7 +213,7 @@ class FamilyAdapter(Adapter):
             first = stop
         return found
 
-    def encode(self, inputs: dict[str, Tensor], context: VisionContext) -> Encoded:
+    def encode(self, inputs: Tensors, context: VisionContext) -> Encoded:
         whole = self.video_tensors[0] in inputs
         kinds = ["video" if whole and item.video >= 0 else "image" for item in context.items]
         features = {
@@ -240,14 +230,12 @@ class FamilyAdapter(Adapter):
         stats = VisionStats(context.items, {})
         return Encoded([p[0] for p in parts], layouts, stats, [p[1:] for p in parts])
 
-    def layouts(
-        self, tensors: dict[str, Tensor], items: tuple[ItemGeometry, ...]
-    ) -> list[TokenLayout]:
+    def layouts(self, tensors: Tensors, items: Items) -> list[TokenLayout]:
         return [self.copied(self.raster_layout(i, geometry)) for i, geometry in enumerate(items)]
 
     def _tower(
         self,
-        inputs: dict[str, Tensor],
+        inputs: Tensors,
         context: VisionContext,
         kind: str,
         items: list[ItemGeometry],
@@ -289,54 +277,28 @@ class FamilyAdapter(Adapter):
         return known[key]
 
     def _new_sized(self, grids: Grids, settings: dict[str, Any]) -> Sized:
-        """`_sized` for a tower with these `_SETTINGS`."""
-        grid = torch.tensor(grids)
-        given = _tower_inputs(grid, **settings)
-        names = [name for name in ("cu_seqlens", "cu_window_seqlens") if name in given]
-        lengths = [given[name].diff().tolist() for name in names]
-        given = {
-            name: of.to(self.device) if isinstance(of, Tensor) else of for name, of in given.items()
-        }
-        packings = [
-            (given[name], Packing.of(of, self.device))
-            for name, of in zip(names, lengths, strict=True)
-        ]
-        return grid.to(self.device) if self.grid_on_device else grid, given, packings
+        """`_sized` for a tower with these `_SETTINGS`.
 
-
-def _tower_inputs(
-    grid: Tensor,
-    spatial_merge_size: int,
-    window_size: int | None = None,
-    patch_size: int = 0,
-    num_grid_per_side: int | None = None,
-    interpolation_mode: str = "",
-    interpolation_align_corners: bool = False,
-) -> dict[str, Any]:
-    """Arguments that a tower otherwise computes from ``grid`` (N, 3), with reads by the host."""
-    ends = get_vision_cu_seqlens(grid)
-    given: dict[str, Any] = {
-        "position_ids": get_vision_position_ids(grid, spatial_merge_size),
-        "cu_seqlens": ends,
-        "max_seqlen": int(ends.diff().max()),
-    }
-    if window_size is not None:
-        index, ends = get_vision_window_index(grid, spatial_merge_size, window_size, patch_size)
-        given |= {
-            "window_index": index,
-            "cu_window_seqlens": ends,
-            "max_window_seqlen": int(ends.diff().max()),
-        }
-    if num_grid_per_side is not None:
-        index, weights = get_vision_interpolation_indices_and_weights(
-            grid,
-            num_grid_per_side,
-            interpolation_mode,
-            interpolation_align_corners,
-            spatial_merge_size,
-        )
-        given |= {"interp_indices": index, "interp_weights": weights}
-    return given
+        A tower otherwise computes its arguments from the grids, with reads by the host.
+        """
+        grid, merge = torch.tensor(grids), settings["spatial_merge_size"]
+        given = {"position_ids": get_vision_position_ids(grid, merge)}
+        ends = {"cu_seqlens": get_vision_cu_seqlens(grid)}
+        if (window := settings.get("window_size")) is not None:
+            given["window_index"], ends["cu_window_seqlens"] = get_vision_window_index(
+                grid, merge, window, settings["patch_size"]
+            )
+        if settings.get("num_grid_per_side") is not None:
+            side, mode, corners = (settings[name] for name in _INTERPOLATION)
+            given["interp_indices"], given["interp_weights"] = (
+                get_vision_interpolation_indices_and_weights(grid, side, mode, corners, merge)
+            )
+        lengths = {name: of.diff().tolist() for name, of in ends.items()}
+        given = {name: of.to(self.device) for name, of in (given | ends).items()}
+        packings = [(given[name], Packing.of(of, self.device)) for name, of in lengths.items()]
+        # Such as `max_window_seqlen`, of `cu_window_seqlens`.
+        most = {f"max{name[2:-1]}": max(of) for name, of in lengths.items()}
+        return grid.to(self.device) if self.grid_on_device else grid, given | most, packings
 
 
 def _gaps(position: Tensor, segment: Tensor, left: Tensor) -> Tensor:

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import ModelError
 from vlmfast.media.info import FrameTimes
 
+from ._media import Frames, Items, Sizes, Tensors, square_views
+from ._prompts import framed
 from .idefics3 import FamilyAdapter as Idefics3
 
 
 class FamilyAdapter(Idefics3):
     video_tensors = ("pixel_values",)
 
-    def inputs(
-        self,
-        text: str,
-        images: list[Any],
-        frames: Sequence[tuple] = (),
-        times: Sequence[FrameTimes] = (),
-    ) -> dict[str, Tensor]:
-        single, videos = self.parted(images, frames)
-        if len(videos) > 1 or (videos and single):
+    def check_media(self, images: list[Any], videos: list[list[Any]]) -> None:
+        if len(videos) > 1 or (videos and images):
             raise ModelError("smolvlm takes images or one video, not both in one prompt")
-        return super().inputs(text, images, frames, times)
 
     def of_videos(self, videos: list[list[Any]], times: Sequence[FrameTimes]) -> dict[str, Any]:
         given = super().of_videos(videos, times)
@@ -37,12 +28,7 @@ class FamilyAdapter(Idefics3):
         arrays = [np.stack([np.asarray(frame) for frame in shown]) for shown in videos]
         return {**given, "videos": [arrays]}
 
-    def items(
-        self, tensors: dict[str, Tensor], sizes: list[tuple[int, int]], frames: Sequence[tuple]
-    ) -> tuple[ItemGeometry, ...]:
+    def items(self, tensors: Tensors, sizes: Sizes, frames: Frames) -> Items:
         if not any(video >= 0 for video, *_ in frames):
             return super().items(tensors, sizes, frames)
-        return tuple(
-            replace(self._item(size, (0, 0), i, 1), video=video, frame=(index, total))
-            for i, (size, (video, index, total, *_)) in enumerate(zip(sizes, frames, strict=True))
-        )
+        return framed(square_views(sizes, self.side()), frames)

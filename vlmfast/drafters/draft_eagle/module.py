@@ -19,6 +19,8 @@ from vlmfast.errors import RecipeError
 from .._layer import Attend, Layer, RMSNorm
 
 KINDS = ("eagle", "msd", "eagle3")
+# Settings of `Layer`, with its defaults.
+_OF_LAYER = ("eps", "theta", "stretch", "qkv_bias", "input_norm", "norm_before_residual")
 AUX_STATES = 3  # layers of the target that EAGLE-3 reads
 
 
@@ -68,20 +70,14 @@ class EagleModule(nn.Module):
         self.source_vocabulary: int | None = None
         self.source_layers: tuple[int, ...] | None = None
         own = self.kind == "eagle3"
-        eps = config.get("eps", 1e-6)
         self.layer = Layer(
             width,
             config.get("hidden") or 2 * width,
             heads,
             kv_heads,
             head_width,
-            eps=eps,
-            theta=config.get("theta", 10000.0),
-            stretch=config.get("stretch", 1.0),
-            qkv_bias=config.get("qkv_bias", False),
-            input_norm=config.get("input_norm", True),
             double=own,
-            norm_before_residual=config.get("norm_before_residual", False),
+            **{key: config[key] for key in _OF_LAYER if key in config},
         )
         self.feature_width = AUX_STATES * width if own else width
         inputs = self.feature_width if own else 2 * width
@@ -89,6 +85,7 @@ class EagleModule(nn.Module):
         self.norm_output = config.get("norm_output", False)
         self.input_norm = self.fc_norm = None
         if own:
+            eps = config.get("eps", 1e-6)
             if config.get("norm_before_fc", False):
                 self.input_norm = RMSNorm(inputs, eps)
             if config.get("fc_norm", False):

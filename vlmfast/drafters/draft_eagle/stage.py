@@ -49,15 +49,38 @@ def layers_read(depth: int) -> tuple[int, int, int]:
     return (2, depth // 2, depth - 3) if depth > 6 else (depth // 4, depth // 2, depth * 3 // 4)
 
 
+class TrainedDrafter(DrafterStage):
+    """Base of drafters with one trained layer, with fields for the size of their trees."""
+
+    tier: ClassVar[str] = "core"
+    trained: ClassVar[bool] = True
+    module: ClassVar[type[EagleModule]] = EagleModule
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size(self)
+
+    @classmethod
+    def build(cls, config: dict[str, Any]) -> EagleModule:
+        """The untrained module; see its class."""
+        return cls.module(config)
+
+    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
+        """The module of a published drafter; see `drafters._loading`."""
+        return load_published(self, folder, sizes) if published(folder) else None
+
+    def largest(self) -> tuple[int, int]:
+        """Most nodes of a tree, the root included, and most drafted tokens on one path."""
+        return self.nodes, self.depth
+
+
 @dataclass(frozen=True)
-class DraftEagle(DrafterStage):
+class DraftEagle(TrainedDrafter):
     """Drafts with one trained layer over shortened visual rows."""
 
     name: ClassVar[str] = "draft-eagle"
     paper: ClassVar[str] = "EAGLE-2, arXiv 2406.16858; EAGLE-3, 2503.01840; SpecVLM, 2509.11815"
-    tier: ClassVar[str] = "core"
     lead: ClassVar[str | None] = "visual"
-    trained: ClassVar[bool] = True
 
     visual: str = param(
         "all",
@@ -81,7 +104,6 @@ class DraftEagle(DrafterStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_size(self)
         if self.keep is not None and self.visual in ("all", "text"):
             raise RecipeError(
                 f"draft-eagle: keep={self.keep:g} applies to a branch that shortens images, "
@@ -96,19 +118,6 @@ class DraftEagle(DrafterStage):
     def aux_hidden_state_layers(self, depth: int) -> tuple[int, ...]:
         """Decoder layers (0 .. depth-1) whose input it reads."""
         return layers_read(depth) if self.kind == "eagle3" else ()
-
-    @classmethod
-    def build(cls, config: dict[str, Any]) -> EagleModule:
-        """The untrained module; see `EagleModule`."""
-        return EagleModule(config)
-
-    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
-        """The module of a published drafter; see `drafters._loading`."""
-        return load_published(self, folder, sizes) if published(folder) else None
-
-    def largest(self) -> tuple[int, int]:
-        """Most nodes of a tree, the root included, and most drafted tokens on one path."""
-        return self.nodes, self.depth
 
     def open(self, target: Target) -> EagleDrafter:
         """A drafter for one request."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vlmfast.core.drafting import Target
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.params import param, weights_param
-from vlmfast.core.protocols import DrafterStage
 
-from .._loading import fitting, load_published, published
+from .._loading import fitting
 from ..draft_eagle.drafter import EagleDrafter
-from ..draft_eagle.stage import check_size
+from ..draft_eagle.module import EagleModule
+from ..draft_eagle.stage import TrainedDrafter
 from .module import VispecModule
 
 
@@ -24,12 +23,7 @@ class VispecDrafter(EagleDrafter):
     """Drafts of one request; `seen` is the global feature of the latest image."""
 
     module: VispecModule
-
-    def __init__(
-        self, target: Target, module: VispecModule, top_k: int, depth: int, nodes: int
-    ) -> None:
-        super().__init__(target, module, top_k, depth, nodes)
-        self.seen: Tensor | None = None
+    seen: Tensor | None = None
 
     def prompt_rows(
         self, embeds: Tensor, features: Tensor, position: Tensor, layout: TokenLayout
@@ -50,36 +44,18 @@ class VispecDrafter(EagleDrafter):
 
 
 @dataclass(frozen=True)
-class DraftVispec(DrafterStage):
+class DraftVispec(TrainedDrafter):
     """Drafts with a trained layer that sees each image as one row and a global feature."""
 
     name: ClassVar[str] = "draft-vispec"
     paper: ClassVar[str] = "ViSpec, NeurIPS 2025, arXiv 2509.15235"
-    tier: ClassVar[str] = "core"
-    trained: ClassVar[bool] = True
     features: ClassVar[bool] = True
+    module: ClassVar[type[EagleModule]] = VispecModule
 
     top_k: int = param(8, "children of a node, and nodes that the drafter expands at once", ge=1)
     depth: int = param(4, "most drafted tokens on one path", ge=1)
     nodes: int = param(30, "most nodes of a tree, the root included", ge=2)
     weights: str = weights_param()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_size(self)
-
-    @classmethod
-    def build(cls, config: dict[str, Any]) -> VispecModule:
-        """The untrained module; see `VispecModule`."""
-        return VispecModule(config)
-
-    def published(self, folder: Path, sizes: dict[str, Any]) -> nn.Module | None:
-        """The module of a published drafter; see `drafters._loading`."""
-        return load_published(self, folder, sizes) if published(folder) else None
-
-    def largest(self) -> tuple[int, int]:
-        """Most nodes of a tree, the root included, and most drafted tokens on one path."""
-        return self.nodes, self.depth
 
     def open(self, target: Target) -> VispecDrafter:
         """A drafter for one request."""
