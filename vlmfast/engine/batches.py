@@ -14,9 +14,9 @@ class Batches:
     """All sequences that are decoded."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Hashable, Batch] = {}
+        self._by_key: dict[Hashable, Batch[Sequence]] = {}
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch[Sequence]]:
         return iter(self._by_key.values())
 
     def join(self, sequence: Sequence, expected: int = 1) -> None:
@@ -47,7 +47,7 @@ class Batches:
         if not batch.rows:
             del self._by_key[_key(sequence)]
 
-    def modes(self) -> Iterator[list[Batch]]:
+    def modes(self) -> Iterator[list[Batch[Sequence]]]:
         """The batches of each mode."""
         modes = list(dict.fromkeys(batch.rows[0].mode for batch in self))
         for mode in modes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from vlmfast.core.buffers import caught_shortage
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.drafting import Observer, SlotList
+from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.tree import Tree
 from vlmfast.kernels._triton import requested
 from vlmfast.models.base import Adapter
@@ -25,11 +26,33 @@ from .joint import JointCache
 from .mode import Mode
 from .output import Output
 
-if TYPE_CHECKING:
-    from .sequence import Sequence
-
 _SMALL = 1 << 28  # bytes of the buffers of a group that may be mostly unused
 _WIDTHS = (2, 4, 8, 16, 32, 48, 64)  # nodes of a captured tree
+
+
+class DecodeRow(Protocol):
+    """What a decoder must know about one of its sequences.
+
+    Attributes
+    ----------
+    stages : list of DecodeStage
+    notes : dict
+        As in `PrefillContext`.
+    prompt_slots : Tensor, int64, (L, H)
+        Slots of the tail when decoding began.
+    steps : int
+        Tokens that have been fed since; the decoder counts them.
+    aux_layers : tuple of int
+        Layers whose input its drafters read.
+    """
+
+    stages: list[DecodeStage]
+    notes: dict[str, dict[str, Any]]
+    prompt_slots: Tensor | None
+    steps: int
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
 
 
 class RowGroup:
@@ -42,7 +65,7 @@ class RowGroup:
         Frozen.
     position : Tensor, int64, (B, 1), or (3, B, 1) for M-RoPE
         Rotary ids of the next tokens; changed in place.
-    rows : list of Sequence
+    rows : list of DecodeRow
         The sequences, in the order of their rows in the cache.
     size : int
         Rows that are expected: buffers that are small, or of captured steps, have space for them.
@@ -53,7 +76,7 @@ class RowGroup:
         adapter: Adapter,
         cache: KVCache,
         position: Tensor,
-        rows: Many[Sequence],
+        rows: Many[DecodeRow],
         size: int = 1,
     ) -> None:
         self.adapter, self.cache, self.size = adapter, cache, size
@@ -62,7 +85,7 @@ class RowGroup:
         self.seat(rows)
         cache.start(position)
 
-    def seat(self, rows: Many[Sequence]) -> None:
+    def seat(self, rows: Many[DecodeRow]) -> None:
         """Set the sequences whose cache this is."""
         self.rows = list(rows)
 
@@ -342,7 +365,10 @@ class RowGroup:
         return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
 
 
-class Batch:
+R = TypeVar("R", bound=DecodeRow)
+
+
+class Batch(Generic[R]):
     """Groups of rows that are decoded together: products with weights run once for all rows.
 
     Rows are numbered in the order in which they joined, whichever group they are in: random numbers
@@ -356,14 +382,14 @@ class Batch:
     Attributes
     ----------
     groups : list of RowGroup
-    rows : list of Sequence
+    rows : list of DecodeRow
         The sequences.
     """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.groups: list[RowGroup] = []
-        self.rows: list[Sequence] = []
+        self.rows: list[R] = []
         # See `_orders`; `False` until it is asked for.
         self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
 
@@ -382,17 +408,17 @@ class Batch:
 
     def join(self, group: RowGroup) -> None:
         """Add a group of one row, which must not be used afterwards."""
-        rows = list(group.rows)
+        rows = cast("list[R]", list(group.rows))
         self._add(group)
         self.rows += rows
 
-    def leave(self, row: Sequence) -> None:
+    def leave(self, row: DecodeRow) -> None:
         """Remove a sequence."""
         group, number = self._place(row)
         group.leave(number)
         self._remove(row)
 
-    def take(self, row: Sequence, tokens: int = 0) -> RowGroup:
+    def take(self, row: DecodeRow, tokens: int = 0) -> RowGroup:
         """Remove a sequence and return it as a group of one row; see `RowGroup.take`."""
         group, number = self._place(row)
         taken = group.take(number, tokens)
@@ -400,15 +426,15 @@ class Batch:
         self._remove(row)
         return taken
 
-    def reserve(self, tokens: int) -> list[tuple[Sequence, Exception]]:
+    def reserve(self, tokens: int) -> list[tuple[R, Exception]]:
         """Make sure that ``tokens`` more fit in every row; rows that outgrow others move.
 
         Returns the rows for which there is no memory, with the error. They have left the batch.
         """
-        left: list[tuple[Sequence, Exception]] = []
+        left: list[tuple[R, Exception]] = []
         for group in list(self.groups):
             numbers = [0] if len(group.rows) == 1 else group.outgrown(tokens)
-            for row in [group.rows[number] for number in numbers]:
+            for row in [cast("R", group.rows[number]) for number in numbers]:
                 with caught_shortage() as short:
                     self._enlarge(group, row, tokens)
                 if short:
@@ -416,7 +442,7 @@ class Batch:
                     left.append((row, short[0]))
         return left
 
-    def _enlarge(self, group: RowGroup, row: Sequence, tokens: int) -> None:
+    def _enlarge(self, group: RowGroup, row: R, tokens: int) -> None:
         if len(group.rows) == 1:
             group.reserve(tokens)
             return
@@ -443,12 +469,12 @@ class Batch:
                 break  # it stays in the buffers that it has
         self.groups.append(group)
 
-    def _remove(self, row: Sequence) -> None:
+    def _remove(self, row: DecodeRow) -> None:
         self.groups = [group for group in self.groups if group.rows]
         self.rows.pop(_number(self.rows, row))
         self._found_orders = False
 
-    def _place(self, row: Sequence) -> tuple[RowGroup, int]:
+    def _place(self, row: DecodeRow) -> tuple[RowGroup, int]:
         """The group of a sequence, and its row there."""
         for group in self.groups:
             for number, own in enumerate(group.rows):
@@ -559,11 +585,11 @@ class Batch:
         return group.shallow(row, token, drafted, layers)
 
 
-def _number(rows: Many[Sequence], row: Sequence) -> int:
+def _number(rows: Many[DecodeRow], row: DecodeRow) -> int:
     return next(number for number, own in enumerate(rows) if own is row)
 
 
-def _aux_layers(rows: Many[Sequence]) -> tuple[int, ...]:
+def _aux_layers(rows: Many[DecodeRow]) -> tuple[int, ...]:
     return tuple(sorted({layer for row in rows for layer in row.aux_layers}))
 
 

@@ -6,16 +6,31 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from .sequence import Sequence
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
 Result = TypeVar("Result")
+
+
+class Runs(Protocol):
+    """What a handle needs of the engine, see `engine.engine.Engine`."""
+
+    adapter: Any
+
+    def run(self, until: Callable[[], bool], end: float = math.inf) -> bool:
+        """Run the engine until a condition is met, or wait for the thread that runs it."""
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for the background thread until a condition is met."""
+
+    def start(self) -> None:
+        """Run the engine in a background thread that ends when all requests have ended."""
+
+    def settle(self) -> None:
+        """Wait for the end of this thread, where it has nothing left to do."""
 
 
 class Handle(Generic[Result]):
@@ -33,7 +48,7 @@ class Handle(Generic[Result]):
     """
 
     def __init__(
-        self, engine: Engine, sequence: Sequence, finish: Callable[[Sequence], Result]
+        self, engine: Runs, sequence: Sequence, finish: Callable[[Sequence], Result]
     ) -> None:
         self._engine, self.sequence, self._finish = engine, sequence, finish
         self._result: Result | None = None

@@ -40,7 +40,7 @@ class Rounds:
         self.adapter = adapter
         self._sampling = Sampling([])
 
-    def run(self, batches: Many[Batch]) -> None:
+    def run(self, batches: Many[Batch[Sequence]]) -> None:
         """One step of batches of one mode."""
         for batch in batches:
             self._run_decode_stages(batch)
@@ -54,19 +54,19 @@ class Rounds:
         """Emit the first token, from the logits (1, V) after the prompt."""
         self._take(sequence, logits)
 
-    def _run_decode_stages(self, batch: Batch) -> None:
+    def _run_decode_stages(self, batch: Batch[Sequence]) -> None:
         for number, sequence in enumerate(batch.rows):
             try:
                 batch.run_decode_stages(number)
             except Exception as error:
                 fail(sequence, error)
 
-    def _reserve(self, batch: Batch, tokens: int) -> None:
+    def _reserve(self, batch: Batch[Sequence], tokens: int) -> None:
         """Make room for the next tokens; rows without any end, and have left the batch."""
         for sequence, error in batch.reserve(tokens):
             fail(sequence, error)
 
-    def _single(self, batch: Batch) -> None:
+    def _single(self, batch: Batch[Sequence]) -> None:
         """One token of every row, without drafts."""
         self._reserve(batch, 1)
         if not batch.rows:
@@ -78,7 +78,7 @@ class Rounds:
         for sequence in batch.rows:
             self._emit(sequence)
 
-    def _checked(self, batch: Batch) -> None:
+    def _checked(self, batch: Batch[Sequence]) -> None:
         """One round of rows that have drafters."""
         limits = (s.drafts.limit[0] for s in batch.rows if s.drafts is not None)
         self._reserve(batch, max(_TREE, *limits))
@@ -131,7 +131,7 @@ class Rounds:
             assert sequence.drafts is not None
             sequence.drafts.off = f"off: strict, {sequence.stages[0].name} modifies the cache"
 
-    def _trees(self, batch: Batch) -> list[Tree]:
+    def _trees(self, batch: Batch[Sequence]) -> list[Tree]:
         """What the drafters of each row propose.
 
         Rows that draft with the model itself share its forward passes.
@@ -176,7 +176,7 @@ class Rounds:
         waiting[row] = proposal, token
         return None
 
-    def _redecode(self, batch: Batch, sequence: Sequence) -> None:
+    def _redecode(self, batch: Batch[Sequence], sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""
         self._rewrite(batch, sequence)
         token = sequence.sampler.tokens[-1]

@@ -8,23 +8,53 @@ import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from vlmfast.core.drafting import Observer, Proposal, SlotList
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
+from vlmfast.core.tree import Tree
 from vlmfast.errors import is_out_of_memory
 
-from .decode import RowGroup
+from .decode import Batch, RowGroup
 from .hidden_states import Watch
 from .mode import Mode
+from .output import Output
 from .prefill import Inputs, Prompt
 from .sampling import Sampler, Sampling
 from .stats import Stats, Trace
 
-if TYPE_CHECKING:
-    from .speculation import Speculation
+
+class Drafts(Protocol):
+    """Drafts the answer of a sequence, see `engine.speculation`.
+
+    Attributes
+    ----------
+    limit : (int, int)
+        Most nodes and depth of a tree.
+    off : str
+        Why nothing more is drafted; empty otherwise.
+    """
+
+    limit: tuple[int, int]
+    off: str
+
+    @property
+    def view(self) -> tuple[SlotList, ...] | None:
+        """The slots that the tokens of `propose` read, see `ViewDrafter`."""
+
+    def propose(self, batch: Batch, number: int, root: int) -> Proposal:
+        """A tree of drafts after ``root``, which is not in the cache of row ``number`` yet."""
+
+    def observer(self) -> Observer | None:
+        """Who reads the attention of the next verification."""
+
+    def learn(
+        self, tree: Tree, path: list[int], emitted: list[int], output: Output, number: int
+    ) -> None:
+        """Process the model's results for ``tree``."""
 
 
 class Phase(Enum):
@@ -112,7 +142,7 @@ class Sequence:
         Slots of its cache when decoding began.
     steps : int
         Tokens that have been fed since.
-    drafts : Speculation, optional
+    drafts : Drafts, optional
     drifted : int
         Of a strict answer: how many of the last cached tokens depend on trees.
     most : int, optional
@@ -145,7 +175,7 @@ class Sequence:
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     prompt_slots: Tensor | None = None
     steps: int = 0
-    drafts: Speculation | None = None
+    drafts: Drafts | None = None
     drifted: int = 0
     most: int | None = None
     first: float | None = None
