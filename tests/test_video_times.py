@@ -257,7 +257,7 @@ def test_media_functions_take_the_same_lists() -> None:
         ({"timestamps": 3}, "timestamps=3: must be a list"),
         ({"timestamps": [0, 1, 1e300]}, "at most 1e.09 s"),
         ({"fps": 0}, "fps=0: must be a finite number above 0"),
-        ({"fps": "2"}, "fps='2': must be a number"),
+        ({"fps": "2"}, "fps='2': must be a finite number"),
         ({"fps": 1e-300}, "at most 1e.09 s"),
     ],
 )

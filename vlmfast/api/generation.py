@@ -563,7 +563,7 @@ def is_argument(adapter: Adapter, name: str) -> bool:
 def _check_unset(
     adapter: Adapter, name: str, value: Any, elsewhere: Mapping[str, str], known: list[str]
 ) -> None:
-    """Raise if an argument that `gate` does not take, but for ``known`` ones, has a value."""
+    """Raise where an argument that is not among the ``known`` ones has a value."""
     if name.startswith("vlmfast_"):
         raise VLMFastError(f"{name} cannot be given: names that begin with vlmfast_ are internal")
     if value is None:

@@ -136,22 +136,13 @@ class VLM:
         return cls(*loaded, prefix_cache_bytes=prefix_cache_bytes)
 
     def __repr__(self) -> str:
-        kind, parameters, device = self._facts().values()
-        return f"VLM({self._name}, {kind}, {parameters} parameters, {device})"
-
-    @property
-    def _name(self) -> str:
-        """The hub id of the checkpoint, or the name of its folder."""
-        name = getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__
-        return Path(name).name if Path(name).is_absolute() else name
-
-    def _facts(self) -> dict[str, str]:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return {
-            "class": type(self.model).__name__,
-            "parameters": brief_count(self.model.num_parameters()),
-            "device": f"{dtype} on {self.adapter.device}",
-        }
+        model, device = self.model, self.adapter.device
+        kind = type(model).__name__
+        name = getattr(model.config, "_name_or_path", "") or kind
+        name = Path(name).name if Path(name).is_absolute() else name
+        dtype = str(model.dtype).removeprefix("torch.")
+        parameters = brief_count(model.num_parameters())
+        return f"VLM({name}, {kind}, {parameters} parameters, {dtype} on {device})"
 
     @property
     def prefix_cache(self) -> PrefixCache:

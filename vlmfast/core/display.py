@@ -46,11 +46,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} GB"
+    return _scaled(value, " B", " kB", " MB", " GB")
 
 
 def count(value: float) -> str:
@@ -60,11 +56,16 @@ def count(value: float) -> str:
 
 def brief_count(value: float) -> str:
     """Such as 7.1B."""
-    for unit in ("", "K", "M"):
+    return _scaled(value, "", "K", "M", "B")
+
+
+def _scaled(value: float, *units: str) -> str:
+    """A number in the first unit, of those a thousand apart, in which it is below a thousand."""
+    for unit in units[:-1]:
         if value < 1000:
             return f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g}B"
+    return f"{value:.3g}{units[-1]}"
 
 
 def plural(number: int, noun: str) -> str:

@@ -119,15 +119,13 @@ def check_model(
     """
     if os.path.exists(name):
         return
-    if not re.fullmatch(f"({_PART}/)?{_PART}", name):
-        raise ModelError(f"{name} is no folder, and no hub id, which has the form owner/name")
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
     except HFValidationError as error:
-        raise ModelError(f"{name} is no hub id: {_reason(error)}") from error
+        raise ModelError(f"{name} is no folder, and no hub id: {_reason(error)}") from error
     if isinstance(cached, str):
         return
     about = f"{name} is neither a folder nor in the cache"

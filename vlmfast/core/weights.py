@@ -174,14 +174,9 @@ class StageWeights:
 
     def _about(self) -> dict[str, Any]:
         """The content of ``stage.json``."""
-        about: dict[str, Any] = {
-            "stage": self.stage,
-            "config": self.config,
-            "signature": self.signature,
-            "training": self.training,
-        }
-        about |= {"measured": list(self.measured)} if self.measured else {}
-        return about | ({"license": self.license} if self.license else {})
+        about = {name: getattr(self, name) for name in ("stage", "config", "signature", "training")}
+        more = {"measured": list(self.measured), "license": self.license}
+        return about | {name: value for name, value in more.items() if value}
 
 
 def training(name: str) -> str:

@@ -40,11 +40,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     )
 
 
-def _causal_mask(rows: int, keys: int, device: torch.device) -> Tensor:
-    """Bool (rows, keys): the last of ``keys`` are the rows themselves."""
-    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
-
-
 class Cache:
     """Keys and values of one sequence: stable rows, then those of a tree until `crop`.
 
@@ -104,7 +99,8 @@ class Cache:
                 stable = mask.new_ones(rows, keys - mask.shape[1])
                 seen = torch.cat([stable, mask], dim=1)
             elif 1 < rows < keys:
-                seen = _causal_mask(rows, keys, q.device)
+                every = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+                seen = every.tril(keys - rows)  # the last of the keys are the rows themselves
             return _attention(q, self.keys, self.values, seen)
 
         return attend

@@ -265,6 +265,7 @@ class KeptTokens(Part, EncodeStage):
     def tokens_left(self, before: TokenCount) -> TokenCount:
         return before
 
+    # For types plain attributes, as in `EncodeStage`.
     query_dependent = cast(bool, property(attrgetter("of.selects.query_dependent")))
     wants_cls = cast(bool, property(attrgetter("of.selects.wants_cls")))
     wants_digest = cast(bool, property(attrgetter("of.selects.wants_digest")))

@@ -29,7 +29,9 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
         except TypeError:
             count = 0
         if count < 1:
-            raise MediaError(f"num_frames={num_frames!r}: must be a whole number above 0")
+            raise MediaError(
+                f"num_frames={short(repr(num_frames))}: must be a whole number above 0"
+            )
     if fps is not None:
         try:
             number = isinstance(fps, numbers.Real) and not isinstance(fps, bool)
@@ -37,7 +39,7 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
         except OverflowError:
             rate = math.nan
         if not (math.isfinite(rate) and rate > 0):
-            raise MediaError(f"fps={fps!r}: must be a finite number above 0")
+            raise MediaError(f"fps={short(repr(fps))}: must be a finite number above 0")
     if select is not None and not callable(select):
         raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
 

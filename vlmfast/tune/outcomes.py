@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlmfast.core.files import make_folder
 from vlmfast.core.journal import Journal
@@ -41,6 +41,21 @@ class Outcome:
     score: int
     tokens: float
     bytes: int
+
+
+class Source(Protocol):
+    """Outcomes of recipes; ``none`` is the full model."""
+
+    def outcomes(self, recipe: str, questions: Sequence[int]) -> list[Outcome]:
+        """Outcomes of a recipe on questions, in their order.
+
+        Raises
+        ------
+        CannotRun
+            For a recipe that the model does not support.
+        MediaUnavailable
+            For media that cannot be read now. Nothing is recorded of their questions.
+        """
 
 
 class Store(Journal):

@@ -20,7 +20,7 @@ from typing import Any
 
 from .bounds import Loss, paired
 from .data import Split, split
-from .outcomes import FULL, CannotRun, ModelSource, Outcome
+from .outcomes import FULL, CannotRun, Outcome, Source
 
 OBJECTIVES = ("ttft", "throughput", "memory")
 RUNGS, LEAST_RUNG = 4, 12  # rungs at most, and questions of the first
@@ -118,7 +118,7 @@ class Result:
 
 @dataclass
 class _Race:
-    source: ModelSource
+    source: Source
     groups: Sequence[Hashable]
     settings: Settings
     full: dict[int, Outcome] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def planned(candidates: int, sizes: Sequence[int], done: int, held_out: int) -> 
 
 
 def race(
-    source: ModelSource,
+    source: Source,
     candidates: Sequence[str],
     groups: Sequence[Hashable],
     settings: Settings,
@@ -193,7 +193,7 @@ def race(
 
     Parameters
     ----------
-    source : ModelSource
+    source : Source
     candidates : sequence of str
         Recipes.
     groups : sequence

@@ -19,22 +19,6 @@ from .module import KINDS, EagleModule
 from .visual import CHOICES, Visual, check
 
 
-def check_size(stage: Any) -> None:
-    """Check that ``top_k`` and ``depth`` give enough candidates for ``nodes``.
-
-    Raises
-    ------
-    RecipeError
-    """
-    k = stage.top_k
-    most = k + (stage.depth - 1) * k * k
-    if stage.nodes - 1 > most:
-        raise RecipeError(
-            f"{stage.name}: nodes={stage.nodes} is out of range; top_k={k} and depth={stage.depth} "
-            f"give {most} candidates, so at most {most + 1} nodes"
-        )
-
-
 def layers_read(depth: int) -> tuple[int, int, int]:
     """The low, middle and high decoder layer, of ``depth``, whose inputs EAGLE-3 reads.
 
@@ -58,7 +42,13 @@ class TrainedDrafter(DrafterStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_size(self)
+        k = self.top_k
+        most = k + (self.depth - 1) * k * k
+        if self.nodes - 1 > most:
+            raise RecipeError(
+                f"{self.name}: nodes={self.nodes} is out of range; top_k={k} and "
+                f"depth={self.depth} give {most} candidates, so at most {most + 1} nodes"
+            )
 
     @classmethod
     def build(cls, config: dict[str, Any]) -> EagleModule:
