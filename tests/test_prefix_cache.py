@@ -815,28 +815,6 @@ def test_release_may_use_the_cache() -> None:
     assert seen == [0]
 
 
-def test_a_search_reads_its_own_content_alone() -> None:
-    cache = PrefixCache(1000)
-    for content in range(3):
-        for ids in ((1, 2, 3), (1, 2, 4, 5)):
-            cache.put(Key("x", "", content, ids), (content, ids), 1)
-    cache.put(Key("x", "other", 2, (1, 2, 3, 4)), None, 1)
-
-    def found(ids: tuple[int, ...], least: int = 1, content: int = 2, **more: Any) -> Any:
-        entry, count = cache.search(Key("x", "", content, ids), least, **more)
-        return None if entry is None else (entry.value, count)
-
-    assert found((1, 2, 3, 4)) == ((2, (1, 2, 3)), 3)
-    assert found((1, 2, 3), content=3) is None
-    assert found((1, 2), counted=False) == ((2, (1, 2, 3)), 2)  # the last one used
-    entry, _ = cache.search(Key("x", "", 2, (1, 2, 3)))
-    cache.remove(entry)
-    assert found((1, 2, 3, 4), counted=False) == ((2, (1, 2, 4, 5)), 2)
-    assert found((1, 2, 3, 4), 3) is None
-    cache.clear()
-    assert found((1, 2, 3, 4)) is None
-
-
 def test_equal_hashes_of_other_ids_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are compared while other threads can use the cache."""
     cache, begins = PrefixCache(10), Key.begins

@@ -647,44 +647,61 @@ def test_what_began_with_another_model_is_not_stored(vlm: VLM) -> None:
 # --- look-ups ------------------------------------------------------------------------------------
 
 
-Ids = st.lists(st.integers(0, 2), max_size=40).map(tuple)
+TAILS = ((), (1,), (1, 1), (1, 2), (2,))
+
+
+@st.composite
+def searched(draw: st.DrawFn) -> Key:
+    """Of few prefixes, most of which share a beginning that ends before or after a block."""
+    ids = (0,) * draw(st.sampled_from([0, 1, 14, 16, 17])) + draw(st.sampled_from(TAILS))
+    tenant, content = draw(st.sampled_from([("", ""), ("", ""), ("other", ""), ("", "more")]))
+    return Key("x", tenant, content, ids)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["put", "remove", "find"]), Ids, st.integers(0, 40))),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "find", "find", "remove"]),
+            searched(),
+            st.sampled_from([0, 1, 2, 15, 16, 17, 19]),
+        ),
+        min_size=5,
+    )
 )
 def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> None:
-    """The longest common beginning, of several the last that was used."""
-    cache, known = PrefixCache(1000), dict[tuple[int, ...], tuple[int, Entry]]()
-    for step, ids, least in steps:  # the last used one is the last that is known
+    """The longest common beginning of the same tenant, of several the last that was used."""
+    cache, known = PrefixCache(1000), dict[Key, tuple[int, Entry]]()
+    for step, key, least in steps:  # the last used one is the last that is known
         if step == "put":
-            least = min(least, len(ids))
-            for old, (other, entry) in list(known.items()):
-                if old == ids or (old and ids[: len(old)] == old and other >= least):
-                    assert not known.pop(old)[1].in_use and entry.key.ids == old
-            entry = cache.put(Key("x", "", "", ids), ids, 1, least=least)
+            least = min(least, len(key.ids))
+            for old, (other, _) in list(known.items()):
+                inside = old.ids and old.begins(key, len(old.ids)) and other >= least
+                if old == key or inside:
+                    del known[old]
+            entry = cache.put(key, None, 1, least=least)
             assert entry is not None
-            known[ids] = least, entry
-        elif step == "remove" and ids in known:
-            cache.remove(known.pop(ids)[1])
+            known[key] = least, entry
+        elif step == "remove" and key in known:
+            cache.remove(known.pop(key)[1])
         elif step == "find":
-            shared = {own: _shared(own, ids, of) for own, (of, _) in reversed(known.items())}
-            best = max(shared, key=shared.__getitem__, default=())
+            shared = {own: _shared(own, key, of) for own, (of, _) in reversed(known.items())}
+            best = max(shared, key=shared.__getitem__, default=key)
             count = shared.get(best, 0)
             wanted = (known[best][1], count) if count >= max(least, 1) else (None, 0)
-            assert cache.search(Key("x", "", "", ids), least) == wanted
+            assert cache.search(key, least) == wanted
             if wanted[1]:
                 known[best] = known.pop(best)
-        assert [key.ids for key in recent(cache)] == [*reversed(known)]
+        assert recent(cache) == [*reversed(known)]
     cache.clear()
     assert not cache._beginnings and not cache._ends
 
 
-def _shared(one: tuple[int, ...], other: tuple[int, ...], least: int) -> int:
+def _shared(one: Key, other: Key, least: int) -> int:
     """How many of its first ids a prefix that can be cut to ``least`` shares."""
-    count = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    count = min(len(one), len(other)) if count is None else count
+    pairs = enumerate(zip(one.ids, other.ids, strict=False))
+    most = min(len(one.ids), len(other.ids)) if one[:3] == other[:3] else 0
+    count = min(next((n for n, (a, b) in pairs if a != b), most), most)
     return count if count >= least else 0
 
 
