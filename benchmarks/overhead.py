@@ -24,9 +24,7 @@ from typing import Any
 
 import ask
 import harness
-from shapes import SHAPED, TOWERS
-
-from vlmfast.check.commands import size
+from shapes import SHAPED
 
 NONE, PARTS = "none", ("first", "per token")
 
@@ -75,12 +73,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, pairs=20, warmup=2, new_tokens=33, dtype="float32", layers=24, out=None
     )
-    add = parser.add_argument
-    add("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
-    add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS))
-    add("--size", type=size, help="WIDTHxHEIGHT of the image, by default as ask.py")
+    parser.add_argument("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
     # The time of all threads counts.
-    args = parser.parse_args(argv, argparse.Namespace(device="cpu", threads=1))
+    fixed = {"device": "cpu", "threads": 1, "tower": "clip-vit-l-14-336"}
+    args = parser.parse_args(argv, argparse.Namespace(**fixed))
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args

@@ -70,15 +70,11 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return markdown_table(head, lines)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def main(argv: list[str]) -> int:
     parser = harness.parser(
         __doc__, repeats=3, dtype="bfloat16", device=harness.DEVICE, layers=24, out=None
     )
-    return parser.parse_args(argv, argparse.Namespace(tower="small"))
-
-
-def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = parser.parse_args(argv, argparse.Namespace(tower="small"))
     report, (vlm, image) = ask.heading("reduce.py", argv, args), ask.load(SHAPED, args)
     plans = {name: partial(measure, vlm, image, plan) for name, plan in recipes(vlm).items()}
     samples = harness.interleaved(plans, args.repeats, warmup=1, name="reduce")

@@ -78,7 +78,6 @@ from vlmfast.eval.results import write_json
 from vlmfast.integrations.vllm import export
 from vlmfast.scenes.examples import EVAL_SEED_START, image_example
 
-NAMES = ("throughput", "memory", "gap")
 TRANSFORMERS = "transformers serve"
 TRANSFORMERS_MODULE = "transformers.cli.transformers"
 SCALING = {4: 1.7, 16: 2.2}  # least ratio over one client, by clients
@@ -337,7 +336,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, dtype="bfloat16", device=harness.DEVICE, threads=2, fresh=False, out=None
     )
-    add, every = parser.add_argument, NAMES + inside_vllm.NAMES
+    add, every = parser.add_argument, (*MEASURED, *inside_vllm.NAMES)
     add("--only", nargs="+", choices=every, metavar="NAME", help=f"of {', '.join(every)}")
     add("--model", default="tiny", help="tiny, a folder or a hub id (%(default)s)")
     add("--recipes", nargs="+", default=["none", "balanced"], help="a server each (%(default)s)")
@@ -362,7 +361,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if 1 not in args.clients:
         parser.error("--clients must have 1 among them")
     args.clients, args.recipes = sorted(set(args.clients)), list(dict.fromkeys(args.recipes))
-    args.only = args.only or NAMES
+    args.only = args.only or tuple(MEASURED)
     inside = set(args.only) & set(inside_vllm.NAMES)
     if inside and (inside < set(args.only) or args.vllm is None):
         parser.error(f"{', '.join(inside_vllm.NAMES)} need --vllm, and a run of their own")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from charts import html_of
 from sources import ROOT, listed, read, table
 
 import vlmfast
@@ -51,15 +52,12 @@ EXAMPLES = {
     "quickprefill": "quickprefill:score=key-norm",
     "snapkv": "snapkv:window=0.1",
 }
-_VIDEO = (
+# Requirements of methods whose weights are not shipped.
+NEEDS = dict.fromkeys(
+    ("clip-relevance", "frames-clip"),
     "It needs an OpenCLIP model in addition to the VLM. The weights are not shipped. They are "
-    "downloaded when needed; offline, set `model=local-dir:FOLDER`."
+    "downloaded when needed; offline, set `model=local-dir:FOLDER`.",
 )
-# Requirements of methods that are not shipped.
-NEEDS = {
-    "clip-relevance": _VIDEO,
-    "frames-clip": _VIDEO,
-}
 
 
 # --- measured reports ----------------------------------------------------------------------------
@@ -125,8 +123,6 @@ def axis_of(word: str) -> str:
 
 def curves(word: str, report: Report) -> str:
     """The chart of a method beside the baselines."""
-    from charts import html_of
-
     drawn = chart.figure(report.shown(word))
     drawn.for_each_trace(lambda trace: trace.update(visible=True))
     drawn.update_layout(height=drawn.layout.height - 100, margin_b=180)  # a short legend

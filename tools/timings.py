@@ -34,9 +34,7 @@ def timings() -> str:
     """Every measure of ``benchmarks/ask.py``, with quartiles."""
     ask, tables = script("ask"), []
     for name, rows in measured("ask-cpu-bfloat16")["models"].items():
-        tables.append(ask.markdown(name, rows))
-        if all("media" in row for row in rows.values()):
-            tables.append(ask.parts_table(name, rows))
+        tables += [ask.markdown(name, rows), ask.parts_table(name, rows)]
     return "\n\n".join(tables)
 
 
@@ -264,21 +262,16 @@ def gpu_kernels(gpu: str) -> str:
 
 
 def launches_requests() -> str:
-    """Launches and reads of a request under each recipe, and to its first token in earlier code."""
-    labels = measured("launches")["labels"]
-    before, now = (_by_recipe(labels[name]["parts"]) for name in ("before", "after"))
-    rows = [["recipe", "layer of prefill", "first token", "before", "decode step"]]
-    for recipe, request in now.items():
-        first = [_launches(of[recipe]["first_token"]) for of in (now, before)]
-        step = _launches(request["step"])
-        rows.append([f"`{recipe}`", _launches(*request["layers"]), *first, step])
+    """Launches and reads of a request under each recipe."""
+    parts = measured("launches")["parts"]
+    shape = parts["llava-next"]["requests"]
+    own = {request["recipe"] for request in shape}
+    shipped = [request for request in parts["tiny"]["requests"] if request["recipe"] not in own]
+    rows = [["recipe", "layer of prefill", "first token", "decode step"]]
+    for of in (*shape, *shipped):
+        cells = _launches(*of["layers"]), _launches(of["first_token"]), _launches(of["step"])
+        rows.append([f"`{of['recipe']}`", *cells])
     return table(rows)
-
-
-def _by_recipe(parts: dict[str, Any]) -> dict[str, Any]:
-    shipped, shape = (parts[name]["requests"] for name in ("tiny", "llava-next"))
-    own = {request["recipe"]: request for request in shape}
-    return own | {r["recipe"]: r for r in shipped if r["recipe"] not in own}
 
 
 def _launches(*costs: dict[str, Any]) -> str:
@@ -289,14 +282,11 @@ def _launches(*costs: dict[str, Any]) -> str:
 
 def launches_towers() -> str:
     """Calls of attention in Qwen2.5-VL's tower, by size of the image."""
-    labels = measured("launches")["labels"]
-    before, now = (labels[name]["parts"] for name in ("before", "after"))
-    rows = [["image", "calls of attention", "launches", "calls before"]]
-    for name, part in now.items():
+    rows = [["image", "calls of attention", "launches"]]
+    for name, part in measured("launches")["parts"].items():
         if name.startswith("qwen2.5-vl"):
             width, height = part["image"]
             counts = _in_blocks(part, "attention"), _in_blocks(part, "launches")
-            counts += (_in_blocks(before[name], "attention"),)
             rows.append([f"{width} x {height}", *(f"{count:,}" for count in counts)])
     return table(rows)
 

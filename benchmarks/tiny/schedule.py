@@ -42,10 +42,6 @@ class Plan:
     look: float = 0.5
 
 
-def _mix(a: float, b: float, t: float) -> float:
-    return a + (b - a) * min(max(t, 0.0), 1.0)
-
-
 def phase_of(progress: float) -> str:
     """Name the phase at ``progress`` in [0, 1]."""
     return "apart" if progress < APART else "together" if progress < DECAY else "decay"
@@ -92,8 +88,9 @@ def plan(step: int, progress: float, seed: int, batch: int) -> Plan:
         kind = "image" if draw < 0.7 else "small" if draw < 0.8 else "video"
     else:
         kind = "image" if draw < 0.66 else "small" if draw < 0.76 else "video"
-    fraction = {"apart": 1.0, "together": _mix(0.6, 0.15, (progress - APART) / (DECAY - APART))}
-    codes = rng.random() < fraction.get(phase, 0.15)
+    between = (progress - APART) / (DECAY - APART)
+    fraction = {"apart": 1.0, "together": 0.6 + (0.15 - 0.6) * between, "decay": 0.15}
+    codes = rng.random() < fraction[phase]
     size, keep, foreground = batch, 0, True
     if codes:
         keep = SYM_KEEP[kind]
