@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -26,7 +26,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmfast.core.contexts import DecodeContext, PrefillContext
@@ -42,6 +41,7 @@ from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
 from .attention_maps import (
+    Call,
     attention_rows,
     context_of,
     received_logits,
@@ -70,28 +70,6 @@ if TYPE_CHECKING:
 
 
 _FEW = 64  # query rows that the decode kernel takes
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of the attention of a layer; the parameters are those of `text_attention`."""
-
-    module: TextAttention
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scaling: float | None
-    dropout: float
-
-    @property
-    def layer(self) -> int:
-        return self.module.layer_idx
-
-    def of(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Hugging Face's own attention of this module, on other rows and slots."""
-        more: dict[str, Any] = {"dropout": self.dropout, "scaling": self.scaling}
-        return sdpa_attention_forward(self.module, query, key, value, mask, **more)[0]
 
 
 def text_attention(

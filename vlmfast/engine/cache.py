@@ -525,8 +525,9 @@ class KVCache(Cache):
                 copy.length, copy.seen, copy.evens = length[index], seen, layer.evens[rows]
                 copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
                 copy.gap = layer.gap[rows]
-                if isinstance(copy, StateLayer):
-                    copy.copied(layer, rows)
+                if isinstance(copy, StateLayer) and isinstance(layer, StateLayer):
+                    for name, state in layer.states.items():
+                        copy.states[name] = state[rows].clone()
                 for segment, stored in zip(layer.segments, layer.stored, strict=True):
                     if any(own := stored[rows]):
                         copy.segments.append(segment.select(rows).first(max(own)).clone())

@@ -99,17 +99,9 @@ class Compression:
             ).counted([len(layout) - (seen.start or 0)] * heads, None if seen.start else layout)
             # Before anything is evicted; equal requests share one computation.
             requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
+            given = query[0], key[0], context, scaling, bias
             known = {
-                request: statistics(
-                    request,
-                    layer,
-                    self.rows(request, layer, context),
-                    query[0],
-                    key[0],
-                    context,
-                    scaling,
-                    bias,
-                )
+                request: statistics(request, layer, self.rows(request, layer, context), *given)
                 for request in set(requests.values())
             }
             for stage in self.stages:

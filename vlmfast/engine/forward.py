@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,16 @@ from vlmfast.core.drafting import Observer, Read, SlotList
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.kernels.tree_verify import WORD
-from vlmfast.models.base import Adapter, TextDecoder
+from vlmfast.models.base import Adapter
 
 from .attention import has_kernels
 from .cache import KVCache
 from .calls import called, step_modules
 from .fused import fusable, fused_step
 from .joint import JointCache
+
+if TYPE_CHECKING:
+    from vlmfast.models.base import TextDecoder
 
 
 @dataclass

@@ -115,11 +115,6 @@ class StateLayer(KVLayer):
             buffer[row] = buffer[last]
         super().leave(row, keep=keep)
 
-    def copied(self, layer: KVLayer, rows: slice) -> None:
-        """Copy the states of some rows of another cache."""
-        assert isinstance(layer, StateLayer)
-        self.states = {name: state[rows].clone() for name, state in layer.states.items()}
-
     def release(self) -> None:
         super().release()
         self.states, self._rows = {}, {}
