@@ -123,7 +123,7 @@ def steps(bench: Bench, vlm: VLM, name: str, recipe: str, batch: int, bandwidth:
         report.row(f"{what}: captures of later steps", more, "0", more == 0)
         with report.guarded(f"{what}: captured step"):
             capture(bench, what, group, tokens)
-        decoder.release()
+        group.release()
     return took
 
 

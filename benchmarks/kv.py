@@ -43,7 +43,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.engine.engine import Engine
-from vlmfast.engine.opening import reading
+from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.sequence import Sequence
 from vlmfast.engine.stats import clock
@@ -113,7 +113,8 @@ def noise(vlm: VLM, tokens: int) -> Prompt:
 
 def prefilled(vlm: VLM, recipe: Recipe, asked: Prompt, room: int = 256) -> tuple[Sequence, Tensor]:
     """A request after the prefill of a prompt, and its logits (1, V)."""
-    sequence = reading(vlm.adapter, Inputs(text_ids(vlm)), recipe, clock(vlm.adapter.device))
+    begin = clock(vlm.adapter.device)
+    sequence = open_sequence(vlm.adapter, Inputs(text_ids(vlm)), recipe, begin=begin)
     sequence.trace.begin(asked.layout.select(asked.layout.visual), vlm.adapter.depth)
     with switched(vlm.model):
         logits = Engine(vlm.adapter).prefiller.prefill(sequence, asked, room)

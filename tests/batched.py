@@ -34,6 +34,12 @@ class Together(Batch):
         return group.cache, row
 
     @property
+    def position(self) -> Tensor:
+        """Rotary ids of the next tokens, (B, 1), or (3, B, 1) for M-RoPE."""
+        places = map(self._place, self.rows)
+        return torch.cat([group.position[..., at : at + 1, :] for group, at in places], -2)
+
+    @property
     def caches(self) -> list[KVCache]:
         return [group.cache for group in self.groups]
 

@@ -18,7 +18,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
-from vlmfast.engine.opening import reading
+from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.models.base import Adapter
@@ -41,7 +41,7 @@ class Driven:
         # With a `Prompt` of the test's own, ids are not used.
         inputs.tensors.setdefault("input_ids", torch.zeros(1, 1, dtype=torch.int64))
         begin = time.perf_counter() if begin is None else begin
-        self.sequence = reading(adapter, inputs, recipe, begin)
+        self.sequence = open_sequence(adapter, inputs, recipe, begin=begin)
 
     @classmethod
     def of(
@@ -88,7 +88,7 @@ class Driven:
 
     @property
     def context(self) -> DecodeContext:
-        return self.decoder.context
+        return DecodeContext(self.cache)
 
     def start(self, max_new_tokens: int) -> Tensor:
         """Prefill the prompt; logits (1, V)."""

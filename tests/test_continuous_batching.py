@@ -590,9 +590,9 @@ def test_requests_wait_for_memory(vlm: VLM) -> None:
     rows: list[int] = []
     run = Rounds.run
 
-    def counted(self: Rounds, batches: Any) -> None:
-        rows.append(sum(len(batch.rows) for batch in batches))
-        run(self, batches)
+    def counted(self: Rounds, batch: Any) -> None:
+        rows.append(len(batch.rows))
+        run(self, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rounds, "run", counted)
@@ -699,10 +699,10 @@ def test_rows_in_different_modes_never_share_a_step(monkeypatch) -> None:
     steps: list[tuple[bool, set[bool]]] = []
     run = Rounds.run
 
-    def noted(self: Rounds, batches: Any) -> None:
-        modes = {s.mode.autocast is not None for batch in batches for s in batch.rows}
+    def noted(self: Rounds, batch: Any) -> None:
+        modes = {s.mode.autocast is not None for s in batch.rows}
         steps.append((torch.is_autocast_enabled("cpu"), modes))
-        run(self, batches)
+        run(self, batch)
 
     monkeypatch.setattr(Rounds, "run", noted)
     handles = []

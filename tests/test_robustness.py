@@ -21,7 +21,7 @@ from vlmfast.compressors.select import best
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
-from vlmfast.engine.jitter import SHIFTS, jittered
+from vlmfast.engine.vision import SHIFTS, jittered
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
 from vlmfast.eval import commands, robustness, robustness_attacks
 from vlmfast.eval.report import write_report

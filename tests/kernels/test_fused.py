@@ -145,7 +145,7 @@ class ForwardPass:
             )
             for index, layer in enumerate(layers)
         ]
-        with references(), shifted(self.vlm.adapter, step.cache, step, self.position):
+        with references(), shifted(self.vlm.adapter, step, self.position):
             hidden = self.vlm.adapter.decoder(
                 inputs_embeds=self.embeds,
                 position_ids=self.position,
@@ -163,9 +163,7 @@ class ForwardPass:
             self.vlm.adapter,
             self.embeds,
             self.position + later,
-            step.cache,
             step,
-            step.cache.offsets,
             aux_hidden_states,
         )
 
@@ -391,7 +389,7 @@ def test_fused_step_does_not_synchronize(kind: str, case: str, monkeypatch) -> N
         embeds = torch.zeros(len(decoder.rows), 1, width, device="cuda")
         with watch:
             cache = together(decoder.caches)
-            fused_step(vlm.adapter, embeds, decoder.position, cache, DecodeContext(cache))
+            fused_step(vlm.adapter, embeds, decoder.position, DecodeContext(cache))
     assert watch.trace and not watch.complaints
 
 

@@ -124,9 +124,9 @@ def test_leaving_one_of_several_rows(serve: Any, recipe: str, count: int) -> Non
     served = serve()
     engine, steps = served.vlm.engine, []
 
-    def is_full(batches: Any) -> bool:
+    def is_full(batch: Any) -> bool:
         """Note whether the rows of a step have drafters."""
-        steps.append([row.drafts is not None for batch in batches for row in batch.rows])
+        steps.append([row.drafts is not None for row in batch.rows])
         return len(steps[-1]) == count
 
     with (

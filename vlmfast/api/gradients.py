@@ -28,7 +28,7 @@ from .request import Rendered, messages_of, render
 if TYPE_CHECKING:
     from PIL import Image
 
-    from vlmfast.engine.hidden_states import Watch
+    from vlmfast.engine.forward import Watch
 
     from .vlm import VLM
 

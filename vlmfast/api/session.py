@@ -32,7 +32,7 @@ from vlmfast.core.stage import Stage
 from vlmfast.engine.engine import engine_of
 from vlmfast.engine.features import tower_state
 from vlmfast.engine.handle import Handle, pieces_of, result_of
-from vlmfast.engine.opening import fitted, reading
+from vlmfast.engine.opening import fitted, open_sequence
 from vlmfast.engine.prefill import Inputs, look
 from vlmfast.engine.prefix import Prefix, copied
 from vlmfast.engine.prefix_cache import Entry
@@ -236,8 +236,8 @@ class Session:
                 session._prepare(sequence)
             return None
 
-        more = {"prefill": prefill}
-        sequence = reading(adapter, inputs, recipe, begin, stats, images_read, **more)
+        more: dict[str, Any] = {"begin": begin, "prefill": prefill}
+        sequence = open_sequence(adapter, inputs, recipe, stats=stats, images=images_read, **more)
         session = result_of(lambda: engine.submit(sequence, lambda sequence: opened[0]))
         stats.time_total_s = time.perf_counter() - start
         return session

@@ -5,7 +5,7 @@ make the selection less sensitive. Both are off by default.
 
 ``guard=k``
     Scores are the mean over the image and ``k`` jittered views of it, shifted by a pixel and with
-    noise (as in randomized smoothing, arXiv 1902.02918; see `vlmfast.engine.jitter`). Each view
+    noise (as in randomized smoothing, arXiv 1902.02918; see `engine.vision.jittered`). Each view
     costs a forward pass of the vision tower. Stages inside the tower do not run on these views.
 ``reserve=r``
     A fraction ``r`` of the kept tokens is not chosen by rank. It is spread evenly, in raster order,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
@@ -25,7 +26,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmfast.core.contexts import DecodeContext, PrefillContext
@@ -41,6 +41,7 @@ from vlmfast.kernels.tree_verify import tree_verify
 from vlmfast.models.rope import rotary_by_length
 
 from .attention_maps import (
+    Call,
     attention_rows,
     context_of,
     received_logits,
@@ -97,21 +98,19 @@ def text_attention(
     context, device = context_of(kwargs), query.device
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError("capped attention logits and attention sinks are not supported")
+    call = Call(module, query, key, value, attention_mask, scaling, dropout)
     if isinstance(context, DecodeContext):
         if not context.cache.split:
-            return _cached(module, query, key, value, context, scaling, dropout), None
+            return _cached(call, context), None
         with _current(device):
-            over = context.on(device)
-            return _cached(module, query, key, value, over, scaling, dropout), None
+            return _cached(call, context.on(device)), None
     assert isinstance(context, PrefillContext)
     home = context.layout.device
     if home == device:
-        given = query, key, value, attention_mask, context
-        return _prefilled(module, *given, scaling, dropout), None
+        return _prefilled(call, context), None
     # Of a model on several devices.
-    with _current(device), _collected(context, module.layer_idx, home):
-        there = query, key, value, attention_mask, context.on(device)
-        return _prefilled(module, *there, scaling, dropout), None
+    with _current(device), _collected(context, call.layer, home):
+        return _prefilled(call, context.on(device)), None
 
 
 @contextmanager
@@ -123,92 +122,59 @@ def _collected(context: PrefillContext, layer: int, home: torch.device) -> Itera
             found[layer] = found[layer].to(home)
 
 
-def _prefilled(
-    module: TextAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    context: PrefillContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _prefilled(call: Call, context: PrefillContext) -> Tensor:
     """Attention of a prompt, or of a chunk of one."""
     if context.extends:
-        return _extended(module, query, key, value, context, scaling, dropout)
-    bias = context.key_bias()
-    request = context.requests.get(module.layer_idx)
+        return _extended(call, context)
+    query, key, value, scaling = call.query, call.key, call.value, call.scaling
+    index, bias = call.layer, context.key_bias()
+    request = context.requests.get(index)
     if request is not None:
         rows = _query_rows(request, context)
         take = received_sum if request.rows == "columns" else attention_rows
-        first, last = span(context, module.layer_idx)
-        context.stats[module.layer_idx] = take(
+        first, last = span(context, index)
+        context.stats[index] = take(
             query[0], key[0], rows, scaling, bias=bias, first=first, last=last
         )
         if request.received:
             visual = context.layout.visual_rows()
-            context.received[module.layer_idx] = received_logits(
+            context.received[index] = received_logits(
                 query[0], key[0], visual, scaling, context.share(visual)
             )
     if context.probe:
         return torch.zeros_like(query).transpose(1, 2)
     own = None
-    if module.layer_idx in context.attend:
-        attend = context.attend[module.layer_idx]
-        own = attend(context, module.layer_idx, query, key, value, scaling)
-    if own is not None:
-        if bias is not None:
-            context.cache.layers[module.layer_idx].bias = bias
-        output = own.transpose(1, 2)
-    else:
-        output = _dense(module, query, key, value, attention_mask, context, bias, scaling, dropout)
+    if index in context.attend:
+        own = context.attend[index](context, index, query, key, value, scaling)
+    if bias is not None:
+        context.cache.layers[index].bias = bias
+    output = _dense(call, context, bias) if own is None else own.transpose(1, 2)
     if context.after is not None:
-        context.after(module.layer_idx, query, key, value, scaling)
-    elif (layer := context.cache.layers[module.layer_idx]).window is not None:
+        context.after(index, query, key, value, scaling)
+    elif (layer := context.cache.layers[index]).window is not None:
         layer.enter(context)
-        layer.slide(context.first_left(module.layer_idx))
+        layer.slide(context.first_left(index))
     return output
 
 
-def _dense(
-    module: TextAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    context: PrefillContext,
-    bias: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _dense(call: Call, context: PrefillContext, bias: Tensor | None) -> Tensor:
     """Attention of a prompt over its own rows."""
-    visible = context.visible(module.layer_idx)
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    visible = context.visible(call.layer)
     if visible is not None:
-        attention_mask = visible[None, None]
+        mask = visible[None, None]
     if bias is not None:
         n = key.shape[2]
-        context.cache.layers[module.layer_idx].bias = bias
-        if attention_mask is None and has_kernels(query, key):
-            return biased_attention(query, key, value, bias, scaling).transpose(1, 2)
-        if attention_mask is None:
-            attention_mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
-        attention_mask = with_bias(attention_mask, bias, query.dtype)
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
-    )[0]
+        if mask is None and has_kernels(query, key):
+            return biased_attention(query, key, value, bias, call.scaling).transpose(1, 2)
+        if mask is None:
+            mask = torch.ones(n, n, dtype=torch.bool, device=key.device).tril()
+        mask = with_bias(mask, bias, query.dtype)
+    return call.of(query, key, value, mask)
 
 
 def _cached(
-    module: TextAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: DecodeContext,
-    scaling: float | None,
-    dropout: float,
-    *,
-    alone: bool = True,
-    chunk: bool = False,
+    call: Call, context: DecodeContext, *, alone: bool = True, chunk: bool = False
 ) -> Tensor:
     """Attention of new tokens over a frozen cache; its tail already contains them.
 
@@ -219,9 +185,10 @@ def _cached(
     chunk : bool
         Whether the tokens are a chunk of a prompt, whose shapes may differ from others'.
     """
-    index, tokens = module.layer_idx, query.shape[2]
     if isinstance(context.cache, JointCache):
-        return _grouped(module, query, context, scaling, dropout)
+        return _grouped(call, context)
+    query, key, value, scaling = call.query, call.key, call.value, call.scaling
+    index, tokens = call.layer, query.shape[2]
     layer = context.cache.layers[index]
     sliding = context.cache.sliding(index, tokens)
     if context.observers is not None:
@@ -235,7 +202,7 @@ def _cached(
     dense = plain and not (tokens <= _FEW and kernels)
     alone = alone and len(query) == 1
     if dense and layer.prefix and not (sliding and layer.rank is not None):
-        attend = partial(_last, module, layer, sliding, scaling, dropout, alone)
+        attend = partial(_last, call, layer, sliding, alone)
         if tokens == 1:
             return attend(query, key, value, layer.max_lengths[0] + 1)
         if alone and context.tree is not None and query.dtype.itemsize == 2:
@@ -285,11 +252,9 @@ def _cached(
 
 
 def _last(
-    module: TextAttention,
+    call: Call,
     layer: KVLayer,
     sliding: bool,
-    scaling: float | None,
-    dropout: float,
     alone: bool,
     query: Tensor,
     key: Tensor,
@@ -301,13 +266,11 @@ def _last(
     key, value = (x.narrow(2, start, end - start) for x in (key, value))
     bias = None if layer.bias is None else layer.bias[:, :, None, start:end].to(query.dtype)
     if not alone:
-        return _buffer_attention(query, key, value, bias, scaling)
+        return _buffer_attention(query, key, value, bias, call.scaling)
     # A single row: Hugging Face's own call on these slots is bit-identical.
     if bias is not None and bias.shape[1] != query.shape[1]:
         bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
-    return sdpa_attention_forward(
-        module, query, key, value, bias, dropout=dropout, scaling=scaling
-    )[0]
+    return call.of(query, key, value, bias)
 
 
 def _by_node(
@@ -332,25 +295,19 @@ def _by_node(
     return torch.cat(outputs, 1)
 
 
-def _grouped(
-    module: TextAttention,
-    query: Tensor,
-    context: DecodeContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _grouped(call: Call, context: DecodeContext) -> Tensor:
     """`_cached` for rows of several groups, one group after another."""
     outputs, first = [], 0
     for number, cache in enumerate(context.cache.caches):
-        layer, rows = cache.layers[module.layer_idx], slice(first, first + cache.rows)
+        layer, rows = cache.layers[call.layer], slice(first, first + cache.rows)
         tree, ancestors = (
             None if x is None else x[rows] for x in (context.tree, context.ancestors)
         )
         observers = None if context.observers is None else context.observers[rows]
         views = None if context.views is None else [context.views[number]]
         own = DecodeContext(cache, tree, ancestors, views=views, observers=observers)
-        given = query[rows], layer.keys, layer.values, own, scaling, dropout
-        outputs.append(_cached(module, *given, alone=False))
+        part = replace(call, query=call.query[rows], key=layer.keys, value=layer.values)
+        outputs.append(_cached(part, own, alone=False))
         first += cache.rows
     return torch.cat(outputs)
 
@@ -398,44 +355,27 @@ def _observe(
         observer(index, logits.softmax(-1).flatten(0, 1), keys, values)
 
 
-def _extended(
-    module: TextAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: PrefillContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _extended(call: Call, context: PrefillContext) -> Tensor:
     """Attention of a later chunk of a prompt."""
-    index, tokens = module.layer_idx, query.shape[2]
+    index, tokens, key = call.layer, call.query.shape[2], call.key
     layer, sliding = context.cache.layers[index], context.cache.sliding(index, tokens)
     if layer.even and not layer.segments and layer.attention_mass is None and not sliding:
-        output = _after_slots(module, query, key, value, context, scaling, dropout)
+        output = _after_slots(call, context)
     else:
-        over = DecodeContext(context.cache)
-        output = _cached(module, query, key, value, over, scaling, dropout, chunk=True)
+        output = _cached(call, DecodeContext(context.cache), chunk=True)
     if context.after is not None:
         at = layer.length[..., None] + torch.arange(tokens, device=key.device)
         at = at[..., None].expand(-1, -1, -1, key.shape[3])
         keys, values = (buffer.gather(2, at) for buffer in (layer.keys, layer.values))
-        context.after(index, query, keys, values, scaling)
+        context.after(index, call.query, keys, values, call.scaling)
     return output
 
 
-def _after_slots(
-    module: TextAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: PrefillContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _after_slots(call: Call, context: PrefillContext) -> Tensor:
     """Attention of a chunk over the slots in use, the same in all heads, and over its own rows."""
-    layer, tokens = context.cache.layers[module.layer_idx], query.shape[2]
+    layer, query, tokens = context.cache.layers[call.layer], call.query, call.query.shape[2]
     n = layer.max_lengths[0] + tokens
-    key, value = key[:, :, :n], value[:, :, :n]
+    key, value = call.key[:, :, :n], call.value[:, :, :n]
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32 under autocast
     if context.mask_rule is None and layer.bias is None:
         groups = query.shape[1] // key.shape[1]
@@ -444,8 +384,8 @@ def _after_slots(
             key.repeat_interleave(groups, 1),
             value.repeat_interleave(groups, 1),
             attn_mask=causal_lower_right(tokens, n),  # by lengths, where a kernel can do that
-            dropout_p=dropout,
-            scale=scaling,
+            dropout_p=call.dropout,
+            scale=call.scaling,
         )
         return output.transpose(1, 2)
     mask = torch.ones(tokens, n, dtype=torch.bool, device=key.device).tril(n - tokens)
@@ -455,9 +395,7 @@ def _after_slots(
     if layer.bias is not None:
         mask = with_bias(mask, layer.bias[:, :, None, :n], query.dtype)
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
-    return sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling
-    )[0]
+    return call.of(query, key, value, mask)
 
 
 def _joined(

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vlmfast.core.contexts import Context, PrefillContext, current_context
 from vlmfast.kernels.col_stats import col_stats, column_sums
 
 _ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are needed
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an attention function; the parameters are those of `text_attention`."""
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float | None
+    dropout: float
+
+    @property
+    def layer(self) -> int:
+        """The layer of the language model."""
+        return self.module.layer_idx
+
+    def of(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any
+    ) -> Tensor:
+        """Hugging Face's own attention of this module, on other rows and slots."""
+        more = {"dropout": self.dropout, "scaling": self.scaling, **more}
+        return sdpa_attention_forward(self.module, query, key, value, mask, **more)[0]
 
 
 def context_of(kwargs: dict) -> Context:

@@ -31,7 +31,7 @@ from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
 from .stats import Stats
-from .tower import replaced
+from .tower import changed, only_in, replaced
 
 
 @contextmanager
@@ -59,8 +59,6 @@ def between_blocks(
 
     def before_block(index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if current_context.get() is not context:  # another forward pass through the same tower
-                return None
             hidden = args[0]
             if index == 0:
                 tower.begin(hidden)
@@ -70,37 +68,26 @@ def between_blocks(
                         hidden = tower.ask(stage, index, hidden)
             return tower.given((hidden, *args[1:]), kwargs)
 
-        return hook
+        return only_in(context, hook)
 
     def after_block(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
-            if current_context.get() is context:
-                tower.note(index)
+            tower.note(index)
 
-        return hook
+        return only_in(context, hook)
 
     def after_tower(output: Any) -> Any:
         if current_context.get() is not context or context.merged is None:
             return output
-        output.last_hidden_state = tower.spread(output.last_hidden_state)
-        if (levels := getattr(output, "hidden_states", None)) is not None:
-            wanted = [block + 1 for block in adapter.feature_blocks()]
-            output.hidden_states = tuple(
-                tower.spread(level) if i in wanted else level for i, level in enumerate(levels)
-            )
-        return output
+        return changed(adapter, tower.spread, output)
 
     def spreading(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: after_tower(forward(*args, **kwargs))
 
-    def before_merger(module: nn.Module, args: tuple) -> tuple | None:
-        if current_context.get() is not context:
-            return None
+    def before_merger(module: nn.Module, args: tuple) -> tuple:
         return (tower.spread(args[0]), *args[1:])
 
-    def before_projector(module: nn.Module, args: tuple) -> tuple | None:
-        if current_context.get() is not context:
-            return None
+    def before_projector(module: nn.Module, args: tuple) -> tuple:
         hidden = args[0]
         with stats.timed("time_reduce_s", hidden.device):
             for stage in stages:
@@ -115,8 +102,9 @@ def between_blocks(
                 enter(block.register_forward_hook(after_block(index)))
             if adapter.packed:
                 for merger in adapter.mergers():
-                    enter(merger.register_forward_pre_hook(before_merger))
-            enter(adapter.projector().register_forward_pre_hook(before_projector))
+                    enter(merger.register_forward_pre_hook(only_in(context, before_merger)))
+            before = only_in(context, before_projector)
+            enter(adapter.projector().register_forward_pre_hook(before))
             if not adapter.packed:
                 # A gate may call the tower twice; the rows of each call are copied back separately.
                 enter(replaced(adapter.tower(), spreading))

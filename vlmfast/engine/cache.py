@@ -307,21 +307,13 @@ class KVCache(Cache):
             index = index.to(layer.device)
             source = layer.length[..., None] + index[:, None]
             target = layer.length[..., None] + torch.arange(index.shape[1], device=index.device)
-            for name in SLOTWISE:
-                buffer = getattr(layer, name)
-                if buffer is None:
-                    continue
-                last = buffer.shape[2] - 1
-                wide = (..., *(None,) * (buffer.dim() - 3))
-                shape = (*source.shape, *buffer.shape[3:])
-                moved = buffer.gather(2, source.clamp(max=last)[wide].expand(shape))
-                buffer.scatter_(2, target.clamp(max=last)[wide].expand(shape), moved)
+            source, target = (slots.clamp(max=layer.capacity - 1) for slots in (source, target))
+            layer.copy(source, target)
             for buffer in (layer.order, layer.rank):
                 if buffer is not None:  # kept tokens are numbered without gaps
                     steps = torch.arange(index.shape[1], device=index.device)
                     order = (layer.seen[:, None, None] + steps).to(buffer.dtype)
-                    at = target.clamp(max=buffer.shape[2] - 1)
-                    buffer.scatter_(2, at, order.expand_as(target))
+                    buffer.scatter_(2, target, order.expand_as(target))
         for layer in self.layers:
             layer.max_lengths = [
                 length + n for length, n in zip(layer.max_lengths, counts, strict=True)
@@ -520,36 +512,33 @@ class KVCache(Cache):
         states = [index for index, layer in enumerate(self.layers) if layer.stateful]
         windows = [layer.window for layer in self.layers]
         twin = KVCache(len(self.layers), self.pool, windows, states)
+        rows = slice(None) if row is None else slice(row, row + 1)
         try:
-            self._copy(twin, row, tokens)
+            twin.track, twin.attention_mass = self.track, self.attention_mass
+            twin.logical, twin.base = self.logical[rows], self.base[rows]
+            twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
+            for device, (length, seen) in self._copies.items():
+                twin._copies[device] = length[:, rows].clone(), seen[rows].clone()
+            for index, (layer, copy) in enumerate(zip(self.layers, twin.layers, strict=True)):
+                copy.lazy_initialization(layer.keys, layer.values)
+                length, seen = twin._counts(layer.device)
+                copy.length, copy.seen, copy.evens = length[index], seen, layer.evens[rows]
+                copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
+                copy.gap = layer.gap[rows]
+                if isinstance(copy, StateLayer) and isinstance(layer, StateLayer):
+                    for name, state in layer.states.items():
+                        copy.states[name] = state[rows].clone()
+                for segment, stored in zip(layer.segments, layer.stored, strict=True):
+                    if any(own := stored[rows]):
+                        copy.segments.append(segment.select(rows).first(max(own)).clone())
+                        copy.stored.append(own)
+                copy.copy_slots(layer, rows, layer.enlarged(tokens, row or 0))
+            if self.position is not None:
+                twin.start(self.position[..., rows, :].clone())
         except BaseException:
             twin.release()
             raise
         return twin
-
-    def _copy(self, twin: KVCache, row: int | None, tokens: int) -> None:
-        """Fill a new cache, see `clone`."""
-        rows = slice(None) if row is None else slice(row, row + 1)
-        twin.track, twin.attention_mass = self.track, self.attention_mass
-        twin.logical, twin.base = self.logical[rows], self.base[rows]
-        twin.length, twin.seen = self.length[:, rows].clone(), self.seen[rows].clone()
-        for device, (length, seen) in self._copies.items():
-            twin._copies[device] = length[:, rows].clone(), seen[rows].clone()
-        for index, (layer, copy) in enumerate(zip(self.layers, twin.layers, strict=True)):
-            copy.lazy_initialization(layer.keys, layer.values)
-            length, seen = twin._counts(layer.device)
-            copy.length, copy.seen, copy.evens = length[index], seen, layer.evens[rows]
-            copy.max_lengths, copy.shift = layer.max_lengths[rows], layer.shift[rows]
-            copy.gap = layer.gap[rows]
-            if isinstance(copy, StateLayer):
-                copy.copied(layer, rows)
-            for segment, stored in zip(layer.segments, layer.stored, strict=True):
-                if any(own := stored[rows]):
-                    copy.segments.append(segment.select(rows).first(max(own)).clone())
-                    copy.stored.append(own)
-            copy.copy_slots(layer, rows, layer.enlarged(tokens, row or 0))
-        if self.position is not None:
-            twin.start(self.position[..., rows, :].clone())
 
     def release(self) -> None:
         """Return all buffers; the cache must not be used afterwards."""
@@ -624,14 +613,7 @@ class RowSlots:
 
     def evict(self, slot: Tensor) -> None:
         last = (self.length - 1)[:, None]
-        for name in SLOTWISE:
-            buffer = getattr(self._layer, name)
-            if buffer is not None:
-                row = buffer[self._row]
-                wide = (..., *(None,) * (row.dim() - 2))
-                shape = (len(row), 1, *row.shape[2:])
-                moved = row.gather(1, last[wide].expand(shape))
-                row.scatter_(1, slot[:, None][wide].expand(shape), moved)
+        self._layer.copy(last[None], slot[None, :, None], slice(self._row, self._row + 1))
         self.length.sub_(1)
         self._layer.max_lengths[self._row] -= 1
         self._hold()

@@ -63,7 +63,7 @@ def chunks(adapter: Adapter, prompt: Prompt, size: int) -> Iterator[Prompt]:
             full_length=end - (starts[first] if first else 0),
             tensors={},
             extra=extra if visual[first] < visual[last] else (),
-            base=None,
+            base=starts[last - 1] + 1,
         )
         first = last
 

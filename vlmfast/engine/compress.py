@@ -82,52 +82,39 @@ class Compression:
             Of the rows of ``context.layout``.
         """
         with self.stats.timed("time_reduce_s", key.device):
-            self._after(layer, query, key, value, scaling)
-
-    def _after(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-    ) -> None:
-        context, cached = self._context(layer, key.device), self.cache.layers[layer]
-        layout, heads = context.layout, key.shape[1]
-        bias = context.key_bias()
-        # A layer with a window holds what later tokens can still see, and stages work on that.
-        seen = slice(context.first_left(layer), None)
-        cached.enter(context)
-        kv = KV(
-            keys=key[0, :, seen],
-            values=value[0, :, seen],
-            order=layout.order[seen].expand(heads, -1),
-            position=layout.position[0, seen].expand(heads, -1),
-            visual=layout.visual[seen].expand(heads, -1),
-            lengths=torch.full((heads,), len(layout.order[seen]), device=key.device),
-            bias=None if bias is None else bias[seen].expand(heads, -1),
-        ).counted([len(layout) - (seen.start or 0)] * heads, None if seen.start else layout)
-        # Before anything is evicted; equal requests share one computation.
-        requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
-        known = {
-            request: statistics(
-                request,
-                layer,
-                self.rows(request, layer, context),
-                query[0],
-                key[0],
-                context,
-                scaling,
-                bias,
-            )
-            for request in set(requests.values())
-        }
-        for stage in self.stages:
-            stats = known[requests[stage.name]] if stage.name in requests else None
-            if stage in self.late:
-                self.waiting[layer, stage.name] = stats, layout.order
+            context, cached = self._context(layer, key.device), self.cache.layers[layer]
+            layout, heads = context.layout, key.shape[1]
+            bias = context.key_bias()
+            # A layer with a window holds what later tokens can still see, and stages work on that.
+            seen = slice(context.first_left(layer), None)
+            cached.enter(context)
+            kv = KV(
+                keys=key[0, :, seen],
+                values=value[0, :, seen],
+                order=layout.order[seen].expand(heads, -1),
+                position=layout.position[0, seen].expand(heads, -1),
+                visual=layout.visual[seen].expand(heads, -1),
+                lengths=torch.full((heads,), len(layout.order[seen]), device=key.device),
+                bias=None if bias is None else bias[seen].expand(heads, -1),
+            ).counted([len(layout) - (seen.start or 0)] * heads, None if seen.start else layout)
+            # Before anything is evicted; equal requests share one computation.
+            requests = {name: by[layer] for name, by in self.requests.items() if layer in by}
+            given = query[0], key[0], context, scaling, bias
+            known = {
+                request: statistics(request, layer, self.rows(request, layer, context), *given)
+                for request in set(requests.values())
+            }
+            for stage in self.stages:
+                stats = known[requests[stage.name]] if stage.name in requests else None
+                if stage in self.late:
+                    self.waiting[layer, stage.name] = stats, layout.order
+                else:
+                    kv = stage.compress(context, layer, kv, aligned(stats, kv, layout.order))
+            if context.extends:
+                cached.append(kv)
             else:
-                kv = stage.compress(context, layer, kv, aligned(stats, kv, layout.order))
-        if context.extends:
-            cached.append(kv)
-        else:
-            cached.put(kv)
-            self._trim(context)
+                cached.put(kv)
+                self._trim(context)
 
     def _trim(self, context: PrefillContext) -> None:
         """Drop what stages whose budgets need all layers can tell already."""
@@ -164,27 +151,24 @@ class Compression:
         if self.context.extends or self.adapter.state_layers:
             return
         with self.stats.timed("time_reduce_s", self.adapter.device):
-            self._finish()
-
-    def _finish(self) -> None:
-        kvs: list[KV] = []
-        for cached in self.cache.layers:
-            assert cached.kv is not None
-            kvs.append(cached.kv)
-        for stage in self.stages:
-            if stage in self.late:
-                kvs = [
-                    stage.compress(
-                        self._context(layer, kv.keys.device),
-                        layer,
-                        kv,
-                        self._waited(layer, stage, kv),
-                    )
-                    for layer, kv in enumerate(kvs)
-                ]
-            kvs = stage.finish(self.context, kvs)
-        for cached, kv in zip(self.cache.layers, kvs, strict=True):
-            cached.put(kv)
+            kvs: list[KV] = []
+            for cached in self.cache.layers:
+                assert cached.kv is not None
+                kvs.append(cached.kv)
+            for stage in self.stages:
+                if stage in self.late:
+                    kvs = [
+                        stage.compress(
+                            self._context(layer, kv.keys.device),
+                            layer,
+                            kv,
+                            self._waited(layer, stage, kv),
+                        )
+                        for layer, kv in enumerate(kvs)
+                    ]
+                kvs = stage.finish(self.context, kvs)
+            for cached, kv in zip(self.cache.layers, kvs, strict=True):
+                cached.put(kv)
 
     def _context(self, layer: int, device: torch.device) -> PrefillContext:
         """The context in which stages compress a layer."""
@@ -220,28 +204,15 @@ def statistics(
     bias: Tensor | None,
 ) -> ColumnStats:
     """Statistics of one layer for a request, over its ``rows`` of ``context.layout``."""
-    want = (*request.want, "nnz")
     first, last = span(context, layer)
-    if first is not None or last is not None:
-        return _of_spans(request, rows, query, key, scaling, bias, first, last)
-    summed = None if request.rows == "all" else rows
-    sums = col_stats(query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want)
-    nnz = sums.pop("nnz").expand(key.shape[0], -1)
-    return ColumnStats(**sums, nnz=nnz, rows=rows)
-
-
-def _of_spans(
-    request: ColumnRequest,
-    rows: Tensor,
-    query: Tensor,
-    key: Tensor,
-    scaling: float | None,
-    bias: Tensor | None,
-    first: Tensor | None,
-    last: Tensor | None,
-) -> ColumnStats:
-    """`statistics` of a layer whose rows see keys ``first`` to ``last``, as in `attention_rows`."""
     heads = key.shape[0]
+    if first is last is None:
+        summed, want = None if request.rows == "all" else rows, (*request.want, "nnz")
+        sums = col_stats(
+            query, key, summed, scaling, threshold=request.threshold, bias=bias, want=want
+        )
+        nnz = sums.pop("nnz").expand(heads, -1)
+        return ColumnStats(**sums, nnz=nnz, rows=rows)
     maps = (
         attention_rows(query, key, block, scaling, bias=bias, first=first, last=last)
         for block in rows.split(_ROWS_AT_ONCE)
@@ -251,8 +222,7 @@ def _of_spans(
     seen = keys <= (rows if last is None else last[rows])[:, None]
     if first is not None:
         seen = seen & (keys >= first[rows][:, None])
-    nnz = seen.sum(0).expand(heads, -1)
-    return ColumnStats(**sums, nnz=nnz, rows=rows)
+    return ColumnStats(**sums, nnz=seen.sum(0).expand(heads, -1), rows=rows)
 
 
 def aligned(stats: ColumnStats | None, kv: KV, order: Tensor) -> ColumnStats | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,28 +58,14 @@ class RowGroup:
         self.adapter, self.cache, self.size = adapter, cache, size
         self.graphs: StepGraphs | None = None
         self._listed: tuple[list[tuple[SlotList, ...] | None], list[SlotList]] = [], []
-        self.seat(rows)
-        cache.start(position)
-
-    def seat(self, rows: Many[Sequence]) -> None:
-        """Set the sequences whose cache this is."""
         self.rows = list(rows)
+        cache.start(position)
 
     @property
     def position(self) -> Tensor:
         """Rotary ids of the next tokens, int64, (B, 1), or (3, B, 1) for M-RoPE."""
         assert self.cache.position is not None
         return self.cache.position
-
-    @property
-    def context(self) -> DecodeContext:
-        """The context of a forward pass over single tokens."""
-        return DecodeContext(self.cache)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose input the drafters of any row read."""
-        return _aux_layers(self.rows)
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -240,13 +226,13 @@ class RowGroup:
         tokens = torch.full((len(self.rows), 1), token, device=self.position.device)
         cache.advance(drafted)
         position = self.position + drafted
-        context = self.context
+        context = DecodeContext(cache)
         if cache.attention_mass:  # what is drafted must not count as a reader of other rows
             tree = torch.zeros(len(self.rows), 1, 1, dtype=torch.bool)
             tree[number] = True
             context.tree = tree.to(position.device)
         try:
-            with shifted(self.adapter, cache, context, position):
+            with shifted(self.adapter, context, position):
                 hidden = self.adapter.embed(tokens)
                 for index in layers:
                     hidden = decoder.layers[index](
@@ -338,7 +324,7 @@ class RowGroup:
         """
         self._settle(len(self.rows))
         assert self.graphs is not None
-        return self.graphs.run(partial(forward, self.adapter), self.aux_layers, *given)
+        return self.graphs.run(partial(forward, self.adapter), _aux_layers(self.rows), *given)
 
 
 class Batch:
@@ -363,19 +349,11 @@ class Batch:
         self.size = size
         self.groups: list[RowGroup] = []
         self.rows: list[Sequence] = []
-        # See `_orders`; `False` until it is asked for.
-        self._found_orders: tuple[Tensor, Tensor] | Literal[False] | None = False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """As in `RowGroup`, of all rows: `Output.aux_hidden_states` has these."""
         return _aux_layers(self.rows)
-
-    @property
-    def position(self) -> Tensor:
-        """As in `RowGroup`; a copy where there are several groups."""
-        position = torch.cat([group.position for group in self.groups], -2)
-        return position if self._orders is None else position.index_select(-2, self._orders[1])
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -409,31 +387,20 @@ class Batch:
             numbers = [0] if len(group.rows) == 1 else group.outgrown(tokens)
             for row in [group.rows[number] for number in numbers]:
                 with caught_shortage() as short:
-                    self._enlarge(group, row, tokens)
+                    if len(group.rows) == 1:
+                        group.reserve(tokens)
+                    else:
+                        taken = group.take(_number(group.rows, row), tokens)
+                        self.groups = [own for own in self.groups if own.rows and own is not taken]
+                        self._add(taken)
                 if short:
                     self.leave(row)
                     left.append((row, short[0]))
         return left
 
-    def _enlarge(self, group: RowGroup, row: Sequence, tokens: int) -> None:
-        if len(group.rows) == 1:
-            group.reserve(tokens)
-            return
-        taken = group.take(_number(group.rows, row), tokens)
-        self.groups = [own for own in self.groups if own.rows and own is not taken]
-        self._add(taken)
-        self._found_orders = False
-
-    def release(self) -> None:
-        """Return all buffers; the batch has no rows afterwards."""
-        for group in self.groups:
-            group.release()
-        self.groups.clear()
-        self.rows.clear()
-
     def _add(self, group: RowGroup) -> None:
         group.size = max(group.size, self.size)
-        self._found_orders = False
+        vars(self).pop("_orders", None)  # found again
         for own in self.groups:
             if own.fits(group):
                 with caught_shortage():
@@ -445,7 +412,7 @@ class Batch:
     def _remove(self, row: Sequence) -> None:
         self.groups = [group for group in self.groups if group.rows]
         self.rows.pop(_number(self.rows, row))
-        self._found_orders = False
+        vars(self).pop("_orders", None)  # found again
 
     def _place(self, row: Sequence) -> tuple[RowGroup, int]:
         """The group of a sequence, and its row there."""
@@ -455,18 +422,15 @@ class Batch:
                     return group, number
         raise ValueError("the sequence is not in this batch")
 
-    @property
+    @cached_property
     def _orders(self) -> tuple[Tensor, Tensor] | None:
         """The order in which the groups hold the rows, and its inverse; ``None`` for the same."""
-        if self._found_orders is False:
-            number = {id(row): at for at, row in enumerate(self.rows)}
-            order = [number[id(row)] for group in self.groups for row in group.rows]
-            found = None
-            if order != list(range(len(order))):
-                numbers = torch.tensor(order, device=self.groups[0].position.device)
-                found = numbers, numbers.argsort()
-            self._found_orders = found
-        return self._found_orders
+        number = {id(row): at for at, row in enumerate(self.rows)}
+        order = [number[id(row)] for group in self.groups for row in group.rows]
+        if order == list(range(len(order))):
+            return None
+        numbers = torch.tensor(order, device=self.groups[0].position.device)
+        return numbers, numbers.argsort()
 
     def _by_group(self, values: Many[Any]) -> list[list[Any]]:
         """``values``, one per row, for the rows of each group."""

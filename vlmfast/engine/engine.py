@@ -33,12 +33,11 @@ from vlmfast.models.base import Adapter
 
 from .attention import switch
 from .handle import Handle
-from .interleave import interleaved
 from .kv_layer import FREE_SLOTS
 from .memory import free_bytes, total_bytes
 from .mode import Mode, lasting
 from .modules import modules_of
-from .prefiller import Prefiller
+from .prefiller import Prefiller, interleaved
 from .prefix_cache import prefix_cache_of
 from .restore import Changes
 from .rounds import Rounds
@@ -529,7 +528,7 @@ class Engine:
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""
         if logits is not None:
-            self._rounds.first(sequence, logits)
+            self._rounds.take(sequence, logits)
         if logits is None or sequence.done:
             self._end(sequence)
             return
@@ -564,7 +563,7 @@ class Engine:
         are therefore not interrupted. Where more prompts wait than rows are decoded, prompts get
         more of the time.
         """
-        waiting, active = self._scheduler.waiting_count, len(self._scheduler.active)
+        waiting, active = len(self._scheduler.waiting), len(self._scheduler.active)
         first = 1.0 if self._interrupted else _FIRST
         longer = min(1.0 + _PER_WAITING * waiting / max(active, 1), _MOST_PAUSE)
         return _PAUSE * max(first, longer)
@@ -572,14 +571,14 @@ class Engine:
     def _decode(self) -> None:
         """Decode one token of every row."""
         start = time.monotonic()
-        for batches in list(self._batches.modes()):
-            rows = [sequence for batch in batches for sequence in batch.rows]
+        for batch in list(self._batches):
+            rows = list(batch.rows)
             mode = rows[0].mode
             assert mode is not None
             try:
                 self._check_device(rows[0])
                 with mode.entered():
-                    self._rounds.run(batches)
+                    self._rounds.run(batch)
             except Exception as error:
                 for sequence in rows:
                     sequence.fail(error)

@@ -1,16 +1,19 @@
-"""The forward pass of a decode step."""
+"""The forward pass of a decode step, and what drafters read of forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from vlmfast.core.contexts import Context, DecodeContext
-from vlmfast.core.drafting import Observer, SlotList
+from vlmfast.core.contexts import Context, DecodeContext, PrefillContext, current_context
+from vlmfast.core.drafting import Observer, Read, SlotList
+from vlmfast.core.layout import TokenLayout
+from vlmfast.core.protocols import DrafterStage
 from vlmfast.kernels.tree_verify import WORD
 from vlmfast.models.base import Adapter
 
@@ -18,8 +21,10 @@ from .attention import has_kernels
 from .cache import KVCache
 from .calls import called, step_modules
 from .fused import fusable, fused_step
-from .hidden_states import capture_layer_inputs
 from .joint import JointCache
+
+if TYPE_CHECKING:
+    from vlmfast.models.base import TextDecoder
 
 
 @dataclass
@@ -85,7 +90,7 @@ def forward(
         nonlocal seen
         fused = adapter.decoding != "compile" and fusable(adapter)
         step = fused_step if fused else _modules
-        hidden, seen = step(adapter, embeds, position, cache, context, cache.offsets, aux_layers)
+        hidden, seen = step(adapter, embeds, position, context, aux_layers)
         return hidden.to(embeds.device)  # of a model on several devices
 
     count = 1 if tree is None else tokens.shape[1]
@@ -106,20 +111,18 @@ def _modules(
     adapter: Adapter,
     embeds: Tensor,
     position: Tensor,
-    cache: KVCache | JointCache,
     context: DecodeContext,
-    offsets: Mapping[int, Tensor],
     aux_layers: tuple[int, ...],
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """`fused_step` through the model's own modules."""
-    decoder = adapter.decoder
+    decoder, cache = adapter.decoder, context.cache
     # Lists of slots and observers change from one pass to the next.
     compiled = adapter.decoding == "compile" and context.views is context.observers is None
     # What was compiled calls no hooks that came later.
-    if compiled and not (offsets or aux_layers or step_modules(adapter).own_code):
+    if compiled and not (cache.offsets or aux_layers or step_modules(adapter).own_code):
         decoder = adapter.kept.setdefault("compiled", torch.compile(decoder))
     with (
-        shifted(adapter, cache, context, position),
+        shifted(adapter, context, position),
         capture_layer_inputs(adapter.decoder, aux_layers, context) as seen,
     ):
         hidden = decoder(
@@ -134,13 +137,13 @@ def _modules(
 
 @contextmanager
 def shifted(
-    adapter: Adapter, cache: KVCache | JointCache, context: Context, position: Tensor
+    adapter: Adapter, context: PrefillContext | DecodeContext, position: Tensor
 ) -> Iterator[None]:
     """Inside the block, layers renumbered in prefill rotate by their own positions.
 
     Parameters
     ----------
-    context : Context
+    context : PrefillContext or DecodeContext
         Other forward passes are not affected.
     position : Tensor, int64, (B, T), or (3, B, T) for M-RoPE
     """
@@ -150,7 +153,7 @@ def shifted(
         key = id(offset), adapter.rotary(index)
 
         def rotate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if kwargs.get("vlmfast_context") is not context:
+            if (kwargs.get("vlmfast_context") or current_context.get()) is not context:
                 return None
             if key not in tables:
                 tables[key] = adapter.tables(args[0], position - offset, index)
@@ -159,7 +162,7 @@ def shifted(
         return rotate
 
     with ExitStack() as hooks:
-        for index, offset in cache.offsets.items():
+        for index, offset in context.cache.offsets.items():
             layer, own = adapter.decoder.layers[index], hook(index, offset)
             hooks.enter_context(layer.register_forward_pre_hook(own, with_kwargs=True))
         yield
@@ -170,3 +173,109 @@ def placed(tokens: Sequence[int], device: torch.device) -> Tensor:
     if len(tokens) == 1:
         return torch.full((1, 1), tokens[0], device=device)
     return torch.tensor(tokens, device=device)[:, None]
+
+
+# --- what drafters read --------------------------------------------------------------------------
+
+LayerInputs = dict[int, tuple[Tensor, TokenLayout | None]]
+
+
+@contextmanager
+def capture_layer_inputs(
+    decoder: TextDecoder, layers: Sequence[int], context: Context
+) -> Iterator[LayerInputs]:
+    """Capture the input of ``layers`` in a forward pass of ``context``.
+
+    By layer: (B, T, D), and of a prompt the layout of these rows.
+    """
+    seen: LayerInputs = {}
+
+    def hook(index: int) -> Callable[..., None]:
+        def catch(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if kwargs.get("vlmfast_context") is context or current_context.get() is context:
+                layout = context.layout if isinstance(context, PrefillContext) else None
+                seen[index] = args[0], layout
+
+        return catch
+
+    with ExitStack() as hooks:
+        for index in layers:
+            layer = decoder.layers[index]
+            hooks.enter_context(layer.register_forward_pre_hook(hook(index), with_kwargs=True))
+        yield seen
+
+
+@dataclass
+class Watch:
+    """Records what drafters read of a prompt.
+
+    Parameters
+    ----------
+    stages : list of DrafterStage
+    depth : int
+        Layers of the language model.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Those whose input is recorded.
+    reads : list of Read
+        The parts of the prompt so far.
+    """
+
+    stages: list[DrafterStage]
+    depth: int
+    layers: tuple[int, ...] = ()
+    reads: list[Read] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.layers = tuple(
+            sorted({at for s in self.stages for at in s.aux_hidden_state_layers(self.depth)})
+        )
+
+    @property
+    def features(self) -> bool:
+        return any(stage.features for stage in self.stages)
+
+    def remember(
+        self,
+        context: PrefillContext,
+        embeds: Tensor,
+        order: Tensor,
+        hidden: Tensor,
+        seen: LayerInputs,
+    ) -> None:
+        """Record what the drafters read of the remaining rows.
+
+        Parameters
+        ----------
+        embeds : Tensor, (S, D)
+            Input of the first layer, rows ``order``.
+        hidden : Tensor, (S', D)
+            After the last norm, the rows of ``context.layout``.
+        seen : dict
+            Of `capture_layer_inputs`.
+        """
+        if not self.features and not self.layers:
+            self.reads.append(Read([], context.layout, embeds[:0]))
+            return
+        left = context.layout.order
+        inner = []
+        for at in self.layers:
+            rows, layout = seen[at]
+            assert layout is not None
+            inner.append(rows[0].to(left.device).index_select(0, _indices(layout.order, left)))
+        self.reads.append(
+            Read(
+                [],
+                context.layout,
+                embeds.index_select(0, _indices(order, left)),
+                hidden if self.features else None,
+                torch.stack(inner, 1) if inner else None,
+            )
+        )
+
+
+def _indices(order: Tensor, values: Tensor) -> Tensor:
+    """Index of each of ``values`` in ``order``; both ascending."""
+    return torch.searchsorted(order.contiguous(), values.contiguous())

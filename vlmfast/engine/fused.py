@@ -11,7 +11,7 @@ forward; only sums are computed in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from vlmfast.kernels.norm_rope_append import HeadNorm, residual_norm, rotate_app
 from vlmfast.models.base import Adapter
 
 from .attention import text_attention
-from .cache import KVCache
 from .calls import step_modules
 from .fused_kinds import LayerKind, is_own
-from .joint import JointCache, JointLayer
+from .joint import JointLayer
 from .kv_layer import KVLayer
 
 _PLAIN = (nn.Parameter,)  # weights, not those of quantized or sharded layers
@@ -48,9 +47,7 @@ def fused_step(
     adapter: Adapter,
     embeds: Tensor,
     position: Tensor,
-    cache: KVCache | JointCache,
     context: DecodeContext,
-    offsets: Mapping[int, Tensor] | None = None,
     aux_layers: Sequence[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The output of the model's own decoder; the cache is written to, not advanced.
@@ -63,11 +60,8 @@ def fused_step(
         New tokens of each row, few of them; no host sync.
     position : Tensor, int64, (B, T), or (3, B, T) for M-RoPE
         Their rotary ids.
-    cache : KVCache or JointCache
-        Frozen, with free slots for them.
     context : DecodeContext
-    offsets : mapping of int to Tensor, int64 (B, 1), optional
-        By layer, what is subtracted from ``position`` for its rotary ids.
+        Its cache has free slots for them.
     aux_layers : sequence of int
         Layers whose input is returned.
 
@@ -78,7 +72,8 @@ def fused_step(
     seen : dict of int to Tensor, (B, T, D)
         Input of the layers ``aux_layers``.
     """
-    decoder, kind, offsets = adapter.decoder, step_modules(adapter).kind, offsets or {}
+    decoder, kind, cache = adapter.decoder, step_modules(adapter).kind, context.cache
+    offsets = cache.offsets
     assert kind is not None
     tables: dict[tuple[int | None, str], tuple[Tensor, ...]] = {}
     seen: dict[int, Tensor] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from vlmfast.core.statistics import ItemGeometry
 from vlmfast.errors import RecipeError
 from vlmfast.models.base import Adapter
 
-from .tower import replaced
+from .tower import changed, only_in, replaced
 
 Measure = Callable[[VisionContext], dict[str, tuple[Saliency, ...]]]
+# Of one forward pass: projected CLS tokens, statistics and keys.
+Collected = tuple[list[Tensor], dict[int, Tensor], dict[int, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +66,7 @@ class Decision:
         return self.rows == list(range(len(self.source)))
 
 
+@dataclass(eq=False)
 class Gate:
     """Encodes the views that the stages of a recipe choose.
 
@@ -77,31 +80,30 @@ class Gate:
         Collects the projected CLS tokens of each call of the tower.
     measure : callable
         The saliency of the items of a context after a call of the tower, by key.
-    decided : dict of int to Decision, optional
+    known : dict of int to Decision, optional
         Decisions of an earlier pass over the same images, by the first view of the call.
 
     Attributes
     ----------
     decided : dict of int to Decision
         Those of this pass.
+    views, encoded : int
+        Of all calls so far, and those of them that were encoded.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        stages: tuple[ViewStage, ...],
-        context: VisionContext,
-        cls: list[Tensor],
-        measure: Measure,
-        decided: dict[int, Decision] | None = None,
-    ) -> None:
-        self.adapter, self.context, self.cls, self.measure = adapter, context, cls, measure
-        self.crops = next((stage for stage in stages if stage.chooses_crops), None)
-        self.frames = next((stage for stage in stages if stage.reuses_frames), None)
-        self.known = decided
-        self.decided: dict[int, Decision] = {}
-        self.views = 0  # of all calls so far
-        self.encoded = 0  # of these
+    adapter: Adapter
+    stages: tuple[ViewStage, ...]
+    context: VisionContext
+    cls: list[Tensor]
+    measure: Measure
+    known: dict[int, Decision] | None = None
+    decided: dict[int, Decision] = field(default_factory=dict)
+    views: int = 0
+    encoded: int = 0
+
+    def __post_init__(self) -> None:
+        self.crops = next((stage for stage in self.stages if stage.chooses_crops), None)
+        self.frames = next((stage for stage in self.stages if stage.reuses_frames), None)
 
     @property
     def skipped(self) -> Tensor | None:
@@ -122,50 +124,56 @@ class Gate:
     def call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of the tower ``forward`` for the views that are encoded."""
         pixels = args[0] if args else kwargs["pixel_values"]
-        first, self.views = self.views, self.views + len(pixels)
-        call = _Call(self, forward, args, kwargs, first, len(pixels))
+        first, count = self.views, len(pixels)
+        self.views += count
+        before, parts = self.cls[:], list[Collected]()
+
+        def encode(rows: list[int]) -> Any:
+            """The tower's output for some of the views, in one forward pass."""
+
+            def select(value: Any) -> Any:
+                if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
+                    return value
+                if rows == list(range(count)):
+                    return value
+                if rows == list(range(rows[0], rows[-1] + 1)):
+                    return value[rows[0] : rows[-1] + 1]
+                return value.index_select(0, torch.tensor(rows, device=value.device))
+
+            for found in (self.cls, self.context.stats, self.context.keys):
+                found.clear()
+            self.context.numbers = [first + row for row in rows]
+            named = {key: select(value) for key, value in kwargs.items()}
+            output = forward(*map(select, args), **named)
+            parts.append((self.cls[:], dict(self.context.stats), dict(self.context.keys)))
+            return output
+
         if self.known is not None:
-            self.decided[first] = self.known[first]
-            output = call.encode(self.known[first].rows)
+            decision, output = self.known[first], encode(self.known[first].rows)
         else:
-            self.decided[first], output = self._decide(call, pixels)
-        self._by_view(call)
-        self.encoded += len(self.decided[first].rows)
-        return self.changed(self.expanded, output)
+            decision, output = self._decide(encode, pixels, first)
+        self.decided[first] = decision
+        self._by_view(before, parts)
+        self.encoded += len(decision.rows)
+        return changed(self.adapter, self.expanded, output)
 
-    def changed(self, made: Callable[..., Tensor], *outputs: Any) -> Any:
-        """The first of the tower's outputs, with ``made(*tensors)`` of all of them.
-
-        Of its levels, only those that the family reads are changed.
-        """
-        output = outputs[0]
-        output.last_hidden_state = made(*(each.last_hidden_state for each in outputs))
-        if getattr(output, "hidden_states", None) is not None:
-            wanted = [block + 1 for block in self.adapter.feature_blocks()]
-            levels = zip(*(each.hidden_states for each in outputs), strict=True)
-            output.hidden_states = tuple(
-                made(*level) if i in wanted else level[0] for i, level in enumerate(levels)
-            )
-        return output
-
-    def _decide(self, call: _Call, pixels: Tensor) -> tuple[Decision, Any]:
+    def _decide(
+        self, encode: Callable[[list[int]], Any], pixels: Tensor, first: int
+    ) -> tuple[Decision, Any]:
         """Encode the views that the stages choose."""
-        items = [item for item in self.context.items if call.first <= item.views[0] < self.views]
-        source = list(range(call.count))
+        items = [item for item in self.context.items if first <= item.views[0] < self.views]
+        source = list(range(len(pixels)))
         if self.frames is not None:
-            self._reuse(self.frames, items, pixels, source, call.first)
-        start = call.first
-        own = [item for item in items if source[item.views[0] - start] == item.views[0] - start]
+            self._reuse(self.frames, items, pixels, source, first)
+        own = [item for item in items if source[item.views[0] - first] == item.views[0] - first]
         if self.crops is None or all(item.views[1] - item.views[0] == 1 for item in own):
-            rows = [view for view in range(call.count) if source[view] == view]
-            output = call.encode(rows)
+            rows = [view for view, of in enumerate(source) if of == view]
+            output = encode(rows)
         else:
-            rows = [self.adapter.whole_first(item)[0] - call.first for item in own]
-            output = call.encode(rows)
-            crops = self._chosen(self.crops, own, call.first)
-            if crops:
-                more = call.encode(crops)
-                output = self.changed(lambda *rows: torch.cat(rows), output, more)
+            rows = [self.adapter.whole_first(item)[0] - first for item in own]
+            output = encode(rows)
+            if crops := self._chosen(self.crops, own, first):
+                output = changed(self.adapter, lambda *rows: torch.cat(rows), output, encode(crops))
                 rows = rows + crops
         return Decision.of(rows, source, pixels.device), output
 
@@ -221,16 +229,16 @@ class Gate:
             chosen += [views[crop] - first for crop in crops]
         return sorted(chosen)
 
-    def _by_view(self, call: _Call) -> None:
-        """Statistics and CLS tokens of a call for all of its views."""
-        for found in (self.context.stats, self.context.keys):
-            found.clear()
-        for found, parts in zip((self.context.stats, self.context.keys), call.found, strict=True):
-            for layer in parts[0] if parts else ():
-                found[layer] = self.expanded(torch.cat([part[layer] for part in parts]))
-        self.cls[:] = call.before
-        if call.cls:
-            self.cls.append(self.expanded(torch.cat(call.cls)))
+    def _by_view(self, before: list[Tensor], parts: list[Collected]) -> None:
+        """Statistics and CLS tokens of the forward passes of a call for all of its views."""
+        cls, *found = zip(*parts, strict=True)
+        for own, layers in zip((self.context.stats, self.context.keys), found, strict=True):
+            own.clear()
+            for layer in layers[0]:
+                own[layer] = self.expanded(torch.cat([part[layer] for part in layers]))
+        self.cls[:] = before
+        if of_views := [tokens for part in cls for tokens in part]:
+            self.cls.append(self.expanded(torch.cat(of_views)))
         self.context.numbers = None
 
     def expanded(self, rows: Tensor) -> Tensor:
@@ -250,63 +258,13 @@ class Gate:
         return rows.index_select(0, decision.index)
 
 
-class _Call:
-    """One call of the tower by the family, as one or two forward passes."""
-
-    def __init__(
-        self,
-        gate: Gate,
-        forward: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        first: int,
-        count: int,
-    ) -> None:
-        self.gate, self.forward, self.args, self.kwargs = gate, forward, args, kwargs
-        self.first, self.count = first, count
-        self.before = gate.cls[:]
-        self.cls: list[Tensor] = []
-        self.found: tuple[list[dict[int, Tensor]], list[dict[int, Tensor]]] = ([], [])
-
-    def encode(self, rows: list[int]) -> Any:
-        """The tower's output for some of the views."""
-        gate, context = self.gate, self.gate.context
-        for found in (gate.cls, context.stats, context.keys):
-            found.clear()
-        context.numbers = [self.first + row for row in rows]
-        if rows == list(range(self.count)):
-            output = self.forward(*self.args, **self.kwargs)
-        else:
-            args = [self._select(value, rows) for value in self.args]
-            kwargs = {key: self._select(value, rows) for key, value in self.kwargs.items()}
-            output = self.forward(*args, **kwargs)
-        self.cls += gate.cls
-        for parts, of in zip(self.found, (context.stats, context.keys), strict=True):
-            parts.append(dict(of))
-        return output
-
-    def _select(self, value: Any, rows: list[int]) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != self.count:
-            return value
-        if rows == list(range(rows[0], rows[-1] + 1)):
-            return value[rows[0] : rows[-1] + 1]
-        return value.index_select(0, torch.tensor(rows, device=value.device))
-
-
 @contextmanager
-def gated(
-    adapter: Adapter,
-    stages: tuple[ViewStage, ...],
-    context: VisionContext,
-    cls: list[Tensor],
-    measure: Measure,
-    decided: dict[int, Decision] | None = None,
-) -> Iterator[Gate | None]:
-    """Encode only the views that ``stages`` choose; the parameters are those of `Gate`."""
-    if not stages:
+def gated(gate: Gate) -> Iterator[Gate | None]:
+    """Encode only the views that the stages choose; ``None`` where there are none."""
+    if not gate.stages:
         yield None
         return
-    gate = Gate(adapter, stages, context, cls, measure, decided)
+    adapter, context = gate.adapter, gate.context
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -316,19 +274,17 @@ def gated(
 
         return chosen
 
-    def before_projector(module: nn.Module, args: tuple) -> tuple | None:
-        if current_context.get() is not context:
-            return None
+    def before_projector(module: nn.Module, args: tuple) -> tuple:
         return (gate.encoded_only(args[0]), *args[1:])
 
-    def after_projector(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        return gate.expanded(output) if current_context.get() is context else None
+    def after_projector(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return gate.expanded(output)
 
     projector = adapter.projector()
     with (
         # Other hooks see the encoded views alone.
-        projector.register_forward_pre_hook(before_projector, prepend=True),
-        projector.register_forward_hook(after_projector),
+        projector.register_forward_pre_hook(only_in(context, before_projector), prepend=True),
+        projector.register_forward_hook(only_in(context, after_projector)),
         replaced(adapter.tower(), wrapped),
     ):
         yield gate

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from .cache import KVCache
 from .forward import Output
-
-# Steps before a capture, in which kernels are compiled and libraries allocate their workspaces.
-_WARM_UP = 1
+from .tower import recorded
 
 State = dict[tuple, Tensor]
 Record = Callable[[Callable[[], None], Callable[[], State]], Callable[[], None]]
@@ -112,21 +110,12 @@ def cuda_graph(step: Callable[[], None], state: Callable[[], State]) -> Callable
     """Record ``step`` as a CUDA graph; ``state`` is restored afterwards."""
     tensors = state()
     before = {key: x.clone() for key, x in tensors.items() if _advances(key)}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP):
-            step()
-            for key, x in before.items():
-                tensors[key].copy_(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may use the GPU meanwhile: only calls of this one invalidate the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    for key, x in before.items():  # capturing runs nothing; this is a safeguard
-        tensors[key].copy_(x)
-    return graph.replay
+
+    def restore() -> None:
+        for key, x in before.items():
+            tensors[key].copy_(x)
+
+    return recorded(step, restore)[1]
 
 
 def _advances(key: tuple) -> bool:

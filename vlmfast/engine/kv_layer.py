@@ -12,7 +12,7 @@ and cache stages work on these. Slots that leave the window during decoding are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -211,6 +211,7 @@ class KVLayer(CacheLayerMixin):
         position : int, optional
             Place of the next token; by default the number of rows that entered.
         """
+        track, attention_mass = (flag and not self.stateful for flag in (track, attention_mass))
         kv, self.kv = self.kv, None
         order = masses = rank = None
         first = 0 if self.entered is None else self.entered[2]
@@ -333,6 +334,15 @@ class KVLayer(CacheLayerMixin):
     def _next(self, tokens: int) -> Tensor:
         """The next ``tokens`` slots of each row and head, int64, (B, H, tokens)."""
         return self.length[..., None] + torch.arange(tokens, device=self.device)
+
+    def copy(self, source: Tensor, target: Tensor, rows: slice = slice(None)) -> None:
+        """Copy the slots ``source`` of some rows to ``target``, both (B, H, N)."""
+        for name in SLOTWISE:
+            if (buffer := getattr(self, name)) is not None:
+                wide = (..., *(None,) * (buffer.dim() - 3))
+                shape = (*source.shape, *buffer.shape[3:])
+                moved = buffer[rows].gather(2, source[wide].expand(shape))
+                buffer[rows].scatter_(2, target[wide].expand(shape), moved)
 
     def note(self, tokens: int) -> None:
         """Initialize what accompanies the keys and values of the next ``tokens`` slots."""
@@ -615,23 +625,21 @@ class KVLayer(CacheLayerMixin):
 
     def held_bytes(self) -> int:
         """Bytes in use, including the parameters of segments, excluding free slots."""
-        segments: Sequence[Segment] = ()
-        if self.frozen:
-            even = self.even
-            taken = sum(self.max_lengths) * self.length.shape[1] if even else int(self.length.sum())
-            segments = self.segments
-        elif self.kv is not None:
-            taken, segments = sum(self.kv.counts), self.kv.segments
-        elif self.keys is None:  # the layer has not run yet
+        held = self if self.kv is None else self.kv
+        keys = held.keys
+        if keys is None:  # the layer has not run yet
             return 0
-        else:
-            taken = self.keys.shape[1] * self.max_lengths[0]
-        keys = self.kv.keys if self.kv is not None else self.keys
         each = 2 * keys.shape[-1] * keys.element_size()
+        if self.kv is not None:
+            taken = sum(self.kv.counts)
+        elif self.frozen and not self.even:
+            taken = int(self.length.sum())
+        else:
+            taken = sum(self.max_lengths) * keys.shape[1]
         if self.frozen:
             extra = (self.order, self.rank, self.attention_mass, self.bias)
             each += sum(e.element_size() for e in extra if e is not None)
-        return taken * each + sum(segment.held_bytes() for segment in segments)
+        return taken * each + sum(segment.held_bytes() for segment in held.segments)
 
     def get_seq_length(self) -> int:
         return int(self.seen.max()) if self.frozen else self.max_lengths[0]

@@ -21,7 +21,7 @@ from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.models.base import Adapter
 
-from .hidden_states import Watch
+from .forward import Watch
 from .prefill import Inputs
 from .sampling import Sampler
 from .sequence import Sequence
@@ -59,15 +59,10 @@ def open_sequence(
     adapter: Adapter,
     inputs: Inputs,
     recipe: Recipe,
-    arguments: dict[str, Any],
+    arguments: dict[str, Any] | None = None,
     *,
-    begin: float,
-    streamer: Any = None,
     seed: int | None = None,
     top_logprobs: int | None = None,
-    strict: bool = False,
-    cut: bool = False,
-    number: int = 0,
     stats: Stats | None = None,
     images: Many[Any] = (),
     **more: Any,
@@ -76,10 +71,8 @@ def open_sequence(
 
     Parameters
     ----------
-    arguments : dict
-        For ``generate``.
-    begin, streamer, strict, cut, number, **more
-        As in `Sequence`.
+    arguments : dict, optional
+        For ``generate``. Without them the prompt is only prefilled.
     top_logprobs : int, optional
         As in `Sampler`.
     seed : int, optional
@@ -88,43 +81,19 @@ def open_sequence(
         The cost of the prompt so far.
     images : sequence of PIL.Image.Image
         For the trace.
+    **more
+        As in `Sequence`.
     """
     recipe, watch = fitted(adapter, recipe)
-    sampler = sampler_of(adapter.model, inputs.tensors["input_ids"], arguments, seed)
-    sampler.top_logprobs = top_logprobs
-    return Sequence(
-        inputs,
-        recipe,
-        sampler,
-        begin,
-        streamer,
-        strict,
-        cut,
-        number,
-        stats=Stats() if stats is None else stats,
-        trace=Trace(images=list(images)),
-        watch=watch,
-        **more,
-    )
-
-
-def reading(
-    adapter: Adapter,
-    inputs: Inputs,
-    recipe: Recipe,
-    begin: float,
-    stats: Stats | None = None,
-    images: Many[Any] = (),
-    **more: Any,
-) -> Sequence:
-    """A sequence that is only prefilled, without settings for an answer."""
-    recipe, watch = fitted(adapter, recipe)
     ids = inputs.tensors["input_ids"]
-    config = GenerationConfig(max_length=ids.shape[1])
-    sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
-    stats = Stats() if stats is None else stats
-    trace = Trace(images=list(images))
-    return Sequence(inputs, recipe, sampler, begin, stats=stats, trace=trace, watch=watch, **more)
+    if arguments is None:
+        config = GenerationConfig(max_length=ids.shape[1])
+        sampler = Sampler(ids, LogitsProcessorList(), StoppingCriteriaList(), config)
+    else:
+        sampler = sampler_of(adapter.model, ids, arguments, seed)
+        sampler.top_logprobs = top_logprobs
+    stats, trace = stats or Stats(), Trace(images=list(images))
+    return Sequence(inputs, recipe, sampler, stats=stats, trace=trace, watch=watch, **more)
 
 
 def generate_of(model: nn.Module) -> Callable[..., Any]:

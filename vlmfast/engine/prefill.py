@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from vlmfast.core.contexts import EncodeRequest, PrefillContext, active, current_context
+from vlmfast.core.contexts import EncodeRequest, PrefillContext, active
 from vlmfast.core.layout import Numbering, TokenLayout, VisualTokens, next_id
 from vlmfast.core.protocols import (
     EncodeStage,
     InEncoderStage,
     PrefillStage,
+    ViewStage,
     tower_stages,
 )
 from vlmfast.core.recipe import Recipe
@@ -30,9 +31,10 @@ from .cache import KVCache
 from .calls import called
 from .compress import Compression
 from .features import Hashed, encoded, with_digests
-from .hidden_states import Watch, capture_layer_inputs
+from .forward import Watch, capture_layer_inputs, shifted
 from .stats import Stats, Trace
-from .vision import Wanted, merge_requests, place, served
+from .tower import only_in
+from .vision import Wanted, merge_requests, place
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Prompt:
     tensors : dict of str to Tensor
         What it was made from, as in `Inputs`.
     base : int, optional
-        What `countable` returns, where the host knows it.
+        The result of `Places.countable`; the id after the prompt by default.
     """
 
     embeds: Tensor
@@ -72,17 +74,6 @@ class Prompt:
     full: Numbering | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     base: int | None = None
-
-    def countable(self) -> int:
-        """The first id from which every id has a row and the rotary id after that before it."""
-        if self.base is not None:
-            return self.base
-        layout, rows = self.layout, len(self.layout)
-        left = torch.arange(rows, 0, -1, device=layout.device)  # rows up to the end
-        single = layout.order == layout.order[-1] + 1 - left
-        single &= (layout.position == self.next_position - left).all(0)
-        first = rows - int(single.flip(0).long().cumprod(0).sum())
-        return int(layout.order[first]) if first < rows else int(layout.order[-1]) + 1
 
     def reach(self) -> int:
         """The number of rotary ids up to its largest, which may be a time of a video."""
@@ -244,7 +235,7 @@ class Places:
         return rows[:text], rows[text:]
 
     def countable(self, *, whole: bool) -> int:
-        """`Prompt.countable`. ``whole``: whether every id has a row; else at least its text has."""
+        """The id from which all (unless ``whole``: all text) have a row and rotary ids count on."""
         left = torch.arange(len(self.visual), 0, -1)  # rows up to the end
         single = (self.positions == self.next_position - left).all(0)
         if not whole:  # from here on there are placeholders, some of which have no row
@@ -276,10 +267,11 @@ def look(
     position = places.position(device) if position is None else position
     visual = places.split(adapter.visual(inputs.tensors["input_ids"][0]))[1]
     items = items_of(adapter, inputs)
-    served(adapter, recipe.acting(InEncoderStage), items)  # before weights are loaded
+    outside, views = recipe.acting(EncodeStage), recipe.acting(ViewStage)
+    wanted = Wanted.of(adapter, items, recipe.acting(InEncoderStage), outside, views)
+    # Not before: the tower may not serve the recipe.
     trained = {stage.name: adapter.trained(stage) for stage in recipe if stage.trained}
     with stats.timed("time_vision_s", device):
-        wanted = Wanted.by(recipe, adapter, items)
         tower, inputs.tower = inputs.tower, None
         given = inputs.tensors, items, inputs.hashed, wanted, inputs.tenant, stats, trained
         images = encoded(adapter, *given, tower)
@@ -402,6 +394,8 @@ def prefill(
     watch: Watch | None = None,
     make: Callable[..., PrefillContext] = PrefillContext,
     exact: bool = True,
+    extends: bool = False,
+    compress: bool = True,
 ) -> Tensor:
     """Run the prompt through the decoder, filling ``cache``; ``limit`` is as in `PrefillContext`.
 
@@ -413,6 +407,9 @@ def prefill(
         Builds the context of the forward pass.
     exact : bool
         Whether the dtype of what is quantized is read layer by layer; otherwise it is assumed.
+    extends, compress : bool
+        Whether this is a later chunk of a prompt, after what ``cache`` has of it, and whether the
+        recipe's cache stages run on it.
 
     Returns
     -------
@@ -424,7 +421,7 @@ def prefill(
     TooLarge
         Where the assumed dtype cannot hold what was quantized.
     """
-    stages = recipe.acting(PrefillStage)
+    stages = [] if extends else recipe.acting(PrefillStage)
     merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage), *stages]
     context = make(
         prompt.layout,
@@ -438,6 +435,7 @@ def prefill(
         proportional_attention=any(stage.proportional_attention for stage in merging)
         and bool((prompt.layout.weight != 1).any()),
         limit=limit,
+        extends=extends,
     )
     context.largest = None if exact else []
     assert context.answer == prompt.answer  # a prompt with one needs a `TrainingContext`
@@ -453,7 +451,7 @@ def prefill(
                     f"layer {layer}; only one may"
                 )
     context.attend.update({layer: stage.attend for layer, stage in attending.items()})
-    compression = Compression.of(adapter, recipe, context, cache, stats)
+    compression = Compression.of(adapter, recipe, context, cache, stats) if compress else None
     ahead: dict[int, StatRequest] = {}
     for stage in stages:
         wanted = stage.text_stats(adapter.depth)
@@ -462,9 +460,12 @@ def prefill(
             _in_attention(adapter, chosen, stage)
             merge_requests(requests, chosen, stage.name)
     drops = Drops(adapter, prompt, stages, ahead, context, stats, trace)
+    position = rows_of(prompt.layout.position)
+    given = {"position_ids": position, adapter.cache_name: cache}
+    inside = [active(context), drops.installed()]
+    if extends:
+        inside += [shifted(adapter, context, position), cache.biased(context.key_bias())]
     layers = () if watch is None else watch.layers
-    watched = capture_layer_inputs(adapter.decoder, layers, context)
-    given = {"position_ids": rows_of(prompt.layout.position), adapter.cache_name: cache}
 
     def run() -> Tensor:
         return adapter.decoder(
@@ -476,7 +477,10 @@ def prefill(
 
     # The stages' own work included.
     with stats.timed("time_prefill_s", prompt.embeds.device):
-        with active(context), drops.installed(), watched as seen:
+        with ExitStack() as entered:
+            for manager in inside:
+                entered.enter_context(manager)
+            seen = entered.enter_context(capture_layer_inputs(adapter.decoder, layers, context))
             hidden, logits = called(adapter, run, prompt.tensors | given, 1 + prompt.answer)
         if compression is not None:
             compression.finish()
@@ -484,6 +488,13 @@ def prefill(
         raise TooLarge
     if watch is not None:
         watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
+    if extends:
+        if compression is None:
+            cache.advance(len(prompt.layout))
+            cache.consume(prompt.full_length - len(prompt.layout))
+        else:  # it has counted the slots that it keeps
+            cache.consume(prompt.full_length)
+        return logits
     stats.layer_tokens(drops.visual_per_layer, adapter.config.get_text_config())
     stats.kv_bytes_full = adapter.cache_bytes(prompt.full_length)
     stats.kv_tokens_per_layer = cache.lengths()
@@ -527,6 +538,7 @@ def _rows(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(rows.unflatten(0, x.shape[:-2]) for rows, x in zip(flat, tensors, strict=True))
 
 
+@dataclass(eq=False)
 class Drops:
     """Shortens the sequence between decoder layers during one prefill.
 
@@ -534,21 +546,18 @@ class Drops:
     tables and position ids to each layer, so all later layers need the shortened ones.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        prompt: Prompt,
-        stages: list[PrefillStage],
-        ahead: dict[int, StatRequest],
-        context: PrefillContext,
-        stats: Stats,
-        trace: Trace,
-    ) -> None:
-        self.adapter, self.context, self.stats, self.trace = adapter, context, stats, trace
-        self.prompt, self.ahead = prompt, ahead
-        self.layers = adapter.decoder.layers
+    adapter: Adapter
+    prompt: Prompt
+    stages: list[PrefillStage]
+    ahead: dict[int, StatRequest]
+    context: PrefillContext
+    stats: Stats
+    trace: Trace
+
+    def __post_init__(self) -> None:
+        adapter, self.layers = self.adapter, self.adapter.decoder.layers
         self.schedule: dict[int, list[PrefillStage]] = {}
-        for stage in stages:
+        for stage in self.stages:
             for layer in stage.layers(adapter.depth):
                 first = 0 if stage.observes else adapter.min_drop_layer
                 if not first <= layer < adapter.depth:
@@ -562,7 +571,7 @@ class Drops:
         self.source: tuple[Tensor, ...] | None = None  # the full tables that they are rows of
         # Where rows were renumbered: tables of the new ids, by kind of layer.
         self.numbered: dict[str, tuple[Tensor, ...]] | None = None
-        self.visual_per_layer = [context.layout.visuals] * adapter.depth
+        self.visual_per_layer = [self.context.layout.visuals] * adapter.depth
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -575,10 +584,6 @@ class Drops:
 
     def _hook(self, index: int) -> Callable[..., tuple[tuple, dict] | None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            if (
-                current_context.get() is not self.context
-            ):  # another forward pass through the same layers
-                return None
             hidden, home = args[0], self.context.layout.device
             if index in self.ahead or index in self.schedule:  # rows are dropped on one device
                 hidden = hidden.to(home)
@@ -602,7 +607,7 @@ class Drops:
                 return None
             return (hidden, *args[1:]), {**kwargs, **self._positions(index, kwargs)}
 
-        return hook
+        return only_in(self.context, hook)
 
     def _positions(self, index: int, kwargs: dict) -> dict:
         """Rotary tables and ids of the remaining rows."""

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vlmfast.core.contexts import PrefillContext
+from vlmfast.core.contexts import PrefillContext, VisionContext, current_context
 from vlmfast.core.layout import TokenLayout
-from vlmfast.core.protocols import CacheStage, DecodeStage, EncodeStage, InEncoderStage
+from vlmfast.core.protocols import CacheStage, DecodeStage
 from vlmfast.errors import ModelError
 from vlmfast.models.base import Adapter
 
 from .cache import KVCache
-from .calls import called
 from .chunks import chunks, splittable
-from .compress import Compression
 from .decode import RowGroup
-from .forward import shifted
-from .hidden_states import capture_layer_inputs
 from .mode import lasting
 from .prefill import Inputs, Prompt, Seen, TooLarge, prefill, prepare, rows_of
 from .prefix import Prefix, copied
@@ -134,7 +132,7 @@ class Prefiller:
         visual = whole.layout.visuals
         stats.layer_tokens([visual] * self.adapter.depth, self.adapter.config.get_text_config())
         cache = sequence.group.cache
-        cache.base = [max(cache.base[0], whole.countable())]
+        cache.base = [max(cache.base[0], whole.base or 0)]
         self.count_cache(sequence, whole.full_length)
         return logits
 
@@ -195,7 +193,7 @@ class Prefiller:
             cache.freeze(
                 max_new_tokens,
                 prompt.full_length,
-                base=prompt.countable(),
+                base=prompt.full_length if prompt.base is None else prompt.base,
                 track=bool(stages),
                 attention_mass=any(stage.attention_mass for stage in stages),
                 position=prompt.places(following) - following,
@@ -232,54 +230,24 @@ class Prefiller:
         noting : tuple of CacheStage
             Observers, called after the cache stages of the recipe.
         """
-        adapter, group, watch = self.adapter, sequence.group, sequence.watch
+        group = sequence.group
         assert group is not None
         self.fit(sequence, prompt.reach(), 0)
-        recipe, cache, rows = sequence.recipe, group.cache, len(prompt.layout)
-        merging = [*recipe.acting(InEncoderStage), *recipe.acting(EncodeStage)]
-        context = PrefillContext(
-            prompt.layout,
-            depth=adapter.depth,
-            extends=True,
-            cache=cache,
-            notes=prompt.notes,
-            trained=prompt.trained,
-            # As in `prefill`.
-            proportional_attention=any(s.proportional_attention for s in merging)
-            and bool((prompt.layout.weight != 1).any()),
-            mask_rule=adapter.mask_rule,
+        given = group.cache, sequence.stats, sequence.trace
+        logits = prefill(
+            self.adapter,
+            prompt,
+            sequence.recipe + noting,
+            *given,
             limit=limit,
+            watch=sequence.watch,
+            extends=True,
+            compress=compress,
         )
-        if compress:
-            Compression.of(adapter, recipe + noting, context, cache, sequence.stats)
-        position = rows_of(prompt.layout.position)
-        watched = capture_layer_inputs(adapter.decoder, sequence.aux_layers, context)
-        biased = cache.biased(context.key_bias())
-        given = {"position_ids": position, adapter.cache_name: cache}
-
-        def run() -> Tensor:
-            return adapter.decoder(
-                inputs_embeds=prompt.embeds[None],
-                use_cache=True,
-                vlmfast_context=context,
-                **given,
-                **adapter.decoder_kwargs(prompt.layout, prompt.extra),
-            ).last_hidden_state.to(position.device)
-
-        with sequence.stats.timed("time_prefill_s", position.device):
-            with shifted(adapter, cache, context, position), biased, watched as seen:
-                hidden, logits = called(adapter, run, prompt.tensors | given, 1)
-            if watch is not None:
-                watch.remember(context, prompt.embeds, prompt.layout.order, hidden[0], seen)
-            if context.after is None:
-                cache.advance(rows)
-                cache.consume(prompt.full_length - rows)
-            else:
-                cache.consume(prompt.full_length)
         sequence.prompt = prompt
-        sequence.stats.prompt_tokens += rows
+        sequence.stats.prompt_tokens += len(prompt.layout)
         group.position.fill_(prompt.next_position)
-        sequence.prompt_slots = cache.slots()
+        sequence.prompt_slots = group.cache.slots()
         return logits[:, -1]
 
     def fit(self, sequence: Sequence, positions: int, max_new_tokens: int) -> None:
@@ -361,15 +329,7 @@ class Prefiller:
 
     def count_block(self, sequence: Sequence, stats: Stats) -> None:
         """Add the cost of one block of a video before the language model."""
-        own = sequence.stats
-        own.visual_tokens_in += stats.visual_tokens_in
-        own.cached_tokens += stats.cached_tokens
-        own.vision_passes += stats.vision_passes
-        own.views += stats.views
-        own.views_encoded += stats.views_encoded
-        own.include(stats)
-        for name, count in stats.visual_tokens_kept.items():
-            own.visual_tokens_kept[name] = own.visual_tokens_kept.get(name, 0) + count
+        sequence.stats.include(stats)
 
     def count_blocks(self, sequence: Sequence, ids: int, visual: int, flops: float) -> None:
         """Record the language model's cost of a prompt that was prefilled block by block.
@@ -452,3 +412,37 @@ def too_long(positions: int, max_new_tokens: int, bound: int, *, least: bool = F
         f"to {max_new_tokens}, and the model has {bound}; use {', '.join(ways[:-1])}, or a recipe "
         f"with {ways[-1]}"
     )
+
+
+@contextmanager
+def interleaved(adapter: Adapter, between: Callable[[], None]) -> Iterator[None]:
+    """Call ``between`` before each block of tower and language model, in passes over a prompt.
+
+    A long prompt occupies the model for many times as long as a decode step. Its forward pass
+    cannot be split by tokens under every recipe, and the vision tower runs on all images at once.
+    Between its blocks, requests can be cancelled and other sequences can be decoded.
+
+    Parameters
+    ----------
+    between : callable
+        May run decode steps, and raise to end the forward pass.
+    """
+    device = adapter.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        context = kwargs.get("vlmfast_context") or current_context.get()
+        if not isinstance(context, PrefillContext | VisionContext):
+            return  # a decode step that `between` runs
+        if stream is not None and torch.cuda.current_stream(device) != stream:
+            return  # a forward pass that is being captured
+        token = current_context.set(None)
+        try:
+            between()
+        finally:
+            current_context.reset(token)
+
+    with ExitStack() as hooks:
+        for block in (*adapter.vision_blocks(), *adapter.decoder.layers):
+            hooks.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
+        yield

@@ -120,7 +120,7 @@ class Prefix:
         sequence.prompt_slots, sequence.steps = self.prompt_slots, self.steps
         if sequence.watch is not None:
             sequence.watch.reads = list(self.reads)
-        self.group.seat([sequence])
+        self.group.rows = [sequence]
         for name in _SHARED:
             setattr(sequence.stats, name, copy.copy(getattr(self.stats, name)))
         images = sequence.trace.images
@@ -144,7 +144,7 @@ class Prefix:
         prefix = self.after(sequence, sequence.ids[0, :-1].tolist())
         prefix.group.detach()  # other requests may use the captured steps meanwhile
         sequence.group = None
-        prefix.group.seat([])
+        prefix.group.rows = []
         return prefix
 
     def release(self) -> None:

@@ -7,7 +7,6 @@ sequence and no other: the error is stored in `Sequence.error`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Many
 from functools import partial
 
 import torch
@@ -40,26 +39,17 @@ class Rounds:
         self.adapter = adapter
         self._sampling = Sampling([])
 
-    def run(self, batches: Many[Batch]) -> None:
-        """One step of batches of one mode."""
-        for batch in batches:
-            self._run_decode_stages(batch)
-        for batch in batches:
-            if batch.rows[0].drafts is None:
-                self._single(batch)
-            else:
-                self._checked(batch)
-
-    def first(self, sequence: Sequence, logits: Tensor) -> None:
-        """Emit the first token, from the logits (1, V) after the prompt."""
-        self._take(sequence, logits)
-
-    def _run_decode_stages(self, batch: Batch) -> None:
+    def run(self, batch: Batch) -> None:
+        """One step of a batch."""
         for number, sequence in enumerate(batch.rows):
             try:
                 batch.run_decode_stages(number)
             except Exception as error:
                 sequence.fail(error)
+        if batch.rows[0].drafts is None:
+            self._single(batch)
+        else:
+            self._checked(batch)
 
     def _reserve(self, batch: Batch, tokens: int) -> None:
         """Make room for the next tokens; rows without any end, and have left the batch."""
@@ -136,15 +126,30 @@ class Rounds:
 
         Rows that draft with the model itself share its forward passes.
         """
-        trees: list[Tree | None] = []
+        trees: dict[int, Tree] = {}
         waiting: dict[int, tuple[Proposal, int]] = {}  # by row, with the token that is fed next
+
+        def go_on(row: int, proposal: Proposal, logits: Tensor | None = None) -> None:
+            """Continue a proposal up to its tree, or to the next token whose logits it needs."""
+            waiting.pop(row, None)
+            sequence = batch.rows[row]
+            try:
+                token = next(proposal) if logits is None else proposal.send(logits)
+                waiting[row] = proposal, token
+            except StopIteration as end:
+                trees[row] = end.value
+            except Exception as error:
+                sequence.fail(error)
+                trees[row] = Tree.chain([sequence.sampler.tokens[-1]])
+
+        views = {}
         for row, sequence in enumerate(batch.rows):
-            assert sequence.drafts is not None
-            proposal = sequence.drafts.propose(batch, row, sequence.sampler.tokens[-1])
-            trees.append(self._tree(sequence, proposal, None, row, waiting))
+            drafts = sequence.drafts
+            assert drafts is not None
+            go_on(row, drafts.propose(batch, row, sequence.sampler.tokens[-1]))
+            if view := drafts.view:
+                views[row] = view
         drafted = 0
-        drafts = {row: sequence.drafts for row, sequence in enumerate(batch.rows)}
-        views = {row: own.view for row, own in drafts.items() if own is not None and own.view}
         while waiting:
             tokens = {row: token for row, (_, token) in waiting.items()}
             together = [batch.rows[row].stats for row in waiting]
@@ -152,29 +157,8 @@ class Rounds:
                 logits = batch.draft(tokens, views, drafted)
             drafted += 1
             for row, (proposal, _) in list(waiting.items()):
-                trees[row] = self._tree(batch.rows[row], proposal, logits[row], row, waiting)
-        assert all(tree is not None for tree in trees)
-        return trees  # type: ignore[return-value]  # see the line above
-
-    def _tree(
-        self,
-        sequence: Sequence,
-        proposal: Proposal,
-        logits: Tensor | None,
-        row: int,
-        waiting: dict[int, tuple[Proposal, int]],
-    ) -> Tree | None:
-        """Continue a proposal: its tree, or ``None`` while it waits for logits."""
-        waiting.pop(row, None)
-        try:
-            token = next(proposal) if logits is None else proposal.send(logits)
-        except StopIteration as end:
-            return end.value
-        except Exception as error:
-            sequence.fail(error)
-            return Tree.chain([sequence.sampler.tokens[-1]])
-        waiting[row] = proposal, token
-        return None
+                go_on(row, proposal, logits[row])
+        return [trees[row] for row in range(len(batch.rows))]
 
     def _redecode(self, batch: Batch, sequence: Sequence) -> None:
         """The next token of a strict answer, from a cache written by single tokens alone."""
@@ -199,14 +183,14 @@ class Rounds:
 
     # --- tokens ----------------------------------------------------------------------------------
 
-    def _take(self, sequence: Sequence, logits: Tensor) -> None:
+    def take(self, sequence: Sequence, logits: Tensor) -> None:
         """The next token of a row, from its logits (1, V)."""
         sequence.sampling.take(logits)
         self._emit(sequence)
 
     def _take_one(self, sequence: Sequence, logits: Tensor) -> tuple[int, bool]:
-        """As `_take`, from logits (V,), for a walk through a tree."""
-        self._take(sequence, logits[None])
+        """As `take`, from logits (V,), for a walk through a tree."""
+        self.take(sequence, logits[None])
         return sequence.sampler.tokens[-1], sequence.done
 
     def _emit(self, sequence: Sequence) -> None:

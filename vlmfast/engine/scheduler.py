@@ -42,10 +42,6 @@ class Scheduler:
         return [sequence for _, _, sequence in self._waiting]
 
     @property
-    def waiting_count(self) -> int:
-        return len(self._waiting)
-
-    @property
     def streams(self) -> bool:
         """Whether any row is streamed."""
         return any(sequence.streamed for sequence in self.active)
@@ -131,12 +127,6 @@ class Batches:
                 batch.leave(sequence)
         if not batch.rows:
             del self._by_key[_key(sequence)]
-
-    def modes(self) -> Iterator[list[Batch]]:
-        """The batches of each mode."""
-        modes = list(dict.fromkeys(batch.rows[0].mode for batch in self))
-        for mode in modes:
-            yield [batch for batch in self if batch.rows[0].mode == mode]
 
 
 def _key(sequence: Sequence) -> Hashable:

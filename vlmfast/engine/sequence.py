@@ -18,7 +18,7 @@ from vlmfast.core.recipe import Recipe
 from vlmfast.errors import DeadlineExceeded, RequestCancelled, VLMFastError, is_out_of_memory
 
 from .decode import RowGroup
-from .hidden_states import Watch
+from .forward import Watch
 from .mode import Mode
 from .prefill import Inputs, Prompt
 from .sampling import Sampler, Sampling

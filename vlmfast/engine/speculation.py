@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,6 @@ from vlmfast.core.drafting import (
     Drafter,
     Observer,
     Proposal,
-    Read,
     Round,
     SlotList,
     Target,
@@ -140,7 +140,8 @@ class Speculation:
         self.seat: tuple[Batch, int] | None = None
         self.stages = drafting(stages, adapter)
         self.prompt = [] if sequence.watch is None else list(sequence.watch.reads)
-        self.limit = _limit(self.stages)
+        sizes = [stage.largest() for stage in self.stages]  # nodes and depth of each one's trees
+        self.limit = sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
         governing = [stage for stage in stages if stage.governs]
         # What it measures of a model and these drafters is kept for later requests.
         known = _remembered(adapter, "drafting", *self.stages)
@@ -174,9 +175,11 @@ class Speculation:
         nodes, depth = self.limit
         self.rows = len(batch.rows)
         if self.governor is not None:
-            nodes, depth = self.governor.choose(
-                self.rows, sequence.count, sequence.max_new_tokens, self._traffic(batch)
-            )
+            weights, cache = self.weights, batch.cache_bytes()
+            drafts = sum(stage.draft_bytes(weights, cache) for stage in self.stages)
+            read = Traffic(weights + cache, drafts)  # by the next forward passes
+            count, most = sequence.count, sequence.max_new_tokens
+            nodes, depth = self.governor.choose(self.rows, count, most, read)
             stats.speculation = f"{self.names}: {self.governor.reason}"
         self.taken = nodes, depth
         self.seat = batch, number
@@ -185,7 +188,8 @@ class Speculation:
             stats.speculation, depth = self.off, 0
         if depth < 1 or nodes < 2:
             return Tree.chain([root])
-        drafting = self._tree(root, Budget(nodes, depth, self.warp, self._noise()))
+        noise = self.noise if sequence.sampler.sampled else None
+        drafting = self._tree(root, Budget(nodes, depth, self.warp, noise))
         go_on: Callable[[], int] = partial(next, drafting)
         while True:
             with self._drafting():  # not the forward passes that it waits for
@@ -214,16 +218,6 @@ class Speculation:
     def _drafting(self) -> AbstractContextManager[None]:
         """Count the time inside the block as the drafters' work."""
         return self.sequence.stats.timed("time_draft_s", self.adapter.device)
-
-    def _traffic(self, batch: Batch) -> Traffic:
-        """Bytes that the next forward passes read."""
-        weights, cache = self.weights, batch.cache_bytes()
-        return Traffic(
-            weights + cache, sum(stage.draft_bytes(weights, cache) for stage in self.stages)
-        )
-
-    def _noise(self) -> Callable[[int], Tensor] | None:
-        return self.noise if self.sequence.sampler.sampled else None
 
     def noise(self, depth: int) -> Tensor:
         """The noise of the token at ``depth`` below the root."""
@@ -292,14 +286,7 @@ class Speculation:
         self._check_view()
         for drafter in self.drafters:
             for part, read in enumerate(self.prompt):
-                own = Read(
-                    [] if part else ids,
-                    read.layout,
-                    read.embeds,
-                    read.features,
-                    read.aux_hidden_states,
-                )
-                drafter.prefill(own)
+                drafter.prefill(replace(read, ids=[] if part else ids))
         self.prompt.clear()
         self._catch_up()
         if self.governor is not None:
@@ -395,12 +382,6 @@ def _never_quiet(stage: DecodeStage) -> bool:
     """Whether no draft can be checked before the stage has work to do, see `RowGroup.spare`."""
     quiet = type(stage).quiet is not DecodeStage.quiet or stage.every > 1
     return stage.attention_mass or not quiet
-
-
-def _limit(stages: Many[DrafterStage]) -> tuple[int, int]:
-    """Nodes and depth of the trees of several drafters in one."""
-    sizes = [stage.largest() for stage in stages]
-    return sum(nodes - 1 for nodes, _ in sizes) + 1, max(depth for _, depth in sizes)
 
 
 def _warper(sequence: Sequence) -> Callable[[Tensor], Tensor] | None:

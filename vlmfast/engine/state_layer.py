@@ -78,22 +78,7 @@ class StateLayer(KVLayer):
             known.copy_(state)
         return known
 
-    # --- freezing and rows -----------------------------------------------------------------------
-
-    def freeze(
-        self,
-        max_new_tokens: int,
-        length: Tensor,
-        seen: Tensor,
-        logical: int,
-        track: bool,
-        attention_mass: bool,
-        position: int | None = None,
-    ) -> None:
-        super().freeze(max_new_tokens, length, seen, logical, False, False)
-
-    def slide(self, start: int) -> None:
-        """A state has no window."""
+    # --- rows ------------------------------------------------------------------------------------
 
     def state(self, index: int) -> dict[tuple, Tensor]:
         own = {(index, *name): buffer for name, buffer in self._rows.items()}
@@ -129,11 +114,6 @@ class StateLayer(KVLayer):
         for buffer in self._rows.values():
             buffer[row] = buffer[last]
         super().leave(row, keep=keep)
-
-    def copied(self, layer: KVLayer, rows: slice) -> None:
-        """Copy the states of some rows of another cache."""
-        assert isinstance(layer, StateLayer)
-        self.states = {name: state[rows].clone() for name, state in layer.states.items()}
 
     def release(self) -> None:
         super().release()

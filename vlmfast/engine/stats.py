@@ -16,6 +16,11 @@ from vlmfast.core import display
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.statistics import ItemGeometry
 
+_OF_PARTS = (
+    "visual_tokens_in", "cached_tokens", "vision_passes", "views", "views_encoded",
+    "time_vision_s", "time_reduce_s", "time_prefill_s",
+)  # fmt: skip
+
 
 def clock(device: torch.device) -> float:
     """Seconds; waits for the device first, so that the work before it is counted."""
@@ -139,13 +144,15 @@ class Stats:
         self._marks.clear()
 
     def include(self, other: Stats) -> None:
-        """Add the times of the blocks that another `Stats` has timed, without waiting."""
-        for name in ("time_vision_s", "time_reduce_s", "time_prefill_s"):
+        """Add the cost of another part of the prompt before its language model, without waiting."""
+        for name in _OF_PARTS:
             self._add(name, getattr(other, name))
         self._marks += other._marks
+        for name, count in other.visual_tokens_kept.items():
+            self.visual_tokens_kept[name] = self.visual_tokens_kept.get(name, 0) + count
 
-    def _add(self, name: str, seconds: float) -> None:
-        setattr(self, name, getattr(self, name) + seconds)
+    def _add(self, name: str, more: float) -> None:
+        setattr(self, name, getattr(self, name) + more)
 
     def layer_tokens(self, per_layer: list[int], config: Any) -> None:
         """Record the visual tokens that entered each layer of a language model."""

@@ -12,40 +12,53 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from vlmfast.core.contexts import VisionContext
+from vlmfast.core.contexts import Context, VisionContext, current_context
 from vlmfast.models.base import Adapter
 
 from .fingerprint import fingerprint, structures_of
 from .mode import Mode
 
-_WARM_UP = 1  # forward passes before a capture, in which libraries allocate their workspaces
+# Runs before a capture, in which kernels are compiled and libraries allocate their workspaces.
+_WARM_UP = 1
 _SHAPES = 8  # graphs that are kept
 _MET = 64  # shapes that are remembered
 _PATCHES = 4096  # of images in one row; with more, running takes longer than launching
 
+T = TypeVar("T")
 Chunks = dict[int, list[tuple[Tensor | None, Tensor | None]]]
 Made = tuple[Any, dict[int, Tensor], dict[int, Tensor], Chunks, list[Tensor]]
 Record = Callable[[Callable[[], Made]], tuple[Made, Callable[[], None]]]
 
 
-def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
-    """Record ``run``; every replay writes to the tensors of the returned output."""
+def recorded(run: Callable[[], T], restore: Callable[[], None]) -> tuple[T, Callable[[], None]]:
+    """Record ``run`` as a CUDA graph; returns its output, and what replays it.
+
+    ``restore`` is called after each run and, as a safeguard, after the capture, which runs nothing.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP):
             run()
+            restore()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as in `graphs.cuda_graph`
+    # Other threads may use the GPU meanwhile: only calls of this one invalidate the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = run()
+    restore()
     return made, graph.replay
+
+
+def cuda_graph(run: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
+    """Record ``run``; every replay writes to the tensors of the returned output."""
+    return recorded(run, lambda: None)
 
 
 class Towers:
@@ -180,3 +193,28 @@ def replaced(module: nn.Module, wrapped: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = before
+
+
+def only_in(context: Context, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook for the forward passes of one context; others may go through the same modules."""
+
+    def checked(*args: Any) -> Any:
+        return hook(*args) if current_context.get() is context else None
+
+    return checked
+
+
+def changed(adapter: Adapter, made: Callable[..., Tensor], *outputs: Any) -> Any:
+    """The first of the tower's outputs, with ``made(*tensors)`` of all of them.
+
+    Of its levels, only those that the family reads are changed.
+    """
+    output = outputs[0]
+    output.last_hidden_state = made(*(each.last_hidden_state for each in outputs))
+    if getattr(output, "hidden_states", None) is not None:
+        wanted = [block + 1 for block in adapter.feature_blocks()]
+        levels = zip(*(each.hidden_states for each in outputs), strict=True)
+        output.hidden_states = tuple(
+            made(*level) if i in wanted else level[0] for i, level in enumerate(levels)
+        )
+    return output

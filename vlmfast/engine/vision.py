@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from vlmfast.core.contexts import VisionContext, active
 from vlmfast.core.layout import Kind, TokenLayout, VisualTokens
 from vlmfast.core.placement import loaded
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, ViewStage
-from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import Saliency, SaliencyRequest
 from vlmfast.core.statistics import ItemGeometry, StatRequest
 from vlmfast.core.views import covering, open_rows
@@ -27,12 +26,14 @@ from vlmfast.models.base import Adapter, Encoded
 
 from .between import between_blocks
 from .gate import Gate, gated
-from .jitter import jittered
 from .modules import modules_of
 from .stats import Stats, Trace
-from .tower import captured
+from .tower import captured, replaced
 
 _APART = 1 << 32  # between the numbers of groups of different views
+# Of jittered images: pixels down and right, by view, and the standard deviation of the noise.
+SHIFTS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+_NOISE = 4.0  # where pixel values are 0 to 255
 
 
 def merge_requests(
@@ -106,12 +107,6 @@ class Wanted:
         )
         return Wanted(tuple(inside), tuple(views), left_out, requests, saliency, cls)
 
-    @staticmethod
-    def by(recipe: Recipe, adapter: Adapter, items: tuple[ItemGeometry, ...]) -> Wanted:
-        """The same of a recipe."""
-        inside, outside = recipe.acting(InEncoderStage), recipe.acting(EncodeStage)
-        return Wanted.of(adapter, items, inside, outside, recipe.acting(ViewStage))
-
     @property
     def joint(self) -> bool:
         """Whether the features of an image may depend on the other images of the prompt."""
@@ -170,6 +165,7 @@ def encode(
     count = max(item.views[1] for item in items)
     views = count if wanted.cls else 0
     sources = {source for _, source in wanted.saliency.values()}
+    measure = partial(_of_bases, adapter, wanted)
     # A replay calls no hooks. The projector of a packed tower is inside the tower.
     capture = not inside and not (adapter.packed and "norm" in sources)
     with (
@@ -178,7 +174,7 @@ def encode(
         between_blocks(adapter, inside, context, stats) as groups,
         _cls(adapter, views) as cls,
         captured(adapter, context, cls, views) if capture else nullcontext(),
-        gated(adapter, wanted.views, context, cls, partial(_of_bases, adapter, wanted)) as gate,
+        gated(Gate(adapter, wanted.views, context, cls, measure)) as gate,
         _projected(adapter, "norm" in sources, gate) as projected,
         loaded(adapter.model.base_model),
     ):
@@ -404,10 +400,23 @@ def _saliencies(
     features: list[Tensor],
 ) -> dict[str, tuple[Saliency, ...]]:
     """By key: the saliency of each request, item by item."""
-    return {
-        key: _saliency(adapter, context, request, source, features)
-        for key, (request, source) in requests.items()
-    }
+    answers = {}
+    for key, (request, source) in requests.items():
+        if source == "norm":
+            inputs = adapter.projector_input(features, context.items)
+            found = [(x.norm(dim=-1)[:, None], x if request.keys else None) for x in inputs]
+        else:
+            found = adapter.block_stats(context, adapter.salient_block(request.block))
+        answer = []
+        for item, (rows, keys) in zip(context.items, found, strict=True):
+            together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
+            rows = adapter.to_tokens(rows, item) * together
+            if request.keys:
+                assert keys is not None
+                keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
+            answer.append(Saliency(source, rows, keys if request.keys else None))
+        answers[key] = tuple(answer)
+    return answers
 
 
 def _jittered(
@@ -423,11 +432,12 @@ def _jittered(
     requests = {key: of for key, of in wanted.saliency.items() if of[0].jitter > number}
     sources = {source for _, source in requests.values()}
     decided, cls = None if gate is None else gate.decided, list[Tensor]()
+    measure = partial(_of_bases, adapter, wanted)
     with (
         active(context),
         _unused_skipped(adapter, context),
         captured(adapter, context, cls, 0),
-        gated(adapter, wanted.views, context, cls, _nothing, decided) as again,
+        gated(Gate(adapter, wanted.views, context, cls, measure, decided)) as again,
         _projected(adapter, "norm" in sources, again) as projected,
         loaded(adapter.model.base_model),
     ):
@@ -435,8 +445,50 @@ def _jittered(
     return _saliencies(adapter, context, requests, projected)
 
 
-def _nothing(context: VisionContext) -> dict[str, tuple[Saliency, ...]]:
-    return {}
+def jittered(tensors: dict[str, Tensor], number: int, processor: Any) -> dict[str, Tensor]:
+    """Jittered view ``number`` of the images of a prompt, the same on every device.
+
+    All images and crops get the same shift and the same noise, so that the result for one image
+    does not depend on the others. Towers that take patches, which cannot be shifted, get the noise
+    alone.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        What `Adapter.encode` takes; only those of pixels change.
+    number : int
+    processor : object
+        Hugging Face's image processor, for the scale of the normalized pixels.
+    """
+    return {
+        key: _jitter(value, number, _scale(processor)) if key.startswith("pixel_values") else value
+        for key, value in tensors.items()
+    }
+
+
+def _jitter(pixels: Tensor, number: int, scale: float) -> Tensor:
+    image = pixels.dim() >= 4  # (..., C, H, W), else (patches, D)
+    generator = torch.Generator().manual_seed(number)
+    noise = torch.randn(pixels.shape[-3:] if image else pixels.shape[-1:], generator=generator)
+    if image:
+        pixels = shifted(pixels, *SHIFTS[number % len(SHIFTS)])
+    return pixels + (noise * _NOISE * scale).to(pixels.device, pixels.dtype)
+
+
+def shifted(pixels: Tensor, down: int, right: int) -> Tensor:
+    """Move the content of images (..., H, W); the border is repeated."""
+    height, width = pixels.shape[-2:]
+    rows = (torch.arange(height, device=pixels.device) - down).clamp(0, height - 1)
+    columns = (torch.arange(width, device=pixels.device) - right).clamp(0, width - 1)
+    return pixels.index_select(-2, rows).index_select(-1, columns)
+
+
+def _scale(processor: Any) -> float:
+    """Normalized units of one step of a pixel value of 0 to 255, mean over channels."""
+    normalizes = getattr(processor, "do_normalize", True)
+    std = (getattr(processor, "image_std", None) if normalizes else None) or 1.0
+    values = [std] if isinstance(std, float | int) else list(std)
+    return len(values) / sum(values) / 255
 
 
 def _mean(views: list[tuple[Saliency, ...]]) -> tuple[Saliency, ...]:
@@ -449,43 +501,16 @@ def _mean(views: list[tuple[Saliency, ...]]) -> tuple[Saliency, ...]:
     )
 
 
-def _saliency(
-    adapter: Adapter,
-    context: VisionContext,
-    request: SaliencyRequest,
-    source: str,
-    features: list[Tensor],
-) -> tuple[Saliency, ...]:
-    """The saliency of a request, item by item."""
-    if source == "norm":
-        inputs = adapter.projector_input(features, context.items)
-        found = [(x.norm(dim=-1)[:, None], x if request.keys else None) for x in inputs]
-    else:
-        found = adapter.block_stats(context, adapter.salient_block(request.block))
-    answer = []
-    for item, (rows, keys) in zip(context.items, found, strict=True):
-        together = 1 if source == "norm" else rows.shape[-1] / math.prod(item.patches)
-        rows = adapter.to_tokens(rows, item) * together
-        if request.keys:
-            assert keys is not None
-            keys = adapter.to_tokens(keys.transpose(1, 2), item).transpose(1, 2)
-        answer.append(Saliency(source, rows, keys if request.keys else None))
-    return tuple(answer)
-
-
 @contextmanager
 def _projected(adapter: Adapter, wanted: bool, gate: Gate | None) -> Iterator[list[Tensor]]:
     """Collects the input of the projector, call by call, float32."""
     found: list[Tensor] = []
-    if not wanted:
-        yield found
-        return
 
     def hook(module: nn.Module, args: tuple) -> None:
         rows = args[0].float()
         found.append(rows if gate is None else gate.expanded(rows))
 
-    with adapter.projector().register_forward_pre_hook(hook):
+    with adapter.projector().register_forward_pre_hook(hook) if wanted else nullcontext():
         yield found
 
 
@@ -496,10 +521,7 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
     One tensor (V, D) per forward pass of the tower; none where no view is requested.
     """
     found: list[Tensor] = []
-    if not views:
-        yield found
-        return
-    if len(adapter.feature_blocks()) > 1:
+    if views and len(adapter.feature_blocks()) > 1:
         raise RecipeError(
             "this recipe needs the projected CLS token, and the model projects several layers of "
             "its vision tower at once"
@@ -510,7 +532,8 @@ def _cls(adapter: Adapter, views: int) -> Iterator[list[Tensor]]:
         # The projector's own hooks are for what the family sends through it.
         found.append(adapter.projector().forward(hidden[:views, :1])[:, 0])
 
-    with adapter.vision_blocks()[adapter.feature_block()].register_forward_hook(hook):
+    block = adapter.vision_blocks()[adapter.feature_block()]
+    with block.register_forward_hook(hook) if views else nullcontext():
         yield found
 
 
@@ -525,17 +548,10 @@ def _unused_skipped(adapter: Adapter, context: VisionContext) -> Iterator[None]:
     idle = adapter.vision_blocks()[used + 1 :]
     if idle and users_calls(*modules_of(adapter, "tower", adapter.tower()).all):
         idle = []
-    before = [block.__dict__.get("forward") for block in idle]
-    try:
+    with ExitStack() as skipped:
         for block in idle:
-            block.forward = _identity
+            skipped.enter_context(replaced(block, lambda forward: _identity))
         yield
-    finally:
-        for block, forward in zip(idle, before, strict=True):
-            if forward is None:
-                vars(block).pop("forward", None)
-            else:
-                block.forward = forward
 
 
 def _identity(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,7 @@ from vlmfast.core.contexts import VisionContext
 from vlmfast.core.packing import Packing, PartBatch
 from vlmfast.core.statistics import StatRequest
 
-from .attention_maps import context_of, received_sum, scale_of, with_bias
+from .attention_maps import Call, context_of, received_sum, scale_of, with_bias
 
 
 def vision_attention(
@@ -34,7 +34,8 @@ def vision_attention(
     assert isinstance(context, VisionContext)
     if (ends := kwargs.get("cu_seq_lens_q")) is not None:
         packing = context.packing(ends)
-        return _packed(module, query, key, value, packing, context, scaling, dropout), None
+        call = Call(module, query, key, value, None, scaling, dropout)
+        return _packed(call, packing, context), None
     n = key.shape[2]
     if context.lengths is not None:
         valid = (torch.arange(n, device=key.device) < context.lengths[:, None])[:, None, None]
@@ -83,19 +84,11 @@ def vision_attention(
     )
 
 
-def _packed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    context: VisionContext,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
+def _packed(call: Call, packing: Packing, context: VisionContext) -> Tensor:
     """Attention of a tower within the parts of a row, (1, S, H, D)."""
     bias = None if context.sizes is None else context.sizes.log()
-    layer = context.modules.get(id(module), -1)
+    query, key = call.query, call.key
+    layer = context.modules.get(id(call.module), -1)
     if (request := context.requests.get(layer)) is not None:
         assert context.chunks is not None
         lengths, found = packing.lengths, context.chunks.setdefault(layer, [])
@@ -104,7 +97,7 @@ def _packed(
         keys = (None,) * len(lengths) if shown is None else shown.split(lengths, 1)
         parts = zip(query.split(lengths, 2), key.split(lengths, 2), own, keys, strict=True)
         for q, k, added, of in parts:
-            rows = _vision_rows(request, q, k, None, added, scaling, context.specials)
+            rows = _vision_rows(request, q, k, None, added, call.scaling, context.specials)
             found.append((rows, of))
 
     def attention(batch: PartBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -113,11 +106,9 @@ def _packed(
             added = batch.take(bias)[:, None, None]
             seen = torch.ones_like(added, dtype=torch.bool) if mask is None else mask
             mask = with_bias(seen, added, query.dtype)
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
-        )[0]
+        return call.of(query, key, value, mask, is_causal=False)
 
-    return packing.attend(attention, query, key, value)
+    return packing.attend(attention, query, key, call.value)
 
 
 def _shown_keys(request: StatRequest, key: Tensor) -> Tensor | None:

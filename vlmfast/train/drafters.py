@@ -220,7 +220,7 @@ def teach(vlm: VLM, messages: Messages, answer: list[int], readers: list[Drafter
     from vlmfast.api.gradients import forward, inputs_with
     from vlmfast.api.request import render, tensors_of
     from vlmfast.core.recipe import Recipe
-    from vlmfast.engine.hidden_states import Watch
+    from vlmfast.engine.forward import Watch
     from vlmfast.engine.stats import Stats, Trace
 
     adapter, watch = vlm.adapter, Watch(readers, vlm.adapter.depth)
