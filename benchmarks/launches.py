@@ -5,13 +5,15 @@ LLaVA-NeXT with the depth of a 7B model (24 blocks of CLIP, five views, 32 layer
 tokens, and one with the 32 blocks and the windows of Qwen2.5-VL-7B's tower. Trained methods run on
 the shipped model.
 
-``python benchmarks/launches.py`` prints them too. The same code gives the same counts on every
-machine.
+``python benchmarks/launches.py --label NAME`` adds the counts of this code to the result file under
+a name, next to those of other revisions, and prints them. The same code gives the same counts on
+every machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from shapes import Shape, build, with_tests
 from vlmfast.check.launches import Launches, counted
 from vlmfast.core.registry import stage_names
 
+RESULT = harness.RESULTS / "launches.json"
 DTYPE = "bfloat16"
 LLAVA = Shape(
     "llama", 32, 64, 128, 4, 2, 512, (224, 224), ((112, 224), (224, 112), (224, 224)),
@@ -86,7 +89,8 @@ def _counted(model: str, names: Any, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    parser = harness.parser(__doc__, out=harness.RESULTS / "launches.json")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--label", required=True, help="name of these counts in the result file")
     args = parser.parse_args(argv, argparse.Namespace(device="cpu"))
     found = {}
     for name, part in parts():
@@ -99,8 +103,10 @@ def main(argv: list[str]) -> None:
                 f"{step['launches']}, {sum(step['reads'].values())}",
                 flush=True,
             )
-    about = harness.begin("launches.py", argv, args)
-    harness.written(args.out, {**about, "dtype": DTYPE, "parts": found})
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    counts = {**harness.begin("launches.py", argv, args), "parts": found}
+    labels = known.get("labels", {}) | {args.label: counts}
+    harness.written(RESULT, {"dtype": DTYPE, "labels": labels})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """CPU time of `none` compared with Hugging Face's ``generate``: ``python benchmarks/overhead.py``.
 
 Both answer the same questions in one process, with a model each, in turn, and the tokens must be
-equal. Every pair has an image of its own, and the prefix cache is off.
+equal. With ``--by-token`` they take turns after each token, so that both have the same share of
+what else the machine does: for models whose steps take so long that no cache of the processor lasts
+from one step to the next. Every pair has an image of its own, and the prefix cache is off.
 
 ============  ======================================================================================
 ``first``     from RGB image in host memory to the first token
@@ -16,17 +18,65 @@ other load changes what caches of the processor hold.
 from __future__ import annotations
 
 import argparse
-import itertools
+import gc
 import sys
+import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ask
 import harness
-from shapes import SHAPED
+from shapes import SHAPED, TOWERS
+
+from vlmfast.check.commands import size
+from vlmfast.core.progress import Progress
 
 NONE, PARTS = "none", ("first", "per token")
+
+
+class Turns:
+    """Of two threads one runs, until it ends, or with ``by_token`` has a token."""
+
+    def __init__(self, names: tuple[str, str], by_token: bool) -> None:
+        self.names, self.now, self.by_token = list(names), names[0], by_token
+        self.changed = threading.Condition()
+
+    def wait(self, name: str) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.now == name)
+
+    def pass_on(self, name: str, *, ends: bool = False) -> None:
+        """Let the other one run, if it has not ended."""
+        with self.changed:
+            if ends:
+                self.names.remove(name)
+            self.now = next((other for other in self.names if other != name), name)
+            self.changed.notify_all()
+
+
+class Tokens:
+    """A streamer that notes the CPU time of every token, and lets the other side run after it."""
+
+    def __init__(self, name: str, turns: Turns) -> None:
+        self.name, self.turns = name, turns
+        self.times: list[float] = []
+        self.start()
+
+    def start(self) -> None:
+        self.turns.wait(self.name)
+        self.since = time.process_time()
+
+    def put(self, value: Any) -> None:
+        if value.numel() > 1:  # the prompt
+            return
+        self.times.append(time.process_time() - self.since)
+        if self.turns.by_token:
+            self.turns.pass_on(self.name)
+        self.start()
+
+    def end(self) -> None:
+        pass
 
 
 def image_of(original: Any, number: int) -> Any:
@@ -36,29 +86,43 @@ def image_of(original: Any, number: int) -> Any:
     return image
 
 
-def answer(vlm: Any, name: str, image: Any, count: int) -> dict[str, Any]:
+def answer(vlm: Any, name: str, turns: Turns, image: Any, count: int) -> dict[str, Any]:
     """CPU seconds of one answer of ``count`` tokens, and its tokens."""
-    streamer, begin = ask.Times(time.process_time), time.process_time()
-    more = {"max_new_tokens": count, "do_sample": False, "streamer": streamer}
-    if name == ask.HF:
-        inputs = vlm.inputs(ask.QUESTION, images=image)
-        ids = vlm.model.generate(**inputs, **more)
-        tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
-    else:
-        tokens = vlm.ask(ask.QUESTION, images=image, recipe=name, **more).token_ids
-    first, *_, last = streamer.times[-count:]  # Hugging Face's begins with the prompt
-    return {"first": first - begin, "per token": (last - first) / (count - 1), "tokens": tokens}
+    try:
+        streamer = Tokens(name, turns)
+        more = {"max_new_tokens": count, "do_sample": False, "streamer": streamer}
+        if name == ask.HF:
+            inputs = vlm.inputs(ask.QUESTION, images=image)
+            ids = vlm.model.generate(**inputs, **more)
+            tokens = ids[0, inputs["input_ids"].shape[1] :].tolist()
+        else:
+            tokens = vlm.ask(ask.QUESTION, images=image, recipe=name, **more).token_ids
+    finally:
+        turns.pass_on(name, ends=True)
+    first, *others = streamer.times
+    return {"first": first, "per token": sum(others) / len(others), "tokens": tokens}
 
 
 def measured(vlms: dict[str, Any], original: Any, args: argparse.Namespace) -> dict[str, Any]:
     """All pairs of one model."""
-
-    def asked(name: str) -> Callable[[], dict[str, Any]]:
-        numbers = itertools.count()
-        return lambda: answer(vlms[name], name, image_of(original, next(numbers)), args.new_tokens)
-
-    runs = {name: asked(name) for name in vlms}
-    samples = harness.interleaved(runs, args.pairs, warmup=args.warmup, name=args.model)
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in vlms}
+    with (
+        ThreadPoolExecutor(len(vlms)) as threads,
+        Progress(args.model, args.pairs + args.warmup, "pairs") as bar,
+    ):
+        for number in range(args.pairs + args.warmup):
+            gc.collect()  # a collection of all that was imported falls on neither side
+            names = (ask.HF, NONE)[:: 1 - 2 * (number % 2)]
+            turns, image = Turns(names, args.by_token), image_of(original, number)
+            asked = {
+                name: threads.submit(answer, vlms[name], name, turns, image, args.new_tokens)
+                for name in names
+            }
+            results = {name: found.result() for name, found in asked.items()}
+            if number >= args.warmup:
+                for name, result in results.items():
+                    samples[name].append(result)
+            bar.update()
     theirs, own = samples[ask.HF], samples[NONE]
     equal = all(a["tokens"] == b["tokens"] for a, b in zip(theirs, own, strict=True))
     row: dict[str, Any] = {"same_tokens": equal, "pairs": args.pairs}
@@ -73,10 +137,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(
         __doc__, pairs=20, warmup=2, new_tokens=33, dtype="float32", layers=24, out=None
     )
-    parser.add_argument("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
+    add = parser.add_argument
+    add("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
+    add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS))
+    add("--size", type=size, help="WIDTHxHEIGHT of the image, by default as ask.py")
+    add("--by-token", action="store_true", help="take turns after each token, not each answer")
     # The time of all threads counts.
-    fixed = {"device": "cpu", "threads": 1, "tower": "clip-vit-l-14-336"}
-    args = parser.parse_args(argv, argparse.Namespace(**fixed))
+    args = parser.parse_args(argv, argparse.Namespace(device="cpu", threads=1))
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args

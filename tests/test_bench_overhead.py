@@ -17,9 +17,10 @@ def overhead() -> Any:
 
 
 @pytest.mark.slow
-def test_pairs_are_the_same_answers(overhead: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--by-token"]])
+def test_pairs_are_the_same_answers(overhead: Any, tmp_path: Path, more: list[str]) -> None:
     out = tmp_path / "found.json"
-    given = ["--pairs", "2", "--warmup", "0", "--new-tokens", "3", "--out", str(out)]
+    given = ["--pairs", "2", "--warmup", "0", "--new-tokens", "3", "--out", str(out), *more]
     assert overhead.main(given) == 0
     row = json.loads(out.read_text())["row"]
     assert row["same_tokens"]

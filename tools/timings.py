@@ -40,8 +40,10 @@ def timings() -> str:
 
 def overhead() -> str:
     """CPU time of `none` and of Hugging Face."""
+    first, later = "first", "per token"
+    files = {"tiny": (first, later), "qwen2-0.5b": (first,), "qwen2-0.5b-tokens": (later,)}
     rows = []
-    for name, parts in (("tiny", ("first", "per token")), ("qwen2-0.5b", ("first",))):
+    for name, parts in files.items():
         result = measured(f"overhead-{name}-cpu")
         for part in parts:
             found = result["row"][part]
@@ -262,15 +264,14 @@ def gpu_kernels(gpu: str) -> str:
 
 
 def launches_requests() -> str:
-    """Launches and reads of a request under each recipe."""
-    parts = measured("launches")["parts"]
-    shape = parts["llava-next"]["requests"]
-    own = {request["recipe"] for request in shape}
-    shipped = [request for request in parts["tiny"]["requests"] if request["recipe"] not in own]
-    rows = [["recipe", "layer of prefill", "first token", "decode step"]]
-    for of in (*shape, *shipped):
-        cells = _launches(*of["layers"]), _launches(of["first_token"]), _launches(of["step"])
-        rows.append([f"`{of['recipe']}`", *cells])
+    """Launches and reads of a request under each recipe, and to its first token in earlier code."""
+    labels = measured("launches")["labels"]
+    before, now = (_by_recipe(labels[name]["parts"]) for name in ("before", "after"))
+    rows = [["recipe", "layer of prefill", "first token", "before", "decode step"]]
+    for recipe, request in now.items():
+        first = [_launches(of[recipe]["first_token"]) for of in (now, before)]
+        step = _launches(request["step"])
+        rows.append([f"`{recipe}`", _launches(*request["layers"]), *first, step])
     return table(rows)
 
 
@@ -280,13 +281,22 @@ def _launches(*costs: dict[str, Any]) -> str:
     return f"{most[0]:,} / {most[1]}"
 
 
+def _by_recipe(parts: dict[str, Any]) -> dict[str, Any]:
+    shipped, shape = (parts[name]["requests"] for name in ("tiny", "llava-next"))
+    own = {request["recipe"]: request for request in shape}
+    return own | {r["recipe"]: r for r in shipped if r["recipe"] not in own}
+
+
 def launches_towers() -> str:
     """Calls of attention in Qwen2.5-VL's tower, by size of the image."""
-    rows = [["image", "calls of attention", "launches"]]
-    for name, part in measured("launches")["parts"].items():
+    labels = measured("launches")["labels"]
+    before, now = (labels[name]["parts"] for name in ("before", "after"))
+    rows = [["image", "calls of attention", "launches", "calls before"]]
+    for name, part in now.items():
         if name.startswith("qwen2.5-vl"):
             width, height = part["image"]
             counts = _in_blocks(part, "attention"), _in_blocks(part, "launches")
+            counts += (_in_blocks(before[name], "attention"),)
             rows.append([f"{width} x {height}", *(f"{count:,}" for count in counts)])
     return table(rows)
 
