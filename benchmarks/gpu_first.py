@@ -60,8 +60,8 @@ STEPS = (
          " --recipe none --repeats 2 --minutes 1.2",
          f"benchmarks/end_to_end.py {_SMALL} --batches 1 --out {{folder}}/static.json"),
     Step("speculation", 95, "benchmarks/speculation.py --shape llava-1.5-7b --rates 0.6,0.8"
-         " --pairs 2 --no-hf --minutes 1.5",
-         "benchmarks/speculation.py --shape tiny-shape --rates 0.6 --pairs 1 --no-hf --fresh"
+         " --pairs 2 --minutes 1.5",
+         "benchmarks/speculation.py --shape tiny-shape --rates 0.6 --pairs 1 --fresh"
          " --device cpu --out {folder}/speculation.json"),
     Step("serve", 80, "benchmarks/gpu_hour.py serve",
          "benchmarks/gpu_hour.py serve --dry --out {folder}/hour.json"),

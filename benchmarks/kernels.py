@@ -358,23 +358,20 @@ def verdict(row: dict[str, Any]) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = harness.parser(__doc__, minutes=9.0, out=None)
     add = parser.add_argument
-    add(
-        "--kernel", action="append", help="a kernel's file or part of a case's name; all by default"
-    )
-    add("--shapes", help="comma-separated; all of a case by default")
+    add("--kernel", action="append", help="file, or part of a case's name; all by default")
+    add("--shapes", default=",".join(SHAPES), help="%(default)s by default")
     add("--missing", action="store_true", help="run only rows that are not in the result file")
     add("--row-seconds", type=float, default=120.0, help="time limit of a row (%(default)s)")
     return parser.parse_args(argv, argparse.Namespace(device=harness.DEVICE))
 
 
 def chosen(args: argparse.Namespace) -> list[Pair]:
-    wanted = None if args.shapes is None else args.shapes.split(",")
     return [
         (case.name, shape)
         for case in CASES
         if not args.kernel or any(k == case.kernel or k in case.name for k in args.kernel)
         for shape in case.timed
-        if wanted is None or shape in wanted
+        if shape in args.shapes.split(",")
     ]
 
 

@@ -49,21 +49,13 @@ SCENES, BLOCK = 4000, 40
 # Seeds of one question: the first scene among them that has a question of its type is taken.
 TRIES = (OUTCOME_SEED_STOP - OUTCOME_SEED_START) // (2 * SCENES)
 FULL = "none"
+BUDGETS = (0.33, 0.22, 0.11, 0.05)
 RECIPES = (
-    "hired:budget=0.33",
-    "hired:budget=0.22",
-    "hired:budget=0.11",
-    "hired:budget=0.05",
+    *(f"hired:budget={budget}" for budget in BUDGETS),
     "hired:0.2,positions=compact",
-    "divprune:budget=0.33",
-    "divprune:budget=0.22",
-    "divprune:budget=0.11",
-    "divprune:budget=0.05",
+    *(f"divprune:budget={budget}" for budget in BUDGETS),
     "divprune:positions=compact,budget=0.22",
-    "elastic:budget=0.33",
-    "elastic:budget=0.22",
-    "elastic:budget=0.11",
-    "elastic:budget=0.05",
+    *(f"elastic:budget={budget}" for budget in BUDGETS),
     "flashvid:budget=0.11",
     "atp:budget=0.33",
     "pyramiddrop:budget=0.5",

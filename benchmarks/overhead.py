@@ -27,7 +27,7 @@ from typing import Any
 
 import ask
 import harness
-from shapes import SHAPED, TOWERS
+from shapes import SHAPED
 
 from vlmfast.check.commands import size
 from vlmfast.core.progress import Progress
@@ -139,11 +139,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="tiny", help=f"also {SHAPED}, folders and hub ids")
-    add("--tower", default="clip-vit-l-14-336", choices=tuple(TOWERS))
     add("--size", type=size, help="WIDTHxHEIGHT of the image, by default as ask.py")
     add("--by-token", action="store_true", help="take turns after each token, not each answer")
     # The time of all threads counts.
-    args = parser.parse_args(argv, argparse.Namespace(device="cpu", threads=1))
+    fixed = {"device": "cpu", "threads": 1, "tower": "clip-vit-l-14-336"}
+    args = parser.parse_args(argv, argparse.Namespace(**fixed))
     if args.pairs < 2 or args.new_tokens < 2:
         parser.error("--pairs and --new-tokens must be at least 2")
     return args

@@ -30,8 +30,7 @@ processor forces both along the plain answer.
                   in a session only for the last question
 ================  =================================================================================
 
-Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs. Hugging Face's
-rows are its ``generate``, also compared with the plain answers of vlmfast.
+Ratios are of sums over all pairs, with the 95 % interval of a bootstrap over pairs.
 
 Every part, a drafter under a recipe, is written as soon as it is finished. The script ends before
 ``--minutes`` are over, with exit code 3 if parts are missing; the same command resumes it.
@@ -64,7 +63,7 @@ from vlmfast.drafters.draft_auto import DraftAuto
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.engine.stats import Stats, clock
-from vlmfast.eval.bench import NEAR, Referee, load_average, numerics, rotated
+from vlmfast.eval.bench import NEAR, Referee, numerics, rotated
 from vlmfast.scenes.examples import CAPTION_QUESTION, EVAL_SEED_START, image_example
 
 TINY = "tiny"
@@ -80,7 +79,6 @@ DRAFTERS = (
     "draft-vispec",
     "draft-auto",
 )
-HF = "hf"
 LAYER, AUTO = " + layer", "draft-auto over "
 DEPTH = 4  # of simulated drafts
 # Number of pairs, and maximum length of an answer.
@@ -92,12 +90,16 @@ USUAL = {TINY: (20, 64), "tiny-shape": (2, 12), "llava-1.5-7b": (5, 128), "qwen2
 
 @dataclass
 class Said:
-    """Tokens of every answer of a dialogue; time, forward passes and stats of the last one."""
+    """Tokens of every answer of a dialogue; time and stats of the last one."""
 
     tokens: list[list[int]]
     seconds: float
-    calls: int
-    stats: Stats | None = None
+    stats: Stats
+
+    @property
+    def calls(self) -> int:
+        """Forward passes of the model after the prompt."""
+        return self.stats.rounds if self.stats.speculation else self.stats.generated_tokens - 1
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,17 @@ class Dialogue:
         more = self.generation | special
         if not before:
             begin = clock(vlm.adapter.device)
-            answer = vlm.ask(last, images=self.image, recipe=recipe, **more)
-            return _turn([answer], clock(vlm.adapter.device) - begin)
+            answers = [vlm.ask(last, images=self.image, recipe=recipe, **more)]
+            return said(answers, clock(vlm.adapter.device) - begin)
         with vlm.session(images=self.image, recipe=recipe) as session:
             answers = [session.ask(question, **self.generation) for question in before]
             begin = clock(vlm.adapter.device)
             answers.append(session.ask(last, **more))
-            return _turn(answers, clock(vlm.adapter.device) - begin)
+            return said(answers, clock(vlm.adapter.device) - begin)
 
 
-def _turn(answers: list[Any], seconds: float) -> Said:
-    stats = answers[-1].stats
-    calls = stats.rounds if stats.speculation else stats.generated_tokens - 1
-    return Said([answer.token_ids for answer in answers], seconds, calls, stats)
+def said(answers: list[Any], seconds: float) -> Said:
+    return Said([answer.token_ids for answer in answers], seconds, answers[-1].stats)
 
 
 def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialogue]:
@@ -135,10 +135,8 @@ def dialogues(job: Job, workload: str, count: int, first: int = 0) -> list[Dialo
     found = []
     for number in range(first, first + count):
         example = image_example(EVAL_SEED_START + number)
-        questions = {
-            "captions": (CAPTION_QUESTION,),
-            "second question": (CAPTION_QUESTION, example.qa[number % len(example.qa)].question),
-        }[workload]
+        second = example.qa[number % len(example.qa)].question
+        questions = (CAPTION_QUESTION, *([second] if workload == "second question" else ()))
         found.append(Dialogue(example.image, questions, job.generation))
     return found
 
@@ -307,30 +305,6 @@ def recorded(
     return answered
 
 
-def huggingface(job: Job) -> Answer:
-    """Hugging Face's ``generate``."""
-    vlm, calls = job.vlm(), 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
-    def answer(dialogue: Dialogue, number: int) -> Said:
-        nonlocal calls
-        calls = -1  # excludes the prefill
-        hook = job.model.get_decoder().register_forward_pre_hook(count)
-        begin = clock(vlm.adapter.device)
-        try:
-            inputs = vlm.inputs(dialogue.questions[0], images=dialogue.image)
-            ids = job.model.generate(**inputs, **dialogue.generation)
-        finally:
-            hook.remove()
-        seconds = clock(vlm.adapter.device) - begin
-        return Said([ids[0, inputs["input_ids"].shape[1] :].tolist()], seconds, calls)
-
-    return answer
-
-
 # --- a part --------------------------------------------------------------------------------------
 
 
@@ -371,11 +345,8 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
             free, other = drafted, job.vlm()
             plain = lambda dialogue, number: dialogue(other, plan, **steer())  # noqa: E731
             drafted = lambda dialogue, number: free(dialogue, number, **steer())  # noqa: E731
-    elif name == HF:
-        drafted = huggingface(job)
     else:
-        full = plan + Recipe.parse(name)
-        drafted = lambda dialogue, number: dialogue(vlm, full)  # noqa: E731
+        drafted = plainly(vlm, plan + Recipe.parse(name))
     for number, dialogue in enumerate([*warm, *asked], start=-len(warm)):
         pair: dict[str, Said] = {}
         for which in rotated(("drafted", "plain"), number):
@@ -391,10 +362,14 @@ def part(job: Job, workload: str, recipe: str, name: str, args: argparse.Namespa
 def numbers(pairs: Pairs) -> dict[str, Any]:
     """JSON values; no ratio if an answer was wrong."""
     bugs = sum(divergence["bug"] for divergence in pairs.divergences)
-    stats = [said.stats for said in pairs.drafted if said.stats is not None]
+    stats = [said.stats for said in pairs.drafted]
     both = list(zip(pairs.plain, pairs.drafted, strict=True))
-    wall = [[a.seconds, b.seconds] for a, b in both]
-    row: dict[str, Any] = {
+    samples = {
+        "wall": [[a.seconds, b.seconds] for a, b in both],
+        "decode": [[_decode(a.stats), _decode(b.stats)] for a, b in both],
+    }
+    draft, verify = sum(s.time_draft_s for s in stats), sum(s.time_verify_s for s in stats)
+    return {
         "pairs": len(both),
         "identical": sum(a.tokens == b.tokens for a, b in both),
         "divergences": pairs.divergences,
@@ -403,26 +378,14 @@ def numbers(pairs: Pairs) -> dict[str, Any]:
         "distinct": max(len(set(said.tokens[-1])) for said in pairs.plain),
         "calls": sum(said.calls for said in pairs.drafted),
         "plain_calls": sum(said.calls for said in pairs.plain),
-        "samples": {"wall": wall},
-        "wall": None if bugs else harness.ratio(wall),
-        "decode": None,
+        "samples": samples,
+        **{part: None if bugs else harness.ratio(of) for part, of in samples.items()},
+        **rounds_of(stats),
+        "draft_s": draft / len(stats),
+        "verify_s": verify / len(stats),
+        "host_s": (sum(b for _, b in samples["decode"]) - draft - verify) / len(stats),
+        "speculation": stats[-1].speculation,
     }
-    if not stats:
-        return row
-    decode = [[_decode(a.stats), _decode(b)] for a, b in zip(pairs.plain, stats, strict=True)]
-    row["samples"]["decode"] = decode
-    row["decode"] = None if bugs else harness.ratio(decode)
-    draft, verify = sum(s.time_draft_s for s in stats), sum(s.time_verify_s for s in stats)
-    return (
-        row
-        | rounds_of(stats)
-        | {
-            "draft_s": draft / len(stats),
-            "verify_s": verify / len(stats),
-            "host_s": (sum(b for _, b in decode) - draft - verify) / len(stats),
-            "speculation": stats[-1].speculation,
-        }
-    )
 
 
 def rounds_of(stats: list[Any]) -> dict[str, Any]:
@@ -460,16 +423,10 @@ def wrong_of(parts: harness.Parts) -> int:
 def named(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """All parts: workload, recipe, drafter."""
     if args.shape == TINY:
-        found = [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
-    else:
-        plays = [f"recorded {rate:g}" for rate in args.rates]
-        every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
-        found = [("question", r, d) for r in args.recipes for d in args.drafters or every]
-    # Hugging Face has neither sessions nor pruning.
-    alone = {("captions", "none"), ("question", "none")} & {(w, r) for w, r, _ in found}
-    if not args.no_hf:
-        found += [(*of, HF) for of in alone]
-    return found
+        return [(w, r, d) for w in args.workloads for r in args.recipes for d in args.drafters]
+    plays = [f"recorded {rate:g}" for rate in args.rates]
+    every = [of for play in plays for of in (play, play + LAYER, AUTO + play + LAYER)]
+    return [("question", r, d) for r in args.recipes for d in args.drafters or every]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -483,7 +440,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--drafter", action="append", dest="drafters", help="default: all")
     add("--rates", default="0.6,0.8", help="simulated acceptance (%(default)s)")
     add("--nodes", type=int, default=26, help="nodes of trees with a layer (%(default)s)")
-    add("--no-hf", action="store_true", help="leave Hugging Face out")
     args = parser.parse_args(argv)
     pairs, tokens = USUAL[args.shape]
     args.pairs, args.new_tokens = args.pairs or pairs, args.new_tokens or tokens
@@ -512,10 +468,8 @@ def main(argv: list[str]) -> int:
         parts.report |= {"near": NEAR, "numerics": numerics(job.vlm())}
         parts.report["threads"] = torch.get_num_threads()
 
-    def measure(key: str) -> dict[str, Any]:
-        return part(job, *key.split(" | "), args) | {"load_average": load_average()}
-
-    left = parts.measure(missing, measure, start + 60 * args.minutes)
+    end = start + 60 * args.minutes
+    left = parts.measure(missing, lambda key: part(job, *key.split(" | "), args), end)
     print(f"\n{args.shape}, {args.dtype}, {about['device']}\n")
     columns = ("mean_accepted", "mean_emitted", "calls", "plain_calls", "draft_s", "verify_s")
     more = ("host_s", "decode", "wall", "identical", "pairs")

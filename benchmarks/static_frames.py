@@ -39,12 +39,9 @@ def version(frames: list[Any], name: str, seed: int) -> list[Any]:
         return frames
     rng = np.random.default_rng(seed)
     shown = [frame for frame in frames for _ in range(2)] if name == "slow" else [frames[0]] * 8
-    noisy = []
-    for frame in shown:
-        pixels = np.asarray(frame, dtype=np.float64)
-        pixels = pixels + rng.normal(0, NOISE, pixels.shape)
-        noisy.append(Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8)))
-    return noisy
+    pixels = np.stack([np.asarray(frame, dtype=np.float64) for frame in shown])
+    pixels += rng.normal(0, NOISE, pixels.shape)
+    return list(map(Image.fromarray, pixels.round().clip(0, 255).astype(np.uint8)))
 
 
 def measure(vlm: vlmfast.VLM) -> list[dict[str, Any]]:

@@ -237,7 +237,7 @@ def test_no_ratio_with_a_wrong_answer(
     unmoved: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, key = tmp_path / "out.json", "captions | none | draft-recycle"
-    argv = ["--device", "cpu", "--workload", "captions", "--recipe", "none", "--no-hf"]
+    argv = ["--device", "cpu", "--workload", "captions", "--recipe", "none"]
     argv += ["--drafter", "draft-recycle", "--pairs", "2", "--out", str(out)]
     assert speculation.main(argv) == 1
     table = capsys.readouterr().out
@@ -263,13 +263,6 @@ def test_drafters_of_the_shipped_model(workload: str) -> None:
     assert row["speculation"] == "draft-ngram+draft-recycle"
 
 
-def test_hugging_face_is_compared(job_and_args: tuple[Any, Any]) -> None:
-    job, args = job_and_args
-    row = speculation.part(job, "question", "none", speculation.HF, args)
-    assert row["identical"] == row["pairs"] and row["calls"] == row["plain_calls"] > 0
-    assert row["decode"] is None and row["wall"]["value"] > 0
-
-
 @pytest.mark.slow
 def test_command_measures_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
@@ -282,7 +275,6 @@ def test_command_measures_all_parts(tmp_path: Path, capsys: pytest.CaptureFixtur
         "none",
         "--rates",
         "1",
-        "--no-hf",
         "--pairs",
         "1",
     ]
