@@ -371,7 +371,6 @@ def test_decoding_equals_a_dense_reference(vlm: VLM, method: str) -> None:
     apart(full[-1], wanted[-1], FLOAT, terms)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_ragged_batch_equals_a_dense_reference(vlm: VLM, method: str) -> None:
     """Four prompts of different lengths, one of them under another recipe."""

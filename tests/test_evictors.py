@@ -13,7 +13,7 @@ from torch import Tensor
 from closeness import close
 from fake_slots import FakeSlots, columns, compressed, prompt_kv, prompt_step, rotate
 from vlmfast.compressors.cache.h2o import H2O, Answer
-from vlmfast.compressors.cache.pyramidkv import PyramidKV
+from vlmfast.compressors.cache.pyramidkv import PyramidKV, pyramid
 from vlmfast.compressors.cache.quickprefill import QuickPrefill
 from vlmfast.compressors.cache.snapkv import SnapKV
 from vlmfast.compressors.cache.streamingllm import Slide, StreamingLLM
@@ -177,6 +177,21 @@ def test_prompt_shorter_than_the_window_is_unchanged() -> None:
     for keep in (0.01, 0.5, 1.0):
         assert compressed(SnapKV(keep), query, kv)[0] is kv
     assert len(compressed(SnapKV(0.5, window=4), query, kv)[0]) == 10  # control
+
+
+def test_pyramid_counts() -> None:
+    """The worked case of 8 layers; the average is about the requested budget."""
+    assert pyramid(200, 40, 8, 8, 20) == [71, 63, 55, 47, 39, 31, 23, 15]
+    for n, capacity, window, depth in ((2928, 585, 8, 32), (300, 60, 8, 6), (100, 30, 4, 4)):
+        counts = pyramid(n, capacity, window, depth, 20)
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] <= n
+        assert counts[-1] > window
+        assert capacity <= sum(counts) / depth < capacity + depth
+    assert pyramid(96, 64, 8, 6, 10) == [64] * 6  # too large a budget for a pyramid
+    assert pyramid(50, 50, 8, 6, 20) == [50] * 6
+    assert pyramid(200, 40, 8, 1, 20) == [40]
+    assert min(pyramid(200, 12, 8, 2, 20)) == 9
 
 
 # --- H2O -----------------------------------------------------------------------------------------

@@ -15,6 +15,15 @@ from tiny_models import build_llava, build_llava_next, make_image
 from tower_terms import answer, tower
 from vlmfast import VLM, Recipe
 from vlmfast.compressors.encoder.tome import ToMe, bipartite, merge, schedule
+from vlmfast.core.statistics import StatRequest
+
+
+def test_blocks_and_their_statistics() -> None:
+    stage = ToMe(0.5).expand()[0]
+    assert stage.blocks(24) == tuple(range(1, 23))
+    assert stage.vision_stats(24) == dict.fromkeys(range(22), StatRequest("keys", keys=True))
+    for whole in (ToMe(1.0), ToMe(budget=1.0)):
+        assert whole.expand()[0].blocks(24) == ()
 
 
 def test_matching_example() -> None:
