@@ -50,19 +50,6 @@ REDUCERS = (
     *("random", "scope", "visionzip"),
 )
 DROPPERS = ("dart", "fastv", "pyramiddrop")
-MORE_VIEWS = (
-    *VIEWS,
-    *(
-        f"draft-self:view={view},keep=0.6,confidence=0,refresh=2"
-        for view in (*EVICTORS, *REDUCERS, *DROPPERS)
-    ),
-    "draft-self:keep=0.5,steps=6,refresh=0",
-    "draft-self:view=pyramidkv,keep=0.4,steps=2",
-    "hired:0.5+draft-self:keep=0.5",
-    "hired:0.5+draft-self:view=pyramiddrop,keep=0.7,confidence=0",
-    "fastv:0.8+draft-self:view=snapkv,keep=0.6,confidence=0",
-    "snapkv:0.9,window=4+draft-self:keep=0.5,confidence=0",
-)
 FAST = ("llava", "qwen2_5_vl", "gemma3 windows", "llava_next", "internvl")
 OTHERS = ["llava_next_video", "llava_onevision", "qwen3_vl", "idefics3", "gemma3"]
 PENALIZED = {"do_sample": False, "repetition_penalty": 1.1}
@@ -102,8 +89,6 @@ def filled(cases: list[tuple], views: tuple, families: list[str], least: int) ->
 
 PAIRS = covering((list(VIEWS), list(FAST), list(WAYS), list(SAMPLERS)))
 QUICK = filled(PAIRS, VIEWS, OTHERS, 30)
-PRODUCT = covering((list(MORE_VIEWS), list(BUILD), list(WAYS), list(SAMPLERS)), seed=1)
-PRODUCT = filled(PRODUCT, MORE_VIEWS, list(BUILD), 300)
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +204,6 @@ def test_a_view_of_streamingllm_needs_no_rotation(models: Models, family: str) -
         with pytest.raises(RecipeError, match=r"streamingllm|rotary ids"):
             answers(models(family), "streamingllm:0.5", "single", 4)
     check(models, (recipe, family, "batch", "greedy"), tokens=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("view", MORE_VIEWS)
-def test_product(models: Models, view: str) -> None:
-    check_view(models, [case for case in PRODUCT if case[0] == view], tokens=32)
 
 
 @pytest.mark.slow
