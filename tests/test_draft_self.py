@@ -10,6 +10,7 @@ import itertools
 import random
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from vlmfast.core.drafting import SlotList
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_names
 from vlmfast.core.tree import Tree
-from vlmfast.drafters.draft_self import Chain, DraftSelf
+from vlmfast.drafters.draft_self import Chain, DraftSelf, KeptSlots
 from vlmfast.errors import RecipeError, VLMFastError
 
 BUILD = tiny_families.first()
@@ -393,6 +394,24 @@ def test_views_that_read_the_question_share_no_prefill(llava) -> None:
 
 
 # --- stale views ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planted(monkeypatch) -> Iterator:
+    """Change the notes of all layers after the prompt."""
+
+    def plant(change) -> None:
+        finish = KeptSlots.finish
+
+        def changed(self, context, cache):
+            cache = finish(self, context, cache)
+            layers = context.notes[self.name]["layers"]
+            layers.update({layer: change(*note) for layer, note in layers.items()})
+            return cache
+
+        monkeypatch.setattr(KeptSlots, "finish", changed)
+
+    return plant
 
 
 def test_a_view_of_another_cache_is_refused(llava, planted) -> None:

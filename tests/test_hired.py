@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -183,19 +182,3 @@ def test_apportion_by_largest_remainder() -> None:
     assert apportion(10, [8, 1, 1], [4, 10, 10]) == [4, 3, 3]
     assert apportion(5, [0, 0], [1, 9]) == [1, 4]
     assert apportion(9, [1, 1], [2, 3]) == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("size", "tiles", "delivered"), [((300, 600), (1, 2), 864), ((900, 300), (3, 1), 768)]
-)
-def test_swapped_grid_drops_tokens(
-    size: tuple[int, int], tiles: tuple[int, int], delivered: int
-) -> None:
-    full = (1 + tiles[0] * tiles[1]) * 576
-    assert len(packed(tiles, (24, 24), size, transposed=False)) == full
-    assert len(packed(tiles, (24, 24), size, transposed=True)) == delivered
-    plain = len(reduced(HiRED(0.3), {"tiles": tiles, "patches": (24, 24), "size": size})[1])
-    compat = HiRED(0.3, grid_compat=True)
-    assert len(reduced(compat, {"tiles": tiles, "patches": (24, 24), "size": size})[1]) < plain
-    square = {"tiles": (2, 2), "size": (70, 50)}
-    assert orders(reduced(compat, square)[1]) == orders(reduced(HiRED(0.3), square)[1])
