@@ -152,6 +152,12 @@ def test_vlcache_budgets_are_fractions_of_each_layers_slots():
     assert all(abs(len(kv) - 0.25 * n) <= 2 for kv, n in zip(cache, lengths_in, strict=True))
 
 
+def test_vlcache_windows_are_within_the_budget_or_beside_it():
+    for own, count in ((False, 21), (True, 24)):  # of 24 slots, a tenth of which is the window
+        _, cache, _ = run(VLCache(keep=0.25, layer_windows=own, layer_adaptive=False))
+        assert lengths(cache) == [count + 2] * 6
+
+
 def test_vlcache_heads_keep_the_same_tokens():
     _, cache, _ = run(VLCache(keep=0.3, head_adaptive=False))
     assert all(torch.equal(kv.order[0], kv.order[1]) for kv in cache)

@@ -5,6 +5,8 @@ test_golden compares them with the reference implementations.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -250,6 +252,17 @@ def test_kivi_uses_three_bits_per_value():
     kv = prompt(256, dim=64)
     (stored,) = Kivi().compress(prefill_context(256), 0, kv, None).segments
     assert stored.held_bytes() * 8 == 3 * kv.keys.numel() * 2
+
+
+def test_kivi_quantizes_what_the_shortest_head_has():
+    stage, step = Kivi(bits=2, group=8, residual=16), prefill_context(80)
+    out, counts = stage.compress(step, 0, prompt(80, lengths=[70, 41]), None), []
+    assert len(out.segments[0]) == 32 and out.lengths.tolist() == [38, 9]
+    for more in (0, 6, 7):  # until that head has 16
+        given = {"notes": step.notes, "max_length": len(out) + more, "order": out.order}
+        slots = SimpleNamespace(**given, quantize=lambda count, make: counts.append(count))
+        stage.expand()[1].step(slots, 0)
+    assert counts == [16]
 
 
 def test_unsupported_head_sizes_raise():

@@ -209,6 +209,7 @@ def test_ragged_heads() -> None:
     keep[0, :30] = False
     kv = kv.select_mask(keep)
     first, second = ZipVL().expand()[1].compress(step, 1, kv, None).segments
+    assert (first.bits, second.bits) == (4, 2)
     assert first.lengths.tolist() == [20, 30]
     assert second.lengths.tolist() == [40, 60]
     assert first.order[0, :20].tolist() == chosen[10:].tolist()
