@@ -674,7 +674,7 @@ def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> Non
     cache, known = PrefixCache(1000), dict[Key, tuple[int, Entry]]()
     for step, key, least in steps:  # the last used one is the last that is known
         if step == "put":
-            least = min(least, len(key.ids))
+            least = max(min(least, len(key.ids)), 1)  # no prefix is cut to nothing
             for old, (other, _) in list(known.items()):
                 inside = old.ids and old.begins(key, len(old.ids)) and other >= least
                 if old == key or inside:

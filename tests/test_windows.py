@@ -652,8 +652,8 @@ def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
         session.save(tmp_path / "session")
         second = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
     with vlm.load_session(tmp_path / "session") as session:
-        kept = session._prefixes.find(*session._known()).value
-        assert any(layer.rank is not None for layer in kept.cache.layers)
+        kept = [of.value for of in vlm.prefix_cache._entries.values() if of.key.kind == "prefixes"]
+        assert any(layer.rank is not None for prefix in kept for layer in prefix.cache.layers)
         again = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
         assert again.token_ids == second.token_ids
     monkeypatch.setattr("vlmfast.engine.prefiller._AT_ONCE", 1)  # token by token
