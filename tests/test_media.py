@@ -729,6 +729,7 @@ def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"num_frames": 0}, ["num_frames=0", "above 0"]),
         ({"num_frames": -3}, ["num_frames=-3", "whole number above 0"]),
+        ({"num_frames": -(10**5000)}, ["num_frames=a number of very many digits"]),
         ({"num_frames": 2.5}, ["num_frames=2.5", "whole number"]),
         ({"num_frames": True}, ["num_frames=True"]),
         ({"num_frames": "8"}, ["num_frames='8'"]),

@@ -854,7 +854,7 @@ class Store(RuleBasedStateMachine):
             self.released[number] += 1
 
         self.released[number], self.sizes[number] = 0, size
-        before, use = {*self.cache._entries} - {key(name, tenant)}, in_use()
+        before, use = {*self.cache._entries}, in_use()
         entry = self.cache.put(key(name, tenant), (tenant, number), size, release, use)
         if entry is None:
             assert size + self.held() > self.cache.limit

@@ -16,6 +16,7 @@ import torch
 from tiny_families import build_qwen2_5_vl
 from tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, VLMFastError
+from vlmfast.api.conversation import Consumed
 from vlmfast.api.session_file import read_content, write_content
 
 ASK = {"max_new_tokens": 6}
@@ -160,8 +161,10 @@ MANY = [[1, 1]] * 10**5
         ("llava", ("media", "sizes"), [["x", 10**12]], "must be a height and a width"),
         ("llava", ("media", "sizes"), [[10**6, 10**6]], "is too large"),
         ("llava", ("media", "sizes"), [[1, 10**7]], "is too narrow"),
-        ("llava", ("media", "sizes"), [[2, 2]] * 2, "frames and sizes differ"),
+        ("llava", ("media", "sizes"), [[2, 2]] * 2, "2 images have"),
+        ("qwen", ("media", "sizes"), [[2, 2]] * 2, "frames and sizes differ"),
         ("llava", ("media", "frames"), [[0, 0, 1]], "frames and times differ"),
+        ("llava", ("media", "frames"), [[-1.0, False, True]], "frames are not whole numbers"),
         ("llava_next", ("media", "sizes"), [[8, 320]], r"pixel_values is .*, not torch.float32 "),
         ("qwen", ("media", "sizes"), [[300, 30]], r"pixel_values is .*, not torch.float32 "),
         ("video", (*TIMES, "fps"), float("nan"), "fps must be a finite number"),
@@ -187,8 +190,10 @@ def test_rejection_messages(sessions, tmp_path, name, path, value, reason) -> No
     [
         (lambda of: {}, "1 images have 0 values"),
         (lambda of: {"more": of}, "not the pixels of its images"),
+        (lambda of: {"pixel_values": of.byte()}, "not the pixels of its images"),
+        (lambda of: {"pixel_values": of.flatten()[:100].clone()}, "1 images have 100 values"),
         (lambda of: {"pixel_values": of.double()}, "pixel_values is torch.float64"),
-        (lambda of: {"pixel_values": of[..., :1].contiguous()}, "pixel_values is torch.float32"),
+        (lambda of: {"pixel_values": torch.cat([of, of], -1)}, "pixel_values is torch.float32"),
         (lambda of: {"pixel_values": of / 0}, "not finite"),
     ],
 )
@@ -197,6 +202,21 @@ def test_rejected_pixels(sessions, tmp_path, change, reason) -> None:
     write_content(tmp_path / "a", metadata, change(tensors["pixel_values"]))
     with pytest.raises(VLMFastError, match=f"a cannot be used: .*{reason}"):
         vlm.load_session(tmp_path / "a")
+
+
+def test_ids_that_no_message_has_said_are_not_read(sessions, tmp_path) -> None:
+    """The control: a session that had consumed them would read them."""
+    vlm, metadata, tensors = sessions["llava"]
+    with vlm.session(images=make_image(), recipe="lookm:0.7", history=True) as session:
+        known = session._images
+        wanted = session.ask("is there more ?", **ASK).stats.prompt_tokens
+        session.messages, session._consumed = [], Consumed(known.head, known.prefix + [7] * 20)
+        assert session.ask("is there more ?", **ASK).stats.prompt_tokens > wanted
+    about = json.loads(metadata["session"])
+    about |= {"messages": [], "consumed": {"text": known.head, "ids": [7] * 20}}
+    write_content(tmp_path / "a", {**metadata, "session": json.dumps(about)}, tensors)
+    with vlm.load_session(tmp_path / "a") as session:
+        assert session.ask("is there more ?", **ASK).stats.prompt_tokens == wanted
 
 
 KEYS = ("kind", "version", "recipe", "model", "session")

@@ -259,20 +259,28 @@ def _setting(name: str, value: Any, context: _Context) -> Any:
 
 
 def _biases(name: str, value: Any, context: _Context) -> Any:
-    """Words with the bias of each, ``{(id, ...): bias}`` or ``[[[id, ...], bias], ...]``."""
-    from transformers import SequenceBiasLogitsProcessor
-
-    biases = _accepted(name, value, SequenceBiasLogitsProcessor, value).sequence_bias
-    for word, bias in biases.items():
-        _number(f"{name}[...]", bias, context)
-        _ids(f"{name}[...]", word, context)
+    """As Hugging Face takes them: ``{(id, ...): bias}`` or ``[[[id, ...], bias], ...]``."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not pairs:
+        raise _wrong(name, value, "a dict of tuples of ids and numbers")
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _wrong(f"{name}[...]", pair, "ids and a number")
+        tokens, bias = pair
+        if not isinstance(tokens, tuple if isinstance(value, dict) else list) or not tokens:
+            raise _wrong(f"{name}[...]", tokens, "ids")
+        _ids(f"{name}[...]", tokens, context)
+        if type(bias) is not float or not math.isfinite(bias):
+            raise _wrong(f"{name}[...]", bias, "a finite float")
     return value
 
 
 def _bad_words(name: str, value: Any, context: _Context) -> Any:
-    from transformers import NoBadWordsLogitsProcessor
-
-    for word in _accepted(name, value, NoBadWordsLogitsProcessor, value).sequence_bias:
+    if not isinstance(value, list) or not value:
+        raise _wrong(name, value, "a list of lists of ids")
+    for word in value:
+        if not isinstance(word, list) or not word:
+            raise _wrong(f"{name}[...]", word, "a list of at least one id")
         _ids(f"{name}[...]", word, context)
     return value
 
@@ -513,7 +521,7 @@ def gate(
     for name, value in given.items():
         if name in REFUSED:
             _served(name, value, instead)
-        elif name not in settings and name not in (*_OF_CALL, *_IGNORED):
+        elif name.startswith("vlmfast_") or name not in (*settings, *_OF_CALL, *_IGNORED):
             _check_unset(adapter, name, value, elsewhere or {}, [*names, *settings])
     # None switches off a setting of the config; for other arguments it means "not given".
     given = {

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ __all__ = ["State", "checked_messages", "read", "write"]
 
 _KIND, _VERSION = "vlmfast-session", "2"
 _LONGEST = 4096  # characters of a recipe
-_LEAST = 64  # values that the pixels of an image have at least
+_LEAST = 64  # values that the pixels of an image have at least, where views have no fixed size
 
 
 @dataclass
@@ -266,7 +267,10 @@ def _checked(adapter: Adapter, session: Any, tensors: dict[str, Tensor]) -> Stat
             _need(fine, f"{str(at)[:40]} is no id of a text")
         spoken = torch.tensor(ids, dtype=torch.int64)
         _need(not adapter.visual(spoken).any(), "there are image tokens in the conversation")
-        consumed = Consumed(text, ids if media is None else media.prefix + ids)
+        content = [] if media is None else media.content
+        prompt = render(adapter, turns(content, messages, "?"), Recipe()).text
+        if messages and prompt.startswith(text):  # the messages may have been replaced
+            consumed = Consumed(text, ids if media is None else media.prefix + ids)
     return State(history, messages, consumed, media)
 
 
@@ -278,18 +282,24 @@ def _checked_media(
     for part in content:
         text = part["type"] == "text" and isinstance(part.get("text"), str)
         _need(text or part in ({"type": "image"}, {"type": "video"}), "media are not a turn")
+    fine = all(is_pixels(key) and of.is_floating_point() for key, of in tensors.items())
+    _need(fine, "its tensors are not the pixels of its images")
     # The processor may enlarge the blank images: few bytes must not become many.
-    values = sum(of.numel() for of in tensors.values())
-    _need(0 < _LEAST * len(sizes) <= values, f"{len(sizes)} images have {values} values")
+    values, view = sum(of.numel() for of in tensors.values()), adapter.view_size()
+    least = len(sizes) * (_LEAST if view is None else 3 * view[0] * view[1])
+    _need(0 < least <= values, f"{len(sizes)} images have {values} values")
+    made = cache(blank)  # one image of each size
     blanks, pixels = [], 0
     for size in sizes:
-        blanks.append(blank(size))
+        blanks.append(made(tuple(size)))
         pixels += blanks[-1].width * blanks[-1].height
         _need(pixels <= MAX_VIDEO_PIXELS, "the images are too large together")
     times: list[FrameTimes] = []
     for one in saved["times"]:
         lists: dict[str, Any] = {key: tuple(one.pop(key)) for key in ("indices", "timestamps_s")}
         times.append(FrameTimes(**one, **lists))
+    whole = [n for of in (*frames, *(of.indices for of in times)) for n in of]
+    _need(all(type(n) is int for n in whole), "frames are not whole numbers")
     frames = [tuple(of) for of in frames]
     framed = [(at, i, len(of.indices)) for at, of in enumerate(times) for i in range(len(of))]
     _need([of for of in frames if of != (-1, 0, 1)] == framed, "frames and times differ")

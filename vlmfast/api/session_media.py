@@ -58,7 +58,7 @@ class Media:
 
     @staticmethod
     def of(adapter: Adapter, content: list[dict], prompt: Rendered) -> Media:
-        """``content`` after the processor; ``prompt`` has its images, ``tensors`` are not moved."""
+        """``content`` after the processor; ``prompt`` has its images."""
         prompt.text = render(adapter, turns(content, [], "?"), Recipe()).text
         tensors = tensors_of(adapter, prompt)
         head, tail = split(prompt.text, adapter.marks())

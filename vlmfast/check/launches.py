@@ -250,9 +250,9 @@ class Steps:
 
         own = Rounds.run
 
-        def run(rounds: Any, batches: Any) -> None:
+        def run(rounds: Any, batch: Any) -> None:
             before = self.watch.counts.copy()
-            own(rounds, batches)
+            own(rounds, batch)
             self.counts.append(self.watch.counts - before)
 
         with mock.patch.object(Rounds, "run", run):

@@ -15,7 +15,7 @@ from vlmfast.kernels.col_stats import col_stats, column_sums
 _ROWS_AT_ONCE = 512  # bounds the memory of sums over rows, where gradients are needed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call of an attention function; the parameters are those of `text_attention`."""
 

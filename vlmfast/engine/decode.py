@@ -352,7 +352,7 @@ class Batch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """As in `RowGroup`, of all rows: `Output.aux_hidden_states` has these."""
+        """Layers whose input a drafter of any row reads: those of `Output.aux_hidden_states`."""
         return _aux_layers(self.rows)
 
     # --- rows ------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Output:
     hidden : Tensor, (B, T, D)
         After the last norm.
     aux_hidden_states : Tensor, (B, T, K, D), optional
-        Input of the layers `RowGroup.aux_layers`.
+        Input of the layers `Batch.aux_layers`.
     """
 
     logits: Tensor

@@ -5,9 +5,10 @@ computed once and is read again: the features of an image, or the keys and value
 Entries are never modified. The least recently used ones are dropped first, and an entry that is in
 use is not dropped before its last use has ended.
 
-Prefixes are also found by hashes of their beginnings, chained over blocks of ids: a look-up costs
-the length of the prompt, however many entries there are. The ids themselves are compared after the
-lock is released, so that equal hashes of other ids share nothing.
+Prefixes are also found by hashes of their beginnings, chained from id to id: a look-up costs the
+length of the prompt and the entries that share the longest beginning, however many others there
+are. The ids themselves are compared after the lock is released, so that equal hashes of other ids
+share nothing.
 
 A use lasts as long as its lock is held: no interrupt comes between a lock and its block, so that
 none leaves an entry in use.
@@ -20,7 +21,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -34,7 +35,6 @@ from .memory import total_bytes
 
 _LIMIT = 1 << 30  # bytes, where the memory of the device is unknown
 _PART = 10  # of the memory of the device that entries may take by default
-_BLOCK = 16  # ids that are hashed at once
 _touched = attrgetter("touched")
 
 
@@ -60,18 +60,16 @@ class Key(NamedTuple):
 
     def hashes(self, least: int) -> list[int]:
         """Of what it has in common with other prefixes: the first ``least`` ids, to all of them."""
-        parts = [self.ids[at : at + _BLOCK] for at in range(0, len(self.ids), _BLOCK)]
-        chain = [*itertools.accumulate(parts, _chained, initial=hash(self[:3]))]
-        ends = range(max(least, 1), len(self.ids) + 1)
-        return [hash((chain[end // _BLOCK], self.ids[end - end % _BLOCK : end])) for end in ends]
+        chain = itertools.accumulate(self.ids, _chained, initial=hash(self[:3]))
+        return [*itertools.islice(chain, max(least, 1), None)]
 
     def begins(self, other: Key, count: int) -> bool:
         """Whether both have the first ``count`` ids, and all else."""
         return self[:3] == other[:3] and self.ids[:count] == other.ids[:count]
 
 
-def _chained(before: int, block: tuple[int, ...]) -> int:
-    return hash((before, block))
+def _chained(before: int, token: int) -> int:
+    return hash((before, token))
 
 
 @dataclass(frozen=True)
@@ -177,8 +175,8 @@ class PrefixCache:
         # An interrupt while keys are hashed or compared breaks an OrderedDict, and no dict.
         self._entries: dict[Key, Entry] = {}
         self._touches = 0
-        # Prefixes by hashes of their beginnings, and of all of their ids.
-        self._beginnings: dict[int, dict[Entry, None]] = {}
+        # Prefixes by hashes of their beginnings, most of which are of one; and of all of their ids.
+        self._beginnings: dict[int, Entry | dict[Entry, None]] = {}
         self._ends: dict[int, Entry] = {}
         self._dropped: dict[Entry, None] = {}  # they end after their last use
         self._counts = Counter[tuple[str, str]]()
@@ -240,7 +238,7 @@ class PrefixCache:
                 return None, 0
             while hashes and entry is None:
                 found = self._beginnings.get(hashes.pop())
-                entry = max(found, key=_touched) if found else None
+                entry = max(found, key=_touched) if isinstance(found, dict) else found
             if entry is not None:
                 entry.used(use)
         count = max(least, 1) + len(hashes)
@@ -298,15 +296,19 @@ class PrefixCache:
             old = [entry for entry in inside if known.issuperset(entry.hashes)]
             if key in self._entries:
                 old.append(self._entries[key])
-            self._drop(old)
-            if not self._make_room(size):
+            if not self._make_room(size, old):
                 return None
+            self._drop(old)
             self._touches += 1
             entry = Entry(key, value, size, release, touched=self._touches, hashes=hashes)
             entry.used(use)
             self._entries[key] = entry
             for each in hashes:
-                self._beginnings.setdefault(each, {})[entry] = None
+                own = self._beginnings.setdefault(each, entry)
+                if isinstance(own, dict):
+                    own[entry] = None
+                elif own is not entry:
+                    self._beginnings[each] = {own: None, entry: None}
             if hashes:
                 self._ends[hashes[-1]] = entry
             return entry
@@ -385,16 +387,18 @@ class PrefixCache:
         used = sum(entry.bytes for entry in self._dropped if not entry.stored)
         return used + sum(entry.bytes for entry in self._entries.values())
 
-    def _make_room(self, size: int) -> bool:
+    def _make_room(self, size: int, leaving: Collection[Entry] = ()) -> bool:
         """Evict entries until ``size`` more bytes fit; none where that is impossible.
 
-        Returns whether they fit.
+        Returns whether they fit, once those that are ``leaving`` are gone.
         """
         self._settle()
         over = self._bytes + size - self._limit
+        over -= sum(entry.bytes for entry in {*leaving} if not entry.in_use)
         if over <= 0:
             return True
-        idle = sorted((e for e in self._entries.values() if not e.in_use), key=_touched)
+        others = (e for e in self._entries.values() if not e.in_use and e not in leaving)
+        idle = sorted(others, key=_touched)
         freed = [*itertools.accumulate((entry.bytes for entry in idle), initial=0)]
         if freed[-1] < over:
             return False
@@ -426,9 +430,10 @@ class PrefixCache:
         """Find an entry no longer. It may be called again."""
         self._entries.pop(entry.key, None)
         for each in entry.hashes:
-            found = self._beginnings.get(each, {})
-            found.pop(entry, None)
-            if not found:
+            found = self._beginnings.get(each)
+            if isinstance(found, dict):
+                found.pop(entry, None)
+            if found is entry or not found:
                 self._beginnings.pop(each, None)
         if entry.hashes:
             self._ends.pop(entry.hashes[-1], None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from vlmfast.errors import MediaError
 
 from .info import VideoInfo
-from .sources import short
+from .sources import short, value
 
 DEFAULT_FRAMES = 8
 
@@ -29,9 +29,7 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
         except TypeError:
             count = 0
         if count < 1:
-            raise MediaError(
-                f"num_frames={short(repr(num_frames))}: must be a whole number above 0"
-            )
+            raise MediaError(f"num_frames={value(num_frames)}: must be a whole number above 0")
     if fps is not None:
         try:
             number = isinstance(fps, numbers.Real) and not isinstance(fps, bool)
@@ -39,7 +37,7 @@ def check_choice(num_frames: object, fps: object, select: object) -> None:
         except OverflowError:
             rate = math.nan
         if not (math.isfinite(rate) and rate > 0):
-            raise MediaError(f"fps={short(repr(fps))}: must be a finite number above 0")
+            raise MediaError(f"fps={value(fps)}: must be a finite number above 0")
     if select is not None and not callable(select):
         raise MediaError("select: must be a function that takes a VideoInfo and returns indices")
 
@@ -55,7 +53,7 @@ def check_timestamps(timestamps: Sequence[float], count: int) -> list[float]:
     ascending = all(a < b for a, b in itertools.pairwise([*times, math.inf]))  # false with nan
     if not ascending or min(times, default=0.0) < 0:
         raise MediaError(
-            f"timestamps={short(repr(timestamps))}: must be a list of finite numbers, the second "
+            f"timestamps={value(timestamps)}: must be a list of finite numbers, the second "
             "at which each frame is shown, ascending, from 0 on"
         )
     if len(times) != count:

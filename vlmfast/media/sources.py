@@ -74,6 +74,14 @@ def short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
 
 
+def value(of: object) -> str:
+    """An argument of any type, for messages: the beginning and the end of its ``repr``."""
+    try:
+        return short(repr(of))
+    except ValueError:  # an int with more digits than Python prints
+        return "a number of very many digits"
+
+
 def shown(url: str) -> str:
     """A URL for messages: without user, password, query and fragment, which may be secret."""
     scheme, mark, rest = url.partition("://")
