@@ -156,6 +156,7 @@ def test_stats_and_trace_are_consistent(vlm):
     assert stats.kv_bytes_full == per_token * 4 * (text + n)
     assert stats.generated_tokens == 5 == len(answer.token_ids)
     assert 0 < stats.time_prefill_s < stats.ttft_s < stats.time_total_s
+    assert stats.time_draft_s == stats.time_verify_s == 0
     assert stats.tokens_per_s == 1 / stats.tpot_s
     d, m = config.hidden_size, config.intermediate_size
     assert stats.flops_prefill == sum(

@@ -441,6 +441,7 @@ def test_a_row_that_outgrows_its_group_moves_alone(models) -> None:
     for length in (0, 1, 2):
         batch.join(models[0].row("plain", length, BufferPool()))
     (group,) = batch.groups
+    assert group.cache.size == 4  # space for rows doubles
     address = group.cache.layers[0].keys.data_ptr()
     lengths = list(group.cache.layers[0].max_lengths)
     longest, capacity = lengths.index(max(lengths)), group.cache.layers[0].capacity

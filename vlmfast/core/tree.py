@@ -140,12 +140,18 @@ class Tree:
                 f"trees below {self.tokens[0]} and {other.tokens[0]} cannot be joined: they have "
                 "different roots"
             )
-        paths = (
-            [tree.tokens[at] for at in tree.path(node)[1:]]
-            for tree in (self, other)
-            for node in range(1, len(tree))
-        )
-        return Tree.of_paths(self.tokens[0], paths)
+        tokens, parents = list(self.tokens), list(self.parents)
+        children = [dict(below) for below in self.children]
+        index = {0: 0}
+        for node in range(1, len(other)):
+            token, parent = other.tokens[node], index[other.parents[node]]
+            if token not in children[parent]:
+                children[parent][token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                children.append({})
+            index[node] = children[parent][token]
+        return Tree(tuple(tokens), tuple(parents))
 
     def mask(self) -> Tensor:
         """Bool (N, N): whether a node sees another, its ancestor or itself."""

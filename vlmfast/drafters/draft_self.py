@@ -50,8 +50,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -265,10 +264,17 @@ class KeptTokens(Part, EncodeStage):
     def tokens_left(self, before: TokenCount) -> TokenCount:
         return before
 
-    # For types plain attributes, as in `EncodeStage`.
-    query_dependent = cast(bool, property(attrgetter("of.selects.query_dependent")))
-    wants_cls = cast(bool, property(attrgetter("of.selects.wants_cls")))
-    wants_digest = cast(bool, property(attrgetter("of.selects.wants_digest")))
+    @property
+    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
+        return self.of.selects.query_dependent
+
+    @property
+    def wants_cls(self) -> bool:  # type: ignore[override]
+        return self.of.selects.wants_cls
+
+    @property
+    def wants_digest(self) -> bool:  # type: ignore[override]
+        return self.of.selects.wants_digest
 
     def vision_stats(self, depth: int) -> dict[int, StatRequest]:
         return self.of.selects.vision_stats(depth)
@@ -292,7 +298,9 @@ class KeptRows(Part, PrefillStage):
     name: ClassVar[str] = DraftSelf.name
     observes: ClassVar[bool] = True
 
-    query_dependent = cast(bool, property(attrgetter("of.selects.query_dependent")))
+    @property
+    def query_dependent(self) -> bool:  # type: ignore[override]  # depends on the view
+        return self.of.selects.query_dependent
 
     def layers(self, depth: int) -> tuple[int, ...]:
         return self.of.selects.layers(depth)

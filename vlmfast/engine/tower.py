@@ -5,6 +5,7 @@ them takes longer than running them. Its input has few shapes: a number of views
 patches of images of the same sizes as before. A graph contains the whole forward pass, statistics
 and projected CLS token included. Its outputs are copied, because the next replay overwrites them.
 Stages between the blocks are called from Python, so a tower with such stages runs without a graph.
+Decode steps are captured by the same `recorded`.
 """
 
 from __future__ import annotations

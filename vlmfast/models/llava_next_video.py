@@ -55,16 +55,16 @@ class FamilyAdapter(LlavaNext):
         return tuple(items)
 
     def parts(self, tensors: Tensors, items: Items) -> list[Part] | None:
-        alone, framed = self._kinds(tensors, items)
-        if not framed:
+        (key,) = self.video_tensors
+        if key not in tensors:
             return super().parts(tensors, items)
+        alone, framed = self._kinds(tensors, items)
         found: list[Part] | None = []
         if alone:
             found = super().parts(tensors, tuple(items[i] for i in alone))
         videos: dict[int, list[int]] = {}
         for i in framed:
             videos.setdefault(items[i].video, []).append(i)
-        (key,) = self.video_tensors
         if found is None or len(tensors[key]) != len(videos):
             return None
         return [

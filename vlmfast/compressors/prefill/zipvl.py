@@ -37,7 +37,7 @@ No code was published. What the paper leaves open, and what differs:
   so many rows takes. The cache still uses ``T``. By default no layer does so.
 - Rows that skip attention in many layers change the answer on some trained models far more than the
   attention that is left out. `pocket`, whose decoder is Gemma 3 270M, answers 42 % instead of 97 %
-  of the questions right (2026-11-27). Such a model needs ``rows="all"`` or ``dense_above=0``.
+  of the questions right (2026-11-27). With ``rows="all"`` or ``dense_above=0`` no row skips it.
 - ``tau=1`` leaves the prefill to the model: all tokens are important.
 """
 
