@@ -30,7 +30,7 @@ WHEEL_FLAGS ?=
 POCKET_FLAGS ?=
 GPU_FLAGS ?=
 # Compiling for other GPUs needs none.
-GPU_TESTS ?= tests/kernels tests/test_graphs.py tests/test_tower.py --deselect tests/kernels/test_compile.py
+GPU_TESTS ?= tests/kernels tests/engine/test_graphs.py tests/engine/test_tower.py --deselect tests/kernels/test_compile.py
 
 .DEFAULT_GOAL := help
 .PHONY: help ask demo serve pocket test test-fast test-slow-part test-all test-floor test-demo test-lmms test-kit test-vllm vllm-launches test-ray test-cpus mutants lint format types bench results gpu gpu-first docs wheel clean
@@ -81,11 +81,11 @@ test-demo: $(READY) $(PAGE)   ## Test the demo in a real browser; needs Debian's
 
 test-lmms: export LMMS_REPORT := $(LMMS_REPORT)
 test-lmms: $(LMMS)/.ready   ## Test the lmms-eval plug-in with its released package
-	$(LMMS)/bin/python -m pytest tests/test_lmms_plugin.py tests/test_lmms_agreement.py $(PYTEST_FLAGS)
+	$(LMMS)/bin/python -m pytest tests/eval/test_lmms_plugin.py tests/eval/test_lmms_agreement.py $(PYTEST_FLAGS)
 
 # KIT is a clone of https://github.com/open-compass/VLMEvalKit, which is on no package index.
 test-kit: $(KITENV)/.ready   ## Test the VLMEvalKit wrapper with the clone in KIT
-	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/test_vlmevalkit_model.py $(PYTEST_FLAGS)
+	PYTHONPATH=$(abspath $(KIT)) $(KITENV)/bin/python -m pytest tests/eval/test_vlmevalkit_model.py $(PYTEST_FLAGS)
 
 # What asks a server, whichever engine answers.
 CLIENTS := $(patsubst %,tests/serve/test_%.py,chat clients formats gate round_trips shadow wrong_types)

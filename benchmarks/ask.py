@@ -71,7 +71,7 @@ def load(model: str, args: argparse.Namespace) -> tuple[VLM, Image.Image]:
     dtype, off = getattr(torch, args.dtype), {"prefix_cache_bytes": 0}
     if model == SHAPED:
         made = after_tower(args.tower, args.layers, torch.device(args.device), dtype)
-        from tiny_models import make_image
+        from support.tiny_models import make_image
 
         side = 2 * TOWERS[args.tower].side
         return VLM(*made, **off), make_image(*(getattr(args, "size", None) or (side, side)))

@@ -51,7 +51,7 @@ def recipes() -> list[str]:
 def qwen(folder: Path) -> None:
     """Save a model with the tower of Qwen2.5-VL-7B, narrow, and two layers."""
     with_tests()
-    import tiny_families
+    from support import tiny_families
 
     model, processor = tiny_families.build_qwen2_5_vl(
         patch=14,

@@ -74,7 +74,7 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype, layers: int = 
     from transformers.models.clip import CLIPImageProcessor
 
     with_tests()
-    import tiny_models
+    from support import tiny_models
 
     depth, width, heads, edge, patch = shape.tower
     vision = hf.CLIPVisionConfig(
@@ -148,7 +148,7 @@ def with_tests() -> None:
 def family(name: str) -> tuple[Any, Any]:
     """A small model of a family with random weights, and its processor."""
     with_tests()
-    import tiny_families
+    from support import tiny_families
 
     return tiny_families.builders()[name]()
 
@@ -182,7 +182,7 @@ def sized(
     return created(config, device, dtype), processor
 
 
-# Family of `tests/tiny_families.py`, and other values of its tower and its language model.
+# Family of `tests/support/tiny_families.py`, and other values of its tower and its language model.
 QWEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl-7b": (
         "qwen2_5_vl",

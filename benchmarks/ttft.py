@@ -35,11 +35,11 @@ from functools import partial
 from typing import Any
 
 import harness
+import kernels
 import shapes
 import torch
 from end_to_end import HF, QUESTION, Job
 
-import kernels
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.attention import switched
 from vlmfast.engine.prefill import Inputs, look

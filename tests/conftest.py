@@ -26,6 +26,8 @@ import hypothesis
 import pytest
 import torch
 
+_SUPPORT = Path(__file__).with_name("support")
+
 # The duration of an example depends on the machine and its load.
 hypothesis.settings.register_profile("vlmfast", deadline=None)
 hypothesis.settings.load_profile("vlmfast")
@@ -118,7 +120,9 @@ def _beyond(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _order(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.encode())
+    """By the names of the file and the test, so that a file may move."""
+    name = item.nodeid.partition("::")[2]
+    return zlib.crc32(f"tests/{item.path.name}::{name}".encode())
 
 
 def _left_out(item: pytest.Item, number: int, count: int) -> bool:
@@ -129,17 +133,21 @@ def _left_out(item: pytest.Item, number: int, count: int) -> bool:
 
 @functools.cache
 def _compares(path: Path) -> bool:
-    """Whether a module imports `closeness`, itself or through a helper in this folder."""
+    """Whether a module imports `closeness`, itself or through what it takes from `support`."""
     text = path.read_text(encoding="utf-8")
-    names = set(re.findall(r"^\s*(?:from|import) (\w+)\b(?!\.)", text, re.MULTILINE))
-    helpers = (Path(__file__).with_name(f"{name}.py") for name in names - {path.stem})
-    return "closeness" in names or any(map(_compares, filter(Path.is_file, helpers)))
+    names = set(re.findall(r"^\s*from support\.([\w.]+) import", text, re.MULTILINE))
+    for below, listed in re.findall(
+        r"^\s*from support(\.golden)? import (\([^)]*\)|.*)$", text, re.MULTILINE
+    ):
+        names |= {f"{below}.{name}".strip(".") for name in re.findall(r"\w+", listed)}
+    files = (_SUPPORT.joinpath(*name.split(".")).with_suffix(".py") for name in names)
+    return "closeness" in names or any(map(_compares, filter(Path.is_file, files)))
 
 
 @pytest.fixture(scope="session")
 def random_llava_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small random-weight LLaVA-NeXT with its processor."""
-    import tiny_models
+    from support import tiny_models
 
     folder = tmp_path_factory.mktemp("llava_next")
     tiny_models.build_llava_next(folder)
@@ -149,8 +157,8 @@ def random_llava_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=["llava", "llava_next"])
 def random_vlm(request: pytest.FixtureRequest):
     """A `vlmfast.VLM` of each family on random weights; shared, so leave it unchanged."""
-    import tiny_models
     import vlmfast
+    from support import tiny_models
 
     build = {"llava": tiny_models.build_llava, "llava_next": tiny_models.build_llava_next}
     return vlmfast.VLM(*build[request.param]())

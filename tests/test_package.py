@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import vlmfast
+from support.paths import ROOT
 
-ROOT = Path(vlmfast.__file__).parent.parent
 HEAVY = ("transformers", "PIL", "timm", "decord", "av", "open_clip", "triton", "torchvision")
 
 

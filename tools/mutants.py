@@ -254,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--count", type=int, default=120, help="sampled mutants, besides the named ones")
+    drawn = 20 * len(STRATA)
+    add("--count", type=int, default=drawn, help="sampled mutants, besides the named ones")
     add("--seed", type=int, default=0)
     add("--only", choices=tuple(STRATA), action="append", help="these parts of the code alone")
     add("--limit", type=float, default=120.0, help="seconds of tests for one mutant")

@@ -11,11 +11,11 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-STRATA = {
-    "compressors": "vlmfast/compressors",
-    "engine": "vlmfast/engine",
-    "scorers": "vlmfast/eval/scorers",
-}
+PARTS = (
+    *("api", "check", "cli", "compressors", "core", "demos", "drafters", "engine", "eval"),
+    *("integrations", "kernels", "media", "models", "scenes", "serve", "testing", "train", "tune"),
+)
+STRATA = {name: f"vlmfast/{name}" for name in PARTS}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Record the answers of the library: ``python tools/record_answers.py``.
 
-Writes ``tests/answers/answers.jsonl``, the reference of ``tests/test_answers.py``. Change it only
-to fix a defect, and name the defect in the commit. ``--compare FILE`` lists the differences from
-another recording instead. An interrupted run is resumed.
+Writes ``tests/data/answers/answers.jsonl``, the reference of ``tests/api/test_answers.py``. Change
+it only to fix a defect, and name the defect in the commit. ``--compare FILE`` lists the differences
+from another recording instead. An interrupted run is resumed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import recorded
+from support import recorded
 from vlmfast.core.journal import Journal
 
 

@@ -2,9 +2,9 @@
 
 The order of floating-point additions depends on the vector instructions and the number of threads.
 The tests that compare floats (marker ``equality``) run with several settings of both. Reports the
-fraction of its tolerance (`tests/closeness.py`) that every comparison used, and the distance of the
-controls in tolerances. A fraction above a third indicates a wrong error model of the tolerance, or
-a bug. A control nearer than 30 tolerances is too weak.
+fraction of its tolerance (`tests/support/closeness.py`) that every comparison used, and the
+distance of the controls in tolerances. A fraction above a third indicates a wrong error model of
+the tolerance, or a bug. A control nearer than 30 tolerances is too weak.
 """
 
 from __future__ import annotations

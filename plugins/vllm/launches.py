@@ -26,8 +26,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-import tiny_families  # noqa: E402
-import tiny_models  # noqa: E402
+from support import tiny_families, tiny_models  # noqa: E402
 from vlmfast import VLM  # noqa: E402
 from vlmfast.check.devices import Watch, pretended  # noqa: E402
 from vlmfast.check.launches import Cost, counted_kernels  # noqa: E402

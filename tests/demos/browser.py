@@ -25,7 +25,8 @@ from axe_playwright_python.sync_playwright import Axe
 from gradio_client import Client
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-ROOT = Path(__file__).parents[2]
+from support.paths import ROOT
+
 IMAGE, CLIP = ROOT / "examples" / "picture.png", ROOT / "examples" / "clip.mp4"
 QUESTION, SAID = "What is in the bottom left?", "yellow triangle"
 EXAMPLE, EXAMPLE_SAID = "What shape is the green object?", "cross"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernel_memory import checked
+from support.kernel_memory import checked
 from vlmfast.check.worker import interpreter_fails
 from vlmfast.kernels import _triton
 

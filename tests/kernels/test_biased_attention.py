@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels.biased_attention import biased_attention, biased_attention_ref
 
 pytestmark = pytest.mark.usefixtures("triton")

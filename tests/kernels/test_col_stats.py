@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels import col_stats as module
 from vlmfast.kernels.col_stats import STATISTICS, col_stats, col_stats_ref, row_lse, row_lse_ref
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from support.paths import ROOT, TESTS
 
 
 def _compiler() -> Path | None:
@@ -47,7 +47,7 @@ def compile_all(*args: str) -> list[dict[str, Any]]:
     files = {line["file"] for line in lines}
     missing = [
         path.stem
-        for path in (HERE.parents[1] / "vlmfast" / "kernels").glob("*.py")
+        for path in (ROOT / "vlmfast" / "kernels").glob("*.py")
         if "triton.jit" in path.read_text() and not path.stem.startswith("_")
         if path.stem not in files
     ]
@@ -164,7 +164,7 @@ def test_command_rejects_unknown_files_and_interpreter() -> None:
 
 def test_launch_arguments_bind_and_compile() -> None:
     """With Triton's own argument binder, which its interpreter does not use."""
-    done = run(str(HERE / "bound.py"), VLMFAST_KERNELS="triton")
+    done = run(str(TESTS / "support" / "bound.py"), VLMFAST_KERNELS="triton")
     assert done.returncode == 0, done.stderr
     kernels = {"_row_lse", "_join", "_col_stats", "_top_k", "_mass_count", "_gather_rows"}
     kernels |= {"_extent", "_finish", "_value_parameters", "_pack", "attend_rows", "attend_row"}

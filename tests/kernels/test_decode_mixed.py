@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import close
+from support.closeness import close
 from vlmfast import VLMFastError
 from vlmfast.kernels import _decode_mixed
 from vlmfast.kernels import decode_mixed as module

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import vlmfast.engine.attention as attention
-from closeness import close
-from tiny_models import build_llava, make_image
+from support.closeness import close
+from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.kernels._triton import INTERPRETED
 from vlmfast.kernels.decode_slots import decode_slots, decode_slots_ref

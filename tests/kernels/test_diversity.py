@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from closeness import close
+from support.closeness import close
 from vlmfast.kernels import diversity as module
 from vlmfast.kernels.diversity import (
     cosine,

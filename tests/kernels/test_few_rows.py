@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels import few_rows
 from vlmfast.kernels.few_rows import (
     MOST,

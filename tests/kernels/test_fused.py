@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny_families
-import tiny_models
-from batched import Together, together
-from closeness import apart, close, network
-from driven import Driven
-from fake_cuda import pretended
-from tiny_models import build_llava, make_image
+from support import tiny_families, tiny_models
+from support.batched import Together, together
+from support.closeness import apart, close, network
+from support.driven import Driven
+from support.fake_cuda import pretended
+from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.protocols import CacheStage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_memory import banded, guarded, results
+from support.kernel_memory import banded, guarded, results
 from vlmfast.check.closeness import deviation
 from vlmfast.kernels import _triton
 from vlmfast.kernels.calls import Shape, tensors

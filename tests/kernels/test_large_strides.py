@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_memory import narrow_products, results
+from support.kernel_memory import narrow_products, results
 from vlmfast.kernels import _triton
 from vlmfast.kernels.calls import Call, Shape, tensors
 from vlmfast.kernels.catalogue import CASES, Case

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels.merge import MODES, RULES, merge_into, merge_into_ref
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from fake_drafters import Knows
-from tiny_models import build_llava, make_image
+from support.fake_drafters import Knows
+from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine.prefill import Drops

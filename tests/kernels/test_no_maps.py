@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tiny_models import build_llava, make_image
+from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 
 pytestmark = pytest.mark.cold

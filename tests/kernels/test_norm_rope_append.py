@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels import _triton
 from vlmfast.kernels.norm_rope_append import (
     HeadNorm,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_families
-from closeness import close
-from fake_drafters import Knows
-from tiny_models import build_llava, make_image
+from support import tiny_families
+from support.closeness import close
+from support.fake_drafters import Knows
+from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.engine import attention, forward

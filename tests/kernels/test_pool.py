@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.compressors.tokens.elastic.module import anchors
 from vlmfast.kernels import pool as module
 from vlmfast.kernels.pool import (

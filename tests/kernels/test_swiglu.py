@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from closeness import apart, close
+from support.closeness import apart, close
 from vlmfast.kernels.swiglu import geglu_tanh, geglu_tanh_ref, swiglu, swiglu_ref
 
 pytestmark = pytest.mark.usefixtures("triton")

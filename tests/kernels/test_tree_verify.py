@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from closeness import close
+from support.closeness import close
 from vlmfast.kernels import decode_mixed as shared
 from vlmfast.kernels._triton import INTERPRETED
 from vlmfast.kernels.quantize_kv import Segment, quantize

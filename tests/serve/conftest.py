@@ -26,7 +26,7 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 import httpx2
 import uvicorn
 
-from tiny_models import make_image
+from support.tiny_models import make_image
 from vlmfast import VLM, Recipe
 from vlmfast.eval.axes import with_field
 from vlmfast.serve.app import Server

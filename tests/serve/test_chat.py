@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import tiny_families
-from tiny_models import make_image
+from support import tiny_families
+from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.layout import Kind
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from support.paths import ROOT
 from vlmfast.media import load_video
 
-CLIP = Path(__file__).parents[2] / "examples" / "clip.mp4"
+CLIP = ROOT / "examples" / "clip.mp4"
 
 
 @pytest.fixture

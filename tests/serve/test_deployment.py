@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
-from documented import ROOT
+from support.documented import ROOT
 from vlmfast.cli import commands as cli
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.commands import config_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from documented import (
+from support.documented import (
     ROOT,
     Block,
     Command,

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
-import tiny_families
-from tiny_models import make_image
+from support import tiny_families
+from support.paths import ROOT
+from support.tiny_models import make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.cli import main
 from vlmfast.cli.commands import _parser
@@ -19,7 +20,6 @@ from vlmfast.cli.parser import every_parser
 from vlmfast.core.recipe import Recipe
 from vlmfast.scenes.files import video as clip
 
-ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "plugins" / "vllm"
 if not PLUGIN.is_dir():
     pytest.skip("the plug-in is not part of this distribution", allow_module_level=True)

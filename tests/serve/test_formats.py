@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from tiny_models import make_image
+from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.serve.penalties import OpenAIPenalties
 

@@ -18,8 +18,8 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 import httpx2
 import hypothesis
 
-import server_fuzz
-from server_fuzz import Case, Fuzz, post
+from support import server_fuzz
+from support.server_fuzz import Case, Fuzz, post
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import MediaLimits
 from vlmfast.serve.media_sources import is_public

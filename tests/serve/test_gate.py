@@ -18,8 +18,8 @@ import pytest
 import torch
 from PIL.PngImagePlugin import PngImageFile
 
-from server_fuzz import CHAT, RESPONSES, TOKENIZE, post, wrong_error
-from tiny_models import build_llava
+from support.server_fuzz import CHAT, RESPONSES, TOKENIZE, post, wrong_error
+from support.tiny_models import build_llava
 from vlmfast import VLM, VLMFastError
 from vlmfast.serve import commands
 from vlmfast.serve.config import MediaLimits, ServerConfig

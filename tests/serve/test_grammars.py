@@ -23,8 +23,8 @@ from pydantic_core import from_json
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import fuzz_bodies
-from tiny_models import make_image
+from support import fuzz_bodies
+from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.errors import DeadlineExceeded
 from vlmfast.serve.errors import RequestError

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from server_fuzz import CHAT, post
+from support.server_fuzz import CHAT, post
 from vlmfast import VLM
 
 

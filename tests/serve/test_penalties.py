@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiny_models import make_image
+from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.serve.penalties import OpenAIPenalties
 

@@ -22,11 +22,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
-import server_fuzz
+from support import server_fuzz
+from support.paths import ROOT
 from vlmfast.cli import main
 from vlmfast.serve.server import TRIM_S
 
-ROOT = Path(__file__).parents[2]
 GUARD = 120.0  # seconds; only a test that fails waits as long
 # An answer that ends after many tokens, however many the model would write.
 LONG = {

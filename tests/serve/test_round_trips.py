@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from server_fuzz import CHAT, RESPONSES
+from support.server_fuzz import CHAT, RESPONSES
 
 QUESTION = {"role": "user", "content": "Is there a blue circle?"}
 NEXT = {"role": "user", "content": "Describe the image."}

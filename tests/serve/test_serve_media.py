@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import media_fixtures as fx
-import tiny_families
+from support import media_fixtures as fx
+from support import tiny_families
 from vlmfast import VLM
 from vlmfast.errors import VLMFastError
 from vlmfast.media import load_video

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LogitsProcessorList
 
-from tiny_models import make_image
+from support.tiny_models import make_image
 from vlmfast import VLM, Recipe, VLMFastError
 from vlmfast.serve import shadow
 from vlmfast.serve.config import ServerConfig

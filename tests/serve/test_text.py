@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import tiny_families
-from tiny_models import make_image
+from support import tiny_families
+from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.serve.text import TextStream
 

@@ -12,7 +12,7 @@ pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
 from pydantic import BaseModel
 
-import server_fuzz
+from support import server_fuzz
 from vlmfast.serve.responses import ResponsesRequest
 from vlmfast.serve.schema import ChatRequest
 from vlmfast.serve.tokens import TokenizeRequest

@@ -6,7 +6,7 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 
-# For `argparse`, hence the doubled signs. tests/test_cli.py compares it with the presets.
+# For `argparse`, hence the doubled signs. tests/cli/test_cli.py compares it with the presets.
 RECIPES = (
     "a preset (faithful, balanced and fast keep 33%%, 22%% and 11%% of the visual tokens), methods "
     "such as hired:0.2+snapkv:0.5, or none, the full model"

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-import tiny_families
-import tiny_models
+from support import tiny_families, tiny_models
 
 HEAD = 64
 

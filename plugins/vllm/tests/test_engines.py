@@ -14,7 +14,7 @@ import torch
 from engines import Case, Engine, asked, engine, greedy, pictured, prompted, tokens
 from PIL import Image
 
-import tiny_models
+from support import tiny_models
 from vlmfast import VLM, exact_count
 from vlmfast.integrations.features import encode_files, open_features
 from vlmfast.integrations.vllm import export

@@ -12,7 +12,7 @@ import random_models
 import torch
 from engines import Engine, asked, engine, filmed, greedy, pictured
 
-import tiny_models
+from support import tiny_models
 from vlmfast import VLM, ModelError, exact_count
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -27,7 +27,7 @@ openai = pytest.importorskip("openai")
 
 import random_models  # noqa: E402
 
-import tiny_models  # noqa: E402
+from support import tiny_models  # noqa: E402
 from vlmfast import VLM, Recipe  # noqa: E402
 from vlmfast.eval.axes import with_field  # noqa: E402
 from vlmfast.scenes.files import video as clip  # noqa: E402

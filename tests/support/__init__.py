@@ -1,0 +1,1 @@
+"""What tests share: models, media, fakes, references and comparisons."""
