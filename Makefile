@@ -97,7 +97,7 @@ vllm-launches: $(READY)   ## Count what the vLLM plug-in launches in a request, 
 	$(BIN)/python plugins/vllm/launches.py
 
 test-ray: $(RAYENV)/.ready   ## Test Ray Data and Ray Serve with actors on this machine
-	$(RAYENV)/bin/python -m pytest tests/clusters $(PYTEST_FLAGS)
+	$(RAYENV)/bin/python -m pytest tests/integrations/test_clusters.py $(PYTEST_FLAGS)
 
 test-cpus: $(READY)   ## Run float comparisons with the arithmetic of other CPUs
 	$(BIN)/python tools/test_cpus.py --workers $(WORKERS) $(CPUS_FLAGS)

@@ -382,9 +382,9 @@ class Server:
         variables["HF_HUB_OFFLINE"] = "1"  # which also keeps transformers from looking for updates
         if threads and not spec.binds_threads:
             variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        self.spec, self._log = spec, log
+        self.spec, self.log_file = spec, log
         with log.open("w") as out:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [spec.python, *spec.command],
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -405,14 +405,14 @@ class Server:
                 host, _, port = found[1].removeprefix("http://").rpartition(":")
                 with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
                     return found[1]
-            if (code := self._process.poll()) is not None:
+            if (code := self.process.poll()) is not None:
                 raise ServerFailed(f"{self.spec.shown} ended with code {code}: {self.last_line}")
             time.sleep(0.05)
         raise ServerFailed(f"{self.spec.shown} was not ready after {START_S} seconds")
 
     @property
     def log(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
 
     @property
     def last_line(self) -> str:
@@ -427,7 +427,7 @@ class Server:
     @property
     def resident(self) -> int:
         """Resident memory in bytes; Linux only."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
     def pause(self) -> None:
@@ -442,7 +442,7 @@ class Server:
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # all of its processes have ended
-            os.killpg(self._process.pid, number)
+            os.killpg(self.process.pid, number)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -455,12 +455,12 @@ class Server:
 
     def close(self) -> None:
         self.resume()
-        self._process.terminate()
+        self.process.terminate()
         try:
-            self._process.wait(timeout=STOP_S)
+            self.process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         self._signal(signal.SIGKILL)
 
 

@@ -68,12 +68,27 @@ def pytest_collection() -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cold(request: pytest.FixtureRequest) -> Iterator[None]:
     """No prefix cache in tests that count what is computed."""
-    if request.node.get_closest_marker("cold") is not None:
-        from vlmfast.engine.prefix_cache import PrefixCache
+    if request.node.get_closest_marker("cold") is None:
+        yield
+        return
+    from support.engine.turns import without_prefix_cache
 
-        monkeypatch.setattr(PrefixCache, "enabled", property(lambda cache: False))
+    with without_prefix_cache():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examined(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Models of one config are examined once, but where the examination is tested."""
+    if request.path.parent.name == "models":
+        yield
+        return
+    from support.engine.examined import examined_once
+
+    with examined_once():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,9 +135,10 @@ def _beyond(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _order(item: pytest.Item) -> int:
-    """By the names of the file and the test, so that a file may move."""
-    name = item.nodeid.partition("::")[2]
-    return zlib.crc32(f"tests/{item.path.name}::{name}".encode())
+    """By the names of the file and the test, so that most files may move."""
+    name, folder = item.nodeid.partition("::")[2], item.path.parent.name
+    within = f"{folder}/" if folder in ("demos", "kernels", "serve") else ""
+    return zlib.crc32(f"tests/{within}{item.path.name}::{name}".encode())
 
 
 def _left_out(item: pytest.Item, number: int, count: int) -> bool:

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 import vlmfast
+from support import fresh
 from support.paths import ROOT
 
 HEAVY = ("transformers", "PIL", "timm", "decord", "av", "open_clip", "triton", "torchvision")
 
 
-def python(code: str, given: str = "") -> str:
-    """Stdout of ``code`` in a fresh interpreter that finds this package and reads `given`."""
+def python(code: str) -> str:
+    """Stdout of ``code`` in a fresh interpreter that finds this package."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, input=given, capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,7 +30,7 @@ def loaded(line: str) -> set[str]:
     return {name.partition(".")[0] for name in json.loads(line)}
 
 
-SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)), flush=True)"
+SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 OVERLAY = "assert callable(vlmfast.overlay)"
 AFTER_TORCH = {  # what runs in processes that have imported torch alone, and its last line
     "torch": SHOW,
@@ -39,13 +38,13 @@ AFTER_TORCH = {  # what runs in processes that have imported torch alone, and it
     "recipes": f"import vlmfast; vlmfast.Recipe.parse('hired:0.2'); vlmfast.methods(); {SHOW}",
     # The module of that name must not shadow the function, in any order of access.
     "overlay": f"import vlmfast; vlmfast.overlay; {OVERLAY}; {OVERLAY}; "
-    "from vlmfast import overlay; assert callable(overlay); print('right', flush=True)",
+    "from vlmfast import overlay; assert callable(overlay); print('right')",
     "overlays": f"import vlmfast; import vlmfast.api.overlays; {OVERLAY}; {OVERLAY}; "
-    "from vlmfast import overlay; assert callable(overlay); print('right', flush=True)",
+    "from vlmfast import overlay; assert callable(overlay); print('right')",
     **dict.fromkeys(
         ("time 1", "time 2", "time 3"),
         "import time; start = time.perf_counter(); import vlmfast; "
-        "print(time.perf_counter() - start, flush=True)",
+        "print(time.perf_counter() - start)",
     ),
 }
 
@@ -53,16 +52,9 @@ AFTER_TORCH = {  # what runs in processes that have imported torch alone, and it
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
     """Lines of `AFTER_TORCH`."""
-    code = (
-        "import json, os, sys, torch\n"
-        "for code in json.loads(sys.stdin.read()):\n"
-        "    if not os.fork():\n"
-        "        exec(code)\n"
-        "        os._exit(0)\n"
-        "    assert os.wait()[1] == 0, code\n"
-    )
-    lines = python(code, json.dumps(list(AFTER_TORCH.values()))).splitlines()
-    return dict(zip(AFTER_TORCH, lines, strict=True))
+    done = {name: fresh.run(code) for name, code in AFTER_TORCH.items()}
+    assert not any(each.returncode for each in done.values()), done
+    return {name: each.stdout.strip() for name, each in done.items()}
 
 
 def test_import_is_light(printed: dict[str, str]) -> None:

@@ -11,11 +11,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-PARTS = (
-    *("api", "check", "cli", "compressors", "core", "demos", "drafters", "engine", "eval"),
-    *("integrations", "kernels", "media", "models", "scenes", "serve", "testing", "train", "tune"),
-)
-STRATA = {name: f"vlmfast/{name}" for name in PARTS}
+PACKAGE = Path(__file__).parents[1] / "vlmfast"
+STRATA = {p.name: f"vlmfast/{p.name}" for p in sorted(PACKAGE.iterdir()) if any(p.glob("*.py"))}
 
 
 @dataclass(frozen=True)

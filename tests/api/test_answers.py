@@ -61,7 +61,7 @@ def test_difference_is_reported() -> None:
 
 def test_answers_that_read_other_tokens_are_not_compared() -> None:
     answer, moved = ({"tokens": [1, 2], "kept": kept, "kv_bytes": 8} for kept in "ab")
-    recorded._mark(answer, moved)
+    recorded.mark(answer, moved)
     line = {"case": {"way": "ask"}, "answers": [answer]}
     assert recorded.differences(line, [moved | {"tokens": [3]}]) == ([], 1)
     assert recorded.differences(line, [moved | {"kv_bytes": 9}])[0]

@@ -22,8 +22,8 @@ from transformers import (
 import vlmfast
 from support import tiny_families, tiny_models
 from support.closeness import close, network
+from support.engine.private import runs, tiling
 from vlmfast import VLM, Attachment, ModelError, RecipeError, VLMFastError
-from vlmfast.models._media import runs, tiling
 
 BUILD = tiny_families.builders()
 VIDEOS = ("llava_next_video", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "internvl")

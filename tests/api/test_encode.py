@@ -149,13 +149,14 @@ def test_images_that_are_there_are_not_encoded_again(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(whole, out)
-    ran: list[str] = []
-    encoded = features._encoded
-    monkeypatch.setattr(features, "_encoded", lambda *args: ran.append(args[1]) or encoded(*args))
+    ran: list[bytes] = []
+    monkeypatch.setattr(
+        features, "encode_image", lambda *given: ran.append(given[1]) or encode_image(*given)
+    )
     other = tmp_path / "other.png"
     tiny_models.make_image(50, 50, seed=9).save(other)
     found = encode_files(vlm, [*images, other], RECIPE, out, model="tiny")
-    assert ran == [str(other)]
+    assert ran == [other.read_bytes()]
     assert [entry["source"] for entry in found.entries] == [*map(str, images), str(other)]
 
 

@@ -23,15 +23,20 @@ import torch
 import vlmfast.api.long_video as module
 from support import interrupts
 from support.closeness import apart, close, network, tower
+from support.engine.media import decoded_groups
+from support.engine.passes import before_prefills, lengths_of_layers, written
+from support.engine.videos import (
+    blocks_read,
+    planned,
+    progress_at_once,
+    renumberings,
+)
 from support.media_fixtures import frame_number, write_video
 from support.paths import TESTS
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, MediaError, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.api.long_video import LongVideo
-from vlmfast.core import progress
 from vlmfast.core.protocols import CacheStage
-from vlmfast.engine.kv_layer import KVLayer
-from vlmfast.engine.prefiller import Prefiller
 from vlmfast.media import OpenVideo, load_video, open_video
 
 QUESTION = "what happens here ?"
@@ -57,20 +62,7 @@ def video_file(tmp_path_factory) -> Path:
 @pytest.fixture
 def lengths(monkeypatch) -> list[int]:
     """Physical length of every layer at each write to it."""
-    seen, update, put = [], KVLayer.update, KVLayer.append
-
-    def watch(layer: KVLayer, keys, values, *args, **kwargs):
-        out = update(layer, keys, values, *args, **kwargs)
-        seen.append(layer.slots(0) + (keys.shape[2] if layer.frozen else 0))
-        return out
-
-    def append(layer: KVLayer, kv):
-        put(layer, kv)
-        seen.append(int(layer.length.max()))
-
-    monkeypatch.setattr(KVLayer, "update", watch)
-    monkeypatch.setattr(KVLayer, "append", append)
-    return seen
+    return lengths_of_layers(monkeypatch)
 
 
 @pytest.fixture
@@ -176,22 +168,17 @@ def test_no_layer_ever_exceeds_the_cap(vlm, lengths, cap, recipe):
 
 
 def test_text_is_kept_and_frames_share_the_rest(vlm, monkeypatch):
-    kept, put, append = [], KVLayer.put, KVLayer.append
-    monkeypatch.setattr(KVLayer, "put", lambda s, kv: (kept.append((s, kv)), put(s, kv))[1])
-    monkeypatch.setattr(KVLayer, "append", lambda s, kv: (kept.append((s, kv)), append(s, kv))[1])
+    layers = written(monkeypatch)
     monkeypatch.setattr(vlm.adapter.config, "vlmfast_frame_label", "frame {i} ", raising=False)
     answer = vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=1100, **QUIET)
     ids = vlm.inputs(QUESTION, video=FRAMES)["input_ids"][0]
     visual = ids == vlm.adapter.image_token_id
     question = len(ids) - int(visual.nonzero()[-1]) - 1
-    layers = list({id(layer): layer for layer, _ in kept}.values())
     assert len(layers) == 3
-    for at, layer in enumerate(layers):
+    for at, parts in enumerate(layers):
         # A layer's KV is passed twice in its first block: when it ran and at the end.
-        orders = torch.cat([kv.order[0] for of, kv in kept if of is layer]).unique()
-        kept_visual = torch.cat(
-            [kv.order[0][kv.visual[0]] for of, kv in kept if of is layer]
-        ).unique()
+        orders = torch.cat([kv.order[0] for kv in parts]).unique()
+        kept_visual = torch.cat([kv.order[0][kv.visual[0]] for kv in parts]).unique()
         assert orders.max() < len(ids) - question
         there = torch.zeros(len(ids), dtype=torch.bool)
         there[orders] = True
@@ -231,20 +218,16 @@ def test_smallest_cap_is_named(vlm, frames, cap, lengths):
         ask(least - 1)
 
 
-def test_every_cap_above_the_smallest_works(vlm, monkeypatch):
+def test_every_cap_above_the_smallest_works():
     """Although larger blocks need more free slots in addition to the kept ones."""
 
     def plan(frames: int, per_frame: int, label: int, room: int, cap: int) -> bool | int:
-        long = object.__new__(LongVideo)
-        long.most = HUGE  # positions
-        long.cap, long.frames, long.per_frame, long.block = cap, frames, per_frame, 1
-        long.pieces = [range(9), *[range(label)] * (frames - 1), range(20)]
         try:
-            blocks, space = long._plan(room)
+            blocks, space, block = planned(frames, per_frame, label, room, cap, most=HUGE)
         except VLMFastError as error:
             return int(re.search(r"at least (\d+)$", str(error))[1])
-        assert space >= blocks == -(-frames // long.block)
-        assert long.block == 1 or 4 * long.block * per_frame <= cap
+        assert space >= blocks == -(-frames // block)
+        assert block == 1 or 4 * block * per_frame <= cap
         return True
 
     for args in ((40, 16, 1, 6), (33, 88, 8, 60), (192, 88, 8, 1), (130, 9, 0, 16), (1, 576, 3, 9)):
@@ -384,21 +367,13 @@ def test_parts_of_a_video_equal_those_of_the_whole(tmp_path, decoder, container)
                     assert np.array_equal(np.asarray(frame), expected)
 
 
-def test_consecutive_parts_are_decoded_once(tmp_path):
+def test_consecutive_parts_are_decoded_once(tmp_path, monkeypatch):
     """A video that is read in parts is not decoded from its beginning each time."""
-    import vlmfast.media.decoders as decoders
-
     path = write_video(tmp_path / "clip.avi", 40, codec="mpeg4")
     with open_video(path, num_frames=40) as opened:
-        starts, decode = [], decoders.AvReader._decode_from
-        decoders.AvReader._decode_from = lambda self, key: (starts.append(key), decode(self, key))[
-            1
-        ]
-        try:
-            for at in range(0, 40, 4):
-                opened.read(at, at + 4)
-        finally:
-            decoders.AvReader._decode_from = decode
+        starts = decoded_groups(monkeypatch)
+        for at in range(0, 40, 4):
+            opened.read(at, at + 4)
     assert len(starts) == 1
 
 
@@ -422,7 +397,7 @@ def threads() -> set:
 
 def test_frames_are_never_all_in_memory(vlm, monkeypatch):
     frames, blocks, alive = [], [], []
-    read, processed = OpenVideo.read, LongVideo._processed
+    read = OpenVideo.read
 
     def living(of: list) -> int:
         return sum(ref() is not None for ref in of)
@@ -432,14 +407,12 @@ def test_frames_are_never_all_in_memory(vlm, monkeypatch):
         frames.extend(weakref.ref(frame) for frame in got)
         return got
 
-    def making(self, start, stop):
-        block = processed(self, start, stop)
+    def made(block):
         blocks.append(weakref.ref(block.tensors["pixel_values"]))
         alive.append((living(frames), living(blocks)))
-        return block
 
     monkeypatch.setattr(OpenVideo, "read", reading)
-    monkeypatch.setattr(LongVideo, "_processed", making)
+    blocks_read(monkeypatch, after=made)
     vlm.ask(QUESTION, video=Made(160), max_kv_tokens=600, **QUIET)
     block = 600 // 4 // 16
     assert len(alive) == -(-160 // block) + 1
@@ -453,28 +426,21 @@ def test_decoding_overlaps_with_the_model(vlm, monkeypatch):
     """The model starts a block only when the next one is being made."""
     made, taken, news = [], [], threading.Condition()
     starts = [0, *range(0, 40, 4)]  # the first frame alone, to measure a frame's tokens
-    processed = LongVideo._processed
 
-    def making(self, start, stop):
+    def making(start: int) -> None:
         with news:
             made.append(start)
             news.notify_all()
-        return processed(self, start, stop)
 
-    def overlapping(function):
-        def run(*args, **kwargs):
-            taken.append(function)
-            with news:
-                # Sequentially, no block would be made now, and this would time out.
-                wanted = min(len(taken) + 2, len(starts))
-                assert news.wait_for(lambda: len(made) >= wanted, timeout=60)
-            return function(*args, **kwargs)
+    def overlapping() -> None:
+        taken.append(1)
+        with news:
+            # Sequentially, no block would be made now, and this would time out.
+            wanted = min(len(taken) + 2, len(starts))
+            assert news.wait_for(lambda: len(made) >= wanted, timeout=60)
 
-        return run
-
-    monkeypatch.setattr(LongVideo, "_processed", making)
-    monkeypatch.setattr(Prefiller, "prefill", overlapping(Prefiller.prefill))
-    monkeypatch.setattr(Prefiller, "extend", overlapping(Prefiller.extend))
+    blocks_read(monkeypatch, before=making)
+    before_prefills(monkeypatch, overlapping)
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=4 * 4 * 16, max_new_tokens=1, progress=False)
     assert made == starts
     assert len(taken) == 10 + 1  # ten blocks, and the text after the video
@@ -602,7 +568,7 @@ def test_a_video_that_waits_for_frames_counts_as_a_row(vlm, monkeypatch):
 
 
 def test_progress_bar_counts_the_frames(vlm, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "_LOG_S", 0)  # outside of a terminal
+    progress_at_once(monkeypatch)
     vlm.ask(QUESTION, video=FRAMES, max_kv_tokens=300, max_new_tokens=1)
     out, err = capsys.readouterr()
     assert "reading" in err and "40/40" in err and out == ""
@@ -613,20 +579,13 @@ def test_progress_bar_counts_the_frames(vlm, capsys, monkeypatch):
 # --- memory --------------------------------------------------------------------------------------
 
 ASK = """
-import json, sys
+import json, sys, types
 sys.path.insert(0, sys.argv[1])
+from support.engine.passes import lengths_of_layers
 from support.tiny_models import build_llava
 from vlmfast import VLM, media
-from vlmfast.engine.kv_layer import KVLayer
 
-seen, update = [0], KVLayer.update
-
-def watch(layer, keys, values, *args, **kwargs):
-    out = update(layer, keys, values, *args, **kwargs)
-    seen[0] = max(seen[0], layer.slots(0) + (keys.shape[2] if layer.frozen else 0))
-    return out
-
-KVLayer.update = watch
+lengths = lengths_of_layers(types.SimpleNamespace(setattr=setattr))
 vlm = VLM(*build_llava(layers=2, kv_heads=2))
 vlm.model.config.get_text_config().max_position_embeddings = 8000  # more than a cache holds
 cap, *paths = sys.argv[2:]
@@ -644,7 +603,7 @@ for path in paths:
         tokens = 16 * len(media.load_video(path, fps=1, max_pixels=None).frames)
     with open("/proc/self/status") as status:
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    print(json.dumps({"tokens": tokens, "cached": seen[0], "kilobytes": peak}))
+    print(json.dumps({"tokens": tokens, "cached": max(lengths, default=0), "kilobytes": peak}))
 """
 
 
@@ -731,32 +690,16 @@ def test_video_with_more_tokens_than_positions_is_renumbered(positions, vlm):
 def test_renumbered_keys_equal_those_of_the_same_tokens(positions, monkeypatch):
     """Rotated back by their ids, keys are equal to those before."""
     bound, _ = positions
-    make, compared = LongVideo._make_room, []
-
-    def plain(sequence, noted, off: int = 0) -> list[torch.Tensor]:
-        found = []
-        for index, layer in enumerate(sequence.group.cache.layers):
-            ids = torch.cat(noted.kept[index], dim=1) + off
-            found.append(bound.adapter.rotate(layer.keys[0, :, : layer.max_lengths[0]], -ids))
-        return found
-
-    def watch(self, engine, sequence, noted, tokens) -> None:
-        prompt = sequence.prompt
-        before = None if prompt is None else (plain(sequence, noted), prompt.next_position)
-        make(self, engine, sequence, noted, tokens)
-        if before is not None and prompt.next_position != before[1]:
-            assert prompt.next_position == max(sequence.group.cache.lengths()) < before[1]
-            wrong = plain(sequence, noted, off=1)
-            for one, other, control in zip(before[0], plain(sequence, noted), wrong, strict=True):
-                # A rotation sums two products; its angle is rounded as the id is large.
-                scale = float(one.abs().max()) * before[1]
-                close(one, other, terms=2, scale=scale)
-                apart(one, control, terms=2, scale=scale)
-            compared.append(before[1])
-
-    monkeypatch.setattr(LongVideo, "_make_room", watch)
+    found = renumberings(monkeypatch)
     bound.ask(QUESTION, video=FRAMES, max_kv_tokens=HUGE, **QUIET)
-    assert len(compared) > 1
+    assert len(found) > 1
+    for each in found:
+        assert each.now == each.longest < each.was
+        for one, other, control in zip(each.before, each.after, each.off, strict=True):
+            # A rotation sums two products; its angle is rounded as the id is large.
+            scale = float(one.abs().max()) * each.was
+            close(one, other, terms=2, scale=scale)
+            apart(one, control, terms=2, scale=scale)
 
 
 def test_block_larger_than_the_positions_is_refused(positions):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.engine.prompts import Stats, Trace
 from support.tiny_models import build_llava_next, make_image
 from vlmfast import VLM, Answer, ComparisonTable, RecipeError, VLMFastError
 from vlmfast.core.display import Cost, shortened, text_table
-from vlmfast.engine.stats import Stats, Trace
 
 ASK = {"max_new_tokens": 3}
 

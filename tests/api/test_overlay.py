@@ -11,10 +11,11 @@ from PIL import Image
 
 import vlmfast
 from support import tiny_models
-from vlmfast.api import overlays
-from vlmfast.api.overlays import _MERGED, _OUTLINE, MAX_SIDE, MIN_SIDE, contact_sheet, overlay
+from support.engine.overlays import caption, captions
+from support.engine.private import MERGED, OUTLINE
+from support.engine.prompts import Trace
+from vlmfast.api.overlays import MAX_SIDE, MIN_SIDE, contact_sheet, overlay
 from vlmfast.core.layout import Kind, TokenLayout
-from vlmfast.engine.stats import Trace
 
 COLOUR = (200, 40, 90)
 LAYERS = 4
@@ -153,7 +154,7 @@ def test_patches_of_a_merged_token_keep_their_colour() -> None:
     assert (cells[:2, :2] == COLOUR).all()
     assert (cells[2:].max(axis=-1) < 0.5 * max(COLOUR)).all()
     assert (cells[:, 2:].max(axis=-1) < 0.5 * max(COLOUR)).all()
-    blue = painted(image, _MERGED)
+    blue = painted(image, MERGED)
     half = MIN_SIDE // 2
     assert blue[0, :half].all()
     assert blue[:half, half - 1].all()
@@ -161,7 +162,7 @@ def test_patches_of_a_merged_token_keep_their_colour() -> None:
     # Control: the same patches without merging.
     made.trace.entered = made.trace.layout
     (image,) = overlay(made)
-    assert not painted(image, _MERGED).any()
+    assert not painted(image, MERGED).any()
     assert (middles(image, 4, MIN_SIDE, MIN_SIDE)[0, 0] != COLOUR).any()
 
 
@@ -169,11 +170,11 @@ def test_merged_tokens_are_outlined() -> None:
     boxes = [(x, y, x + 0.5, y + 0.5) for y in (0, 0.5) for x in (0, 0.5)]
     (image,) = overlay(merged_answer(4, [0, 2, 8, 10], boxes))
     assert (middles(image, 4, MIN_SIDE, MIN_SIDE) == COLOUR).all()
-    blue, half = painted(image, _MERGED), MIN_SIDE // 2
+    blue, half = painted(image, MERGED), MIN_SIDE // 2
     assert blue[half].all()
     assert blue[half - 1].all()
     assert blue[:, half].all()
-    assert not painted(image, _OUTLINE).any()  # nothing was dropped
+    assert not painted(image, OUTLINE).any()  # nothing was dropped
 
 
 def test_merged_patches_are_dropped_with_their_token() -> None:
@@ -184,7 +185,7 @@ def test_merged_patches_are_dropped_with_their_token() -> None:
     assert (cells[:, 1] == COLOUR).all()
     assert np.array_equal(cells[0, 0], cells[1, 0])
     assert cells[0, 0].sum() < sum(COLOUR)
-    assert not painted(image, _MERGED)[:, : MIN_SIDE // 2].any()
+    assert not painted(image, MERGED)[:, : MIN_SIDE // 2].any()
 
 
 def test_patch_replaced_by_cls_is_not_shown_as_kept() -> None:
@@ -197,11 +198,7 @@ def test_patch_replaced_by_cls_is_not_shown_as_kept() -> None:
 
 
 def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    draw = overlays._caption
-    monkeypatch.setattr(
-        overlays, "_caption", lambda image, text: written.append(text) or draw(image, text)
-    )
+    written = captions(monkeypatch)
     overlay(merged_answer(4, [5, 15], [(0, 0, 0.5, 0.5), (0.75, 0.75, 1, 1)]))
     assert written == [
         "5 of 16 patches in 2 tokens",
@@ -217,10 +214,10 @@ def test_captions_report_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_captions_wrap_at_the_image_width() -> None:
     image = plain(200, 20)
-    short, long = overlays._caption(image, "a b"), overlays._caption(image, "word " * 30)
+    short, long = caption(image, "a b"), caption(image, "word " * 30)
     assert short.width == long.width == 200
     assert long.height > 3 * (short.height - 20)
-    assert overlays._caption(image, "w" * 99).width > 200  # a word is never broken
+    assert caption(image, "w" * 99).width > 200  # a word is never broken
 
 
 def test_text_only_prompt_has_no_overlay() -> None:
@@ -236,7 +233,7 @@ def test_overlays_of_generated_answers(random_vlm: vlmfast.VLM) -> None:
     for row in rows:
         drawn = vlmfast.overlay(row.answer)
         assert len(drawn) == 2
-        blue = [(np.asarray(image) == _MERGED).all(axis=-1).any() for image in drawn]
+        blue = [(np.asarray(image) == MERGED).all(axis=-1).any() for image in drawn]
         if "mustdrop" not in row.recipe:  # its windows may all differ
             assert any(blue) == ("downsample" in row.recipe or "visionzip" in row.recipe)
         kept = (row.answer.trace.depth == row.answer.trace.layers).sum()

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from support.driven import harmless
+from support.engine.driven import harmless
+from support.engine.kept import open_sessions
 from support.paths import ROOT
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
@@ -412,7 +413,7 @@ def test_least_recently_used_session_is_evicted():
     sessions[2].close()
     del sessions, s
     gc.collect()
-    assert len(vlm._sessions.open) == 0
+    assert open_sessions(vlm) == []
 
 
 @pytest.mark.cases(1)
@@ -632,7 +633,7 @@ def test_errors_leave_the_session_unchanged(vlm):
         vlm.session(images="nowhere.png")
     with pytest.raises(RecipeError, match="elastic: there are no weights"):
         vlm.session(images=image, recipe="elastic")
-    assert s not in vlm._sessions.open
+    assert s not in open_sessions(vlm)
 
 
 @pytest.mark.cases(2)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.engine.kept import beginning, consumed
 from support.tiny_families import build_qwen2_5_vl
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, VLMFastError
-from vlmfast.api.conversation import Consumed
 from vlmfast.api.session_file import read_content, write_content
 
 ASK = {"max_new_tokens": 6}
@@ -102,7 +102,7 @@ def outcome(vlm: VLM, path: Path) -> str:
     with session:
         assert len(session.ask("is there more, and what ?", max_new_tokens=4).token_ids) > 0
         assert session.bytes < 1 << 24
-        if session._images is not None:
+        if beginning(session):
             session.ask("all ?", restore=True, max_new_tokens=2)
     return "answers"
 
@@ -208,12 +208,11 @@ def test_ids_that_no_message_has_said_are_not_read(sessions, tmp_path) -> None:
     """The control: a session that had consumed them would read them."""
     vlm, metadata, tensors = sessions["llava"]
     with vlm.session(images=make_image(), recipe="lookm:0.7", history=True) as session:
-        known = session._images
         wanted = session.ask("is there more ?", **ASK).stats.prompt_tokens
-        session.messages, session._consumed = [], Consumed(known.head, known.prefix + [7] * 20)
+        head = consumed(session, [7] * 20)
         assert session.ask("is there more ?", **ASK).stats.prompt_tokens > wanted
     about = json.loads(metadata["session"])
-    about |= {"messages": [], "consumed": {"text": known.head, "ids": [7] * 20}}
+    about |= {"messages": [], "consumed": {"text": head, "ids": [7] * 20}}
     write_content(tmp_path / "a", {**metadata, "session": json.dumps(about)}, tensors)
     with vlm.load_session(tmp_path / "a") as session:
         assert session.ask("is there more ?", **ASK).stats.prompt_tokens == wanted

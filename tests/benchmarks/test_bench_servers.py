@@ -29,15 +29,15 @@ child.wait()
 def server():
     """A server whose process has started a busy one, and the number of that."""
     made = object.__new__(servers.Server)
-    made._process = subprocess.Popen(
+    made.process = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    made.child = int(made._process.stdout.readline())
+    made.child = int(made.process.stdout.readline())
     yield made
     with suppress(ProcessLookupError):
-        os.killpg(made._process.pid, signal.SIGKILL)
-    made._process.stdout.close()
-    made._process.wait()
+        os.killpg(made.process.pid, signal.SIGKILL)
+    made.process.stdout.close()
+    made.process.wait()
 
 
 def state(process: int) -> str:
@@ -60,7 +60,7 @@ def reaches(process: int, states: str) -> bool:
 def test_pause_stops_all_processes_of_a_server(server) -> None:
     assert state(server.child) in "RS"
     server.pause()
-    assert reaches(server.child, "T") and reaches(server._process.pid, "T")
+    assert reaches(server.child, "T") and reaches(server.process.pid, "T")
     with server.awake():
         assert reaches(server.child, "RS")
     assert reaches(server.child, "T")
@@ -85,8 +85,8 @@ def test_a_server_that_fails_under_load_is_named(
     server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the last error of its output, whose later lines say nothing of it."""
-    server._log, server.url = tmp_path / "log", "http://127.0.0.1"
-    server._log.write_text("ready\nValueError: no such row\nstopped\n")
+    server.log_file, server.url = tmp_path / "log", "http://127.0.0.1"
+    server.log_file.write_text("ready\nValueError: no such row\nstopped\n")
     server.spec = servers.Spec("none", (), "vllm serve", False)
 
     def load(*_: object) -> None:
@@ -96,5 +96,5 @@ def test_a_server_that_fails_under_load_is_named(
     message = "none, 2 clients: status 500; its output: ValueError: no such row"
     with pytest.raises(servers.ServerFailed, match=message):
         servers.in_rounds([server], 1, [2], lambda many: [])
-    server._log.write_text("ready\n")
+    server.log_file.write_text("ready\n")
     assert server.last_line == "ready"

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from support.bench_script import script
+from support.engine.commands import gap
+from support.engine.draws import drafted_scores, unmoved
 from support.fake_drafters import Knows
 from support.tiny_models import SPECIAL_TOKENS, build_llava
 from vlmfast import VLM
@@ -18,26 +20,11 @@ from vlmfast.cli import main as cli
 from vlmfast.core.drafting import Budget, Round
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
-from vlmfast.engine import sampling
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.sequence import Sequence
 from vlmfast.errors import RecipeError
 from vlmfast.eval import bench
 
 speculation = script("speculation")
 AUDITED = {"count": 4, "new_tokens": 32}
-
-
-@pytest.fixture
-def unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug: accepted nodes stay where they were written."""
-    accept = KVCache.accept
-    monkeypatch.setattr(
-        KVCache,
-        "accept",
-        lambda self, index, counts, moves=True: accept(self, index, counts, moves=False),
-    )
 
 
 # --- the audit -----------------------------------------------------------------------------------
@@ -61,18 +48,20 @@ def test_audit_of_correct_answers(tiny: VLM) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("strict", [False, True])
-def test_audit_finds_a_planted_bug(tiny: VLM, unmoved: None, strict: bool) -> None:
-    (row,) = bench.audit(tiny, drafters=["draft-recycle"], **AUDITED, strict=strict)
-    assert row.bugs > 0 and row.identical < 4
+def test_audit_finds_a_planted_bug(
+    tiny: VLM, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    unmoved(monkeypatch)
+    (row,) = bench.audit(tiny, drafters=["draft-recycle"], count=2, new_tokens=32, strict=strict)
+    assert row.bugs > 0 and row.identical < 2
     first = row.divergences[0]
     assert first.bug and first.gap > bench.NEAR
     assert first.at == row.prefix[first.prompt] < row.lengths[first.prompt]
 
 
 @pytest.mark.slow
-def test_audit_command(
-    unmoved: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    unmoved(monkeypatch)
     argv = ["bench", "--audit-lossless", "--device", "cpu", "--drafter", "draft-recycle"]
     argv += ["--prompts", "4"]
     assert cli(argv) == 1
@@ -92,38 +81,25 @@ def test_audit_command(
     assert "nothing was drafted: draft-recycle" in capsys.readouterr().out
 
 
-class Paired:
+def paired(monkeypatch: pytest.MonkeyPatch) -> VLM:
     """A model whose tokens come in pairs with equal logits, and drafts that take the other one."""
+    model, processor = build_llava(dtype=torch.bfloat16)
+    head, first = model.get_output_embeddings().weight, len(SPECIAL_TOKENS)
+    with torch.no_grad():
+        head[first + 1 :: 2] = head[first:-1:2]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, processor = build_llava(dtype=torch.bfloat16)
-        head, first = model.get_output_embeddings().weight, len(SPECIAL_TOKENS)
-        with torch.no_grad():
-            head[first + 1 :: 2] = head[first:-1:2]
-        self.vlm = VLM(model, processor)
-        ranked, drafting = sampling._ranked, set()
-        draft = Engine._draft
+    def other(scores: torch.Tensor) -> torch.Tensor:
+        scores[:, first + 1 :: 2] = scores[:, first:-1:2] + 1e-3
+        return scores
 
-        def drafted(engine: Engine, sequence: Sequence) -> None:
-            draft(engine, sequence)
-            if sequence.drafts is not None:
-                drafting.add(sequence.sampler)
-
-        def other(scores: torch.Tensor, rows: list) -> torch.Tensor:
-            scores = ranked(scores, rows)
-            if rows[0] in drafting:
-                scores = scores.clone()
-                scores[:, first + 1 :: 2] = scores[:, first:-1:2] + 1e-3
-            return scores
-
-        monkeypatch.setattr(Engine, "_draft", drafted)
-        monkeypatch.setattr(sampling, "_ranked", other)
+    drafted_scores(monkeypatch, other)
+    return VLM(model, processor)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_near_tie_is_a_bug_only_when_strict(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
-    vlm = Paired(monkeypatch).vlm
+    vlm = paired(monkeypatch)
     (row,) = bench.audit(
         vlm, drafters=[Knows(answer=(), beside=0)], count=2, new_tokens=1, strict=strict
     )
@@ -147,10 +123,10 @@ def test_gaps_are_in_units_of_the_model_dtype(tiny: VLM) -> None:
     assert tiny.adapter.dtype == torch.bfloat16
     referee = bench.Referee(tiny)
     scores = torch.tensor([20.0, 19.875, 19.0, 3.0])  # bfloat16 has steps of 1/8 here
-    assert referee._gap(scores, [0, 1]) == 1
-    assert referee._gap(scores, [0, 2]) == 8
-    assert referee._gap(scores, [1, 2]) == 8  # neither is the best
-    assert referee._gap(scores / 16, [0, 1]) == 1
+    assert gap(referee, scores, [0, 1]) == 1
+    assert gap(referee, scores, [0, 2]) == 8
+    assert gap(referee, scores, [1, 2]) == 8  # neither is the best
+    assert gap(referee, scores / 16, [0, 1]) == 1
     assert referee.wide.adapter.dtype == torch.float32
     assert tiny.adapter.dtype == torch.bfloat16
 
@@ -234,8 +210,9 @@ def test_steered_answers_are_judged_first(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_no_ratio_with_a_wrong_answer(
-    unmoved: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    unmoved(monkeypatch)
     out, key = tmp_path / "out.json", "captions | none | draft-recycle"
     argv = ["--device", "cpu", "--workload", "captions", "--recipe", "none"]
     argv += ["--drafter", "draft-recycle", "--pairs", "2", "--out", str(out)]

@@ -62,7 +62,7 @@ def test_recipes_are_evaluated_and_reported(
     build.save(make_pocket(), model, {"stage": "a", "step": 0}, folder, "float32")
     command = ["pocket", "--parts", str(folder), "--model", str(model), "--device", "cpu"]
     command += ["--dtype", "float32", "--kind", "scene", "--recipe", "random:0.5", "--draws", "1"]
-    command += ["--limit", "2", "--out", str(out), "--json", str(tmp_path / "found.json")]
+    command += ["--limit", "1", "--out", str(out), "--json", str(tmp_path / "found.json")]
     assert evidence.main(command) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["task"] == "pocket" and set(found["recipes"]) == {"none", "random:0.5"}

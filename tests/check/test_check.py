@@ -13,14 +13,22 @@ from typing import Any
 import pytest
 import torch
 
+from support.engine.kernels import (
+    KERNELS as KERNEL_FILES,
+)
+from support.engine.kernels import (
+    described_kernels,
+    parse_choice,
+    pretend_gpu,
+    use_triton,
+)
+from support.engine.steps import Graphs
 from vlmfast import VLM, VLMFastError
 from vlmfast.check import commands, kernels, model, worker
 from vlmfast.check.closeness import SAFETY, deviation
 from vlmfast.check.kernels import SMALL, Pair, pairs_of
 from vlmfast.check.rows import Row, attempt, message_of
-from vlmfast.engine.graphs import Graphs
 from vlmfast.eval.bench import prompts
-from vlmfast.kernels import _triton
 from vlmfast.kernels.calls import Call, tensors
 from vlmfast.kernels.catalogue import CASES, KERNELS, Case
 from vlmfast.kernels.compile import files
@@ -87,7 +95,7 @@ def test_equal_infinities_are_close() -> None:
 
 def test_every_kernel_has_cases() -> None:
     assert set(KERNELS) == set(files())
-    assert set(KERNELS) <= set(_triton.KERNELS)
+    assert set(KERNELS) <= set(KERNEL_FILES)
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.kernel for case in CASES if case.checked} == set(KERNELS)
 
@@ -182,15 +190,12 @@ def test_exceptions_are_failures_without_paths() -> None:
 
 def test_missing_guard_of_the_current_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one GPU: the dispatch is asked about tensors on another one."""
-    monkeypatch.setattr(_triton, "triton", object())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device.index])
-    monkeypatch.setattr(torch.version, "hip", None)
+    pretend_gpu(monkeypatch)
     monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
     row = kernels.check_guard("device guard", lambda name, *tensors: True, 0)
     assert row.passed is False and "would run" in row.note
     # Control: the dispatch of the package, which needs no second GPU to refuse.
-    assert kernels.check_guard("device guard", _triton.use_triton, 0).passed
+    assert kernels.check_guard("device guard", use_triton, 0).passed
 
 
 class Gpus:
@@ -464,7 +469,7 @@ def test_report_names_the_setting() -> None:
     good, bad = Row("swiglu", True, error=0.1), Row("decode_mixed", False, note="differs")
     report = commands.Report("cpu", "", [good, bad, replace(bad, name="merge")], [])
     assert not report.passed and report.setting == "VLMFAST_KERNELS=-decode_mixed,-merge"
-    _triton.parse_choice(report.setting.partition("=")[2])  # is valid
+    parse_choice(report.setting.partition("=")[2])  # is valid
     report = commands.Report("cpu", "", [good], [Row("memory", False)])
     assert not report.passed and report.setting is None
     report = commands.Report("cpu", "", [good, Row("device guard", None)], [])
@@ -492,12 +497,8 @@ def test_summary_has_a_row_per_kernel() -> None:
 
 
 def test_env_shows_how_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlmfast.core import env
-
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(_triton, "triton", object())
-    monkeypatch.setattr(torch.version, "hip", None)
+    pretend_gpu(monkeypatch)
     for value, said in (
         ("", "triton"),
         ("-pool,-swiglu", "triton without cell_average, cell_mix, resample, swiglu"),
@@ -505,10 +506,10 @@ def test_env_shows_how_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ("-x", "'x' is not a kernel"),
     ):
         monkeypatch.setenv("VLMFAST_KERNELS", value)
-        assert said in env._kernels(gpu)
+        assert said in described_kernels(gpu)
     monkeypatch.delenv("VLMFAST_KERNELS")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert env._kernels(gpu).startswith("torch: compute capability 7.0")
+    pretend_gpu(monkeypatch, (7, 0))
+    assert described_kernels(gpu).startswith("torch: compute capability 7.0")
 
 
 def test_rows_are_json() -> None:

@@ -12,11 +12,12 @@ import torch
 from torch.nn import functional
 
 from support import tiny_models
+from support.engine.kernels import LOOP, READ_FOR_ALL, ROWS_OF_LAYERS
+from support.engine.prompts import sampler_of
 from vlmfast import VLM
 from vlmfast.check.devices import READS, Watch, pretended
 from vlmfast.check.launches import Cost, count, counted_kernels, runs
 from vlmfast.cli.commands import main
-from vlmfast.engine.opening import sampler_of
 from vlmfast.kernels import col_stats, select
 
 pytest.importorskip("triton")
@@ -144,7 +145,7 @@ def test_a_read_is_found_in_its_layer(counted: dict[str, Any]) -> None:
     assert Counter(after.reads) - Counter(before.reads) == {"item": 1}
     assert [read.layers[i] for i in (0, 2)] == [plain.layers[i] for i in (0, 2)]
     assert sum(plain.places.values()) == plain.first_token.total_reads
-    assert "vlmfast.engine.rounds" not in "".join(plain.places)
+    assert LOOP not in "".join(plain.places)
 
 
 def test_nothing_is_read_layer_by_layer(counted: dict[str, Any]) -> None:
@@ -172,6 +173,13 @@ def crops() -> Iterator[tuple[Any, Any, Watch]]:
         yield model, processor, watch
 
 
+@pytest.fixture(scope="module")
+def plain_crops(crops: tuple[Any, Any, Watch]) -> Any:
+    """Counts without a method."""
+    model, processor, watch = crops
+    return count(VLM(model, processor, decoding="eager"), "none", watch, SIZE)
+
+
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", MORE)
 def test_reads_of_a_method(crops: tuple[Any, Any, Watch], recipe: str) -> None:
@@ -193,7 +201,7 @@ def test_parts_belong_to_the_request(counted: dict[str, Any]) -> None:
 
 # What a method reads before the first token in addition to `none`, by function, in 4 layers.
 READ = {
-    "zipcache": {"engine.compress.rows": 1, "kernels.quantize_kv.fits": 1},
+    "zipcache": {ROWS_OF_LAYERS: 1, "kernels.quantize_kv.fits": 1},
     "kivi": {"kernels.quantize_kv.fits": 1},
     "cake": {"compressors.layered.read": 1},
     "vlcache": {"compressors.layered.read": 1},
@@ -215,20 +223,16 @@ READ = {
 ROUND = {"draft-self": 4 + 5, "draft-layerskip": 2 + 3, "draft-ngram": 11, "draft-recycle": 1 + 7}
 
 
-# Once for all methods, and once for a prompt whose images do not follow each other.
-SHARED_BY_ALL = {"engine.engine._check_bytes", "core.layout.text_start"}
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("recipe", READ)
-def test_reads_of_the_decoders_methods(crops: tuple[Any, Any, Watch], recipe: str) -> None:
+def test_reads_of_the_decoders_methods(
+    crops: tuple[Any, Any, Watch], plain_crops: Any, recipe: str
+) -> None:
     model, processor, watch = crops
-    plain, found = (
-        count(VLM(model, processor, decoding="eager"), of, watch, SIZE) for of in ("none", recipe)
-    )
-    added = Counter(found.places) - Counter(plain.places)
+    found = count(VLM(model, processor, decoding="eager"), recipe, watch, SIZE)
+    added = Counter(found.places) - Counter(plain_crops.places)
     own = {place.split(":")[0].removeprefix("vlmfast."): n for place, n in added.items()}
-    assert {place: n for place, n in own.items() if place not in SHARED_BY_ALL} == READ[recipe]
+    assert {place: n for place, n in own.items() if place not in READ_FOR_ALL} == READ[recipe]
     name, step = recipe.split(":")[0], Counter(found.step.reads)
     if name not in ROUND:
         assert step == {"copy to host": 1}

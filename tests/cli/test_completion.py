@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmfast.cli import main
-from vlmfast.cli.commands import _COMMANDS
+from vlmfast.cli.commands import COMMANDS
 from vlmfast.core.recipe import PRESETS
 from vlmfast.core.registry import stage_names
 
@@ -62,7 +62,7 @@ def test_bash_completes(scripts: dict[str, Path], line: str, expected: set[str])
 def test_script_knows_commands_options_and_methods(scripts: dict[str, Path], shell: str) -> None:
     text = scripts[shell].read_text()
     dashes = "" if shell == "fish" else "--"
-    for word in (*_COMMANDS, *PRESETS, *stage_names(), f"{dashes}max-kv-tokens"):
+    for word in (*COMMANDS, *PRESETS, *stage_names(), f"{dashes}max-kv-tokens"):
         assert word in text
     if path := shutil.which(shell):
         done = subprocess.run(

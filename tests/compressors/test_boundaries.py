@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import operator
 import random
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from support.engine.driven import unambiguous
+from support.engine.storage import KVLayer, bucket
 from support.helpers_layout import REQUEST, make_image, stats_of
 from support.tiny_models import build_llava
 from vlmfast import VLM
@@ -22,8 +23,6 @@ from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.core.tree import Tree
-from vlmfast.engine.kv_layer import KVLayer, bucket
-from vlmfast.engine.rounds import Rounds
 from vlmfast.errors import RecipeError
 from vlmfast.eval.scorers import mmmu, share, video_mme
 
@@ -208,12 +207,7 @@ def test_strict_needs_more_than_eight_units_in_the_last_place(
 ) -> None:
     eps = torch.finfo(dtype).eps
     logits = torch.tensor([1.0, 1.0 - units * eps, -1.0], dtype=torch.float64)
-    sequence: Any = SimpleNamespace(
-        sampling=SimpleNamespace(ranked=lambda logits: logits),
-        sampler=SimpleNamespace(sampled=False, config=SimpleNamespace(temperature=None)),
-    )
-    rounds: Any = SimpleNamespace(adapter=SimpleNamespace(dtype=dtype))
-    assert Rounds._is_unambiguous(rounds, sequence, logits) is clear
+    assert unambiguous(logits, dtype) is clear
 
 
 class Listening(DrafterStage):

@@ -1,9 +1,9 @@
 """Golden vectors: the choices of reference implementations on stored inputs.
 
-Files are searched below ``$VLMFAST_GOLDEN`` (default: ``golden`` next to this file). The nearest
+Files are searched below ``$VLMFAST_GOLDEN`` (default: ``tests/data/golden``). The nearest
 parent folder called reducers, kv or spec and the longest known prefix of a file's name select the
 runner that replays it. A file that is in no table below is a failure: none is skipped silently. So
-is a tensor or a parameter of a file that its runner does not read (`golden_case.Reader`).
+is a tensor or a parameter of a file that its runner does not read (`case.Reader`).
 """
 
 from __future__ import annotations

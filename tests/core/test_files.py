@@ -20,7 +20,6 @@ import torch
 from support import eval_fakes as fakes
 from vlmfast import Recipe, VLMFastError
 from vlmfast.api.session_file import read_content, write_content
-from vlmfast.core import files
 from vlmfast.core.files import (
     make_folder,
     open_to_append,
@@ -96,10 +95,14 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, write, step, err
 
 
 def test_failed_folder_sync_keeps_the_new_file(tmp_path: Path, monkeypatch) -> None:
-    def full(folder: Path) -> None:
-        raise FULL
+    sync = os.fsync
 
-    monkeypatch.setattr(files, "_sync_folder", full)
+    def full(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise FULL
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
     refused(lambda: replace_text(tmp_path / "a", "new"), tmp_path / "a", "No space left on device")
     assert (tmp_path / "a").read_text() == "new"
 

@@ -21,12 +21,13 @@ import pytest
 
 import vlmfast
 from support import tiny_families
+from support.engine.private import own
 from support.paths import DATA, ROOT
 from vlmfast import VLM, ModelError, RecipeError
 from vlmfast.core import outside, registry
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
-from vlmfast.models import _own, adapter_class, families
+from vlmfast.models import adapter_class, families
 from vlmfast.testing import check_family, check_stage
 
 HERE = DATA / "outside"
@@ -283,16 +284,16 @@ def test_own_methods_and_families_need_public_names_alone() -> None:
     known, root, seen = origins() | IN_MODULES | OWN, Path(vlmfast.__file__).parent, set()
     methods = [stage_class(name).__module__ for name in registry.stage_names()]
     methods = [name for name in methods if name.startswith("vlmfast.compressors.")]
-    for module in (*methods, *(f"vlmfast.models.{name}" for name in _own())):
+    for module in (*methods, *(f"vlmfast.models.{name}" for name in own())):
         file = root.joinpath(*module.split(".")[1:])
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-        own = module.removesuffix(".stage")  # the folder of a trained method
+        beside = module.removesuffix(".stage")  # the folder of a trained method
         seen |= {
             (where, name)
             for where, name in names(file.read_text(encoding="utf-8"), package)
             # Other methods, and the adapters of other families.
-            if not where.startswith((own, *methods)) and name != "FamilyAdapter"
+            if not where.startswith((beside, *methods)) and name != "FamilyAdapter"
         }
     assert {("vlmfast.compressors.guard", "Guarded"), ("vlmfast.core.kv", "KV")} < seen
     assert sorted(seen - known) == []

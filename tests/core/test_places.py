@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from support import tiny_families
-from support.driven import Driven
+from support.engine.driven import Driven
+from support.engine.prompts import Inputs
 from vlmfast import VLM
 from vlmfast.api.request import messages_of, render, tensors_of
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.prefill import Inputs
 
 pytestmark = pytest.mark.cold
 

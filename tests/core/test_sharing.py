@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 import vlmfast
 from support.documented import check, commands
+from support.engine.commands import answers_at_once
 from support.fake_hub import FakeHub, running
 from support.paths import ROOT
 from vlmfast.core import hub as hub_module
@@ -505,11 +506,9 @@ def test_trained_drafter_has_its_measured_lengths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tqdm")
-    import vlmfast.train.drafters
     from vlmfast.train.drafters import DrafterTrainer, add_arguments
 
-    monkeypatch.setattr(vlmfast.train.drafters, "_BLOCK", 2)  # answers generated at a time
-
+    answers_at_once(monkeypatch, 2)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = "--samples 2 --held-out 1 --batch 1 --answer-tokens 4 --eval-every 1 --ttt 1"

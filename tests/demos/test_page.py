@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import vlmfast
+from support.engine.prompts import Stats
 from vlmfast import RecipeError
 from vlmfast.demos import panels, views
 from vlmfast.demos.files import Files, temporary
 from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Media, Opening, Turn
-from vlmfast.engine.stats import Stats
 
 QUESTION = "What is in the bottom left?"
 

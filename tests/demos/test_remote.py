@@ -23,7 +23,7 @@ from PIL import Image
 
 import vlmfast
 from vlmfast import DeadlineExceeded, RecipeError, VLMFastError
-from vlmfast.cli import commands as cli
+from vlmfast.cli.commands import build_parser, demo_model
 from vlmfast.demos import panels, remote, views
 from vlmfast.demos.remote import RemoteVLM
 from vlmfast.demos.talk import FULL, RECIPE, Conversation, Desk, Limits, Media, Stopped
@@ -139,7 +139,7 @@ def _agreement_without_end(tiny, turn) -> float:
 
 
 def test_drafts_are_counted(far: RemoteVLM, image: Media) -> None:
-    turn = ask(far, image, DESCRIBE, recipe=RECIPES[-1]).turns[-1]
+    turn = ask(far, image, DESCRIBE, recipe=RECIPES[-1], tokens=24).turns[-1]
     stats = turn.shown.stats
     (row,) = (cells for what, *cells in panels.counters(turn) if what == "Accepted drafts")
     assert row == ["–", f"{stats.accepted} of {stats.drafted}"]
@@ -172,10 +172,10 @@ def test_video_is_read_by_the_server(far: RemoteVLM, tiny, examples) -> None:
 
 def test_frames_that_the_recipe_chooses_are_blank(examples) -> None:
     path = examples["video"][0][0]
-    images = remote._Media(None, path, None).images(3)
+    images = remote.RemoteMedia(None, path, None).images(3)
     assert len(images) == 3
-    assert images[0].getcolors() == [(images[0].width * images[0].height, remote._UNKNOWN)]
-    assert len(remote._Media(None, path, 3).images(3)[0].getcolors(10_000)) > 1
+    assert images[0].getcolors() == [(images[0].width * images[0].height, remote.BLANK)]
+    assert len(remote.RemoteMedia(None, path, 3).images(3)[0].getcolors(10_000)) > 1
 
 
 # --- what ends early -----------------------------------------------------------------------------
@@ -205,14 +205,23 @@ def test_time_limit(far: RemoteVLM, image: Media) -> None:
         ask_at(desk, image)
 
 
-def test_stream_without_its_end_is_an_error(image: Media) -> None:
-    reading = remote._Reading(remote._Media(Image.new("RGB", (2, 2)), None, None), 1.0)
-    with pytest.raises(VLMFastError, match="closed the connection"):
-        reading.answer()
-    error = {"message": "too late", "param": None, "code": "timeout"}
-    request = httpx2.Request("POST", "http://127.0.0.1")
-    with pytest.raises(VLMFastError, match="too late"), remote._told("http://127.0.0.1"):
+def test_stream_without_its_end_is_an_error(
+    far: RemoteVLM, image: Media, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late() -> Iterator[object]:
+        error = {"message": "too late", "param": None, "code": "timeout"}
+        request = httpx2.Request("POST", "http://127.0.0.1")
         raise openai.APIError("of a stream", request, body=error)
+        yield
+
+    picture = Image.open(image.path)
+    session = far.session(picture, recipe=vlmfast.Recipe(), history=False, tenant="one")
+    for chunks, words in (((), "closed the connection"), (late(), "too late")):
+        response = contextlib.nullcontext(chunks)
+        completions = far.client.chat.completions
+        monkeypatch.setattr(completions, "create", lambda given=response, **_: given)
+        with pytest.raises(VLMFastError, match=words):
+            list(session.stream(QUESTION, max_new_tokens=1))
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -245,7 +254,7 @@ def test_wrong_servers(server: tuple[str, Server], tmp_path: Path) -> None:
 
 def test_command_line(server: tuple[str, Server], monkeypatch: pytest.MonkeyPatch, tiny) -> None:
     def model(*words: str):
-        return cli._demo_model(cli._parser().parse_args(["demo", *words]))
+        return demo_model(build_parser().parse_args(["demo", *words]))
 
     vlm, name = model("--server", server[0], "--api-key", KEY)
     assert isinstance(vlm, RemoteVLM) and name == "tiny"
@@ -256,7 +265,7 @@ def test_command_line(server: tuple[str, Server], monkeypatch: pytest.MonkeyPatc
     vlm.close()
     with pytest.raises(VLMFastError, match="Authorization"):
         model("--server", server[0], "--api-key", "another")
-    monkeypatch.setattr(cli, "_vlm", lambda args: tiny)
+    monkeypatch.setattr(vlmfast.VLM, "from_pretrained", lambda *args, **more: tiny)
     assert model() == (tiny, "tiny")
     other = ("--server", server[0], "--model", "other")
     for words in (("--api-key", KEY), ("--server", server[0], "--device", "cpu"), other):

@@ -41,7 +41,6 @@ from support.documented import (
     whole,
 )
 from vlmfast import compressors
-from vlmfast.cli import commands as cli
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import TIERS
 
@@ -162,7 +161,7 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def results(folder: Path) -> Path:
     """Output of `vlmfast eval`, for the reports."""
     out = folder / "results"
-    run(["eval", "shapes", "--recipe", "random:0.2", "--limit", "1", "--out", str(out)])
+    run(["eval", "shapes", "--recipe", "hired:0.2", "--limit", "1", "--out", str(out)])
     return out
 
 
@@ -212,7 +211,7 @@ def test_command_runs(
 ) -> None:
     words = filled(command.words)[1:]
     if words[0] == "report":
-        args = parsed(cli._parser().parse_args, words)
+        args = parsed(words)
         for read in filter(None, (args.folder, args.other)):
             shutil.copytree(request.getfixturevalue("results"), read, dirs_exist_ok=True)
     capsys.readouterr()

@@ -32,18 +32,16 @@ from support.eagle import (
     target,
     text_layout,
 )
+from support.engine.draws import RANKS, Cache, grow, gumbel
 from support.replayed import accepts_something, replay
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.tree import Tree
-from vlmfast.drafters._grow import RANKS, grow
-from vlmfast.drafters._layer import Cache
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_eagle.stage import layers_read
 from vlmfast.drafters.draft_eagle.visual import CHOICES, Visual, shortened
-from vlmfast.engine.noise import gumbel
 from vlmfast.errors import RecipeError
 
 COMPRESSOR = {"hidden": 8, "queries": 4}

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from support.closeness import apart
 from support.eagle import TERMS, VOCABULARY, WIDTH, layout_of, read_of, target
+from support.engine.draws import load_published, published
 from support.golden.eagle import outputs, vispec_outputs
 from vlmfast.core.drafting import Budget
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.weights import StageWeights, load_weights
-from vlmfast.drafters._loading import load_published, published
 from vlmfast.drafters.draft_eagle import DraftEagle
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from support.engine.draws import REMEMBERED, remembered
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
-from vlmfast.engine import speculation
 
 
 @pytest.fixture
@@ -31,7 +31,6 @@ def test_tenants_do_not_share_what_drafters_learn(vlm: VLM) -> None:
 
 
 def test_number_of_remembered_recipes_is_bounded(vlm: VLM) -> None:
-    for nodes in range(2, speculation._REMEMBERED + 12):
+    for nodes in range(2, REMEMBERED + 12):
         accepted(vlm, "", f"draft-recycle:nodes={nodes}", max_new_tokens=2)
-    assert len(vlm.adapter.kept["drafters"]) == speculation._REMEMBERED
-    assert not any("draft" in str(key) for key in vlm.adapter.kept if key != "drafters")
+    assert remembered(vlm) == (REMEMBERED, 0)

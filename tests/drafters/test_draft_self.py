@@ -13,16 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import vlmfast.engine.decode as decode
-import vlmfast.engine.rounds as rounds
 from support import tiny_families
 from support.covering import covering
-from support.cpu_graph import captured_by_stand_in
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.draws import drafting_passes, slot_lists, verified
+from support.models import shared
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.drafting import SlotList
@@ -110,7 +109,7 @@ class Models:
 
 @pytest.fixture(scope="module")
 def llava() -> VLM:
-    return VLM(*build_llava(dtype=torch.float64))
+    return shared(build_llava, dtype=torch.float64)
 
 
 def given(**more) -> dict:
@@ -231,14 +230,7 @@ def test_a_view_of_clip_relevance(models: Models, tmp_path, monkeypatch) -> None
 @pytest.fixture
 def trees(monkeypatch) -> list[Tree]:
     """The trees that are verified."""
-    walk, found = rounds.walk, []
-
-    def noted(tree, *args, **more):
-        found.append(tree)
-        return walk(tree, *args, **more)
-
-    monkeypatch.setattr(rounds, "walk", noted)
-    return found
+    return verified(monkeypatch)
 
 
 @pytest.fixture
@@ -432,20 +424,14 @@ def test_slots_outside_the_cache_are_refused(llava, planted, far: int) -> None:
 
 def test_rows_share_the_passes_of_drafts(llava, monkeypatch) -> None:
     """A batch drafts with as many forward passes as one row; a row that fails ends alone."""
-    calls, draft = [], decode.Batch.draft
-
-    def counted(self, tokens, *args):
-        calls.append(len(tokens))
-        return draft(self, tokens, *args)
-
-    monkeypatch.setattr(decode.Batch, "draft", counted)
+    passes = drafting_passes(monkeypatch)
     recipe = "draft-self:keep=1,confidence=0,steps=3"
     more = given(max_new_tokens=21)
     requests = [Request(QUESTION, more["images"], recipe=recipe) for _ in range(3)]
     generation = {name: value for name, value in more.items() if name != "images"}
     wanted = llava.ask(QUESTION, **more).token_ids
     assert [a.token_ids for a in llava.ask_many(requests, **generation)] == [wanted] * 3
-    assert calls.count(3) == 15
+    assert [rows for rows, _ in passes].count(3) == 15
     propose = Chain.propose
 
     def fails(self, root, budget):
@@ -474,8 +460,7 @@ def test_lists_of_a_batch_follow_its_rows() -> None:
             parts.append(SlotList(slots, counts, torch.full((3,), start), (start,)))
         return tuple(parts)
 
-    group = SimpleNamespace(cache=SimpleNamespace(layers=[0, 1]), _listed=([], []))
-    views = [view(), None]
+    listed, views = slot_lists(2), [view(), None]
     for _ in range(60):
         kind = draw.choice(["none", "replace", "remove", "join", "leave"])
         row = draw.randrange(len(views))
@@ -488,7 +473,7 @@ def test_lists_of_a_batch_follow_its_rows() -> None:
             views.pop()
         if not any(views):
             views[0] = view()
-        found = decode.RowGroup.listed(group, list(views))
+        found = listed(list(views))
         assert len(found) == 2
         for layer, got in enumerate(found):
             fresh = SlotList.stacked([own and own[layer] for own in views])
@@ -512,14 +497,11 @@ def test_rows_of_several_groups(monkeypatch, decoding: str) -> None:
     ]
     more = {"max_new_tokens": 21, "eos_token_id": None, "do_sample": True, "seed": 3}
     wanted = vlm.ask_many([replace(r, recipe="none") for r in requests], **more)
-    groups, draft = [], decode.draft
-    monkeypatch.setattr(
-        decode, "draft", lambda given, *args: groups.append(len(given)) or draft(given, *args)
-    )
+    passes = drafting_passes(monkeypatch)
     got = vlm.ask_many(requests, **more)
     assert [a.token_ids for a in got] == [a.token_ids for a in wanted]
     assert [a.stats.accepted == a.stats.drafted > 0 for a in got[:2]] == [True, True]
-    assert max(groups) == 2
+    assert max(groups for _, groups in passes) == 2
     if decoding == "captured":
         assert vlm.adapter.kept["graphs"].reused > 0
 

@@ -22,10 +22,10 @@ from support.eagle import (
     same_state,
     target,
 )
+from support.engine.draws import Cache
 from support.golden.eagle import vispec_outputs
 from vlmfast.core.drafting import Read
 from vlmfast.core.layout import TokenLayout
-from vlmfast.drafters._layer import Cache
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec import DraftVispec
 from vlmfast.drafters.draft_vispec.module import VispecModule

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.engine.draws import walk
 from vlmfast.core.drafting import Budget, Drafter, Read, Round, Target
 from vlmfast.core.layout import TokenLayout
 from vlmfast.core.protocols import DrafterStage
 from vlmfast.core.tree import Tree
 from vlmfast.drafters.draft_ngram import NGram, continuations, copied, matches
 from vlmfast.drafters.draft_recycle import SHAPE, SUCCESSORS, Recycle, Recycled
-from vlmfast.engine.speculation import walk
 
 V = 32
 IMAGE = 31

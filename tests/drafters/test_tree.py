@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engine.draws import ROOT, filled, guesses, likeliest_first, shape_of
 from vlmfast.core.tree import Tree
-from vlmfast.drafters._static import ROOT, filled, guesses, likeliest_first, shape_of
 
 quick = settings(max_examples=150, deadline=None)
 

@@ -12,21 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.batched import CountingPool, Together, joined_caches
 from support.caches import Own, frozen, own_mask, started
 from support.closeness import apart, close, network
-from support.decoding import Dense, everything
-from support.driven import Driven
+from support.engine.batched import CountingPool, Together, joined_caches
+from support.engine.driven import Driven
+from support.engine.prompts import prefill, prepare, switched
+from support.engine.storage import KVCache, RowGroup, RowSlots, idle_buffers, whole_buffers
+from support.models import shared
+from support.reference import Answer, Dense, full_kv
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, bucket
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage
 from vlmfast.core.statistics import ColumnRequest
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache, RowSlots
-from vlmfast.engine.decode import RowGroup
-from vlmfast.engine.prefill import prefill, prepare
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 pytestmark = pytest.mark.cold
@@ -38,12 +37,12 @@ HEADS = {"heads of their own": 4, "grouped queries": 2}
 
 @pytest.fixture(scope="module", params=HEADS)
 def vlm(request) -> VLM:
-    return VLM(*build_llava(layers=4, kv_heads=HEADS[request.param]))
+    return shared(build_llava, layers=4, kv_heads=HEADS[request.param])
 
 
 @pytest.fixture(scope="module")
 def grouped() -> VLM:
-    return VLM(*build_llava(layers=4, kv_heads=2))
+    return shared(build_llava, layers=4, kv_heads=2)
 
 
 def sums(vlm: VLM, n: int) -> int:
@@ -62,9 +61,10 @@ def fed(
 
 def masked_logits(vlm: VLM, run: Driven, keep: list[Tensor], tokens: list[int]) -> Tensor:
     """A dense decoder over the whole prompt, of which each layer sees ``keep`` (H, N)."""
-    dense = Dense(vlm, everything(vlm, run.inputs.tensors), None)
-    dense.seen = list(keep)
-    return torch.cat([dense.step(token) for token in tokens])
+    tensors = run.inputs.tensors
+    answer = Answer(Dense(vlm, tensors), full_kv(vlm, tensors))
+    answer.seen = list(keep)
+    return answer.feed(tokens)
 
 
 # --- lengths per layer and head ------------------------------------------------------------------
@@ -549,10 +549,9 @@ def test_free_slots_of_a_batch_are_finite(grouped, pool):
 
     for _ in range(2):
         decoder.cache.release()
-        for buffers in pool._free.values():
-            for buffer in buffers:
-                if buffer.is_floating_point():
-                    buffer.fill_(torch.nan)
+        for buffer in idle_buffers(pool):
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
         decoder, new = uneven_rows(grouped), pool.new
         for layer in decoder.cache.layers:
             slots = (
@@ -570,14 +569,13 @@ def test_freed_slots_stay_finite(grouped, pool, recipe):
     """Evicting, paging, cropping and growing leave finite values, which masks can hide."""
     recipes = (recipe, (), recipe, recipe)
     batch = Together([started(grouped, r, (i,)).decoder for i, r in enumerate(recipes)])
-    for tokens in (TOKENS * 30)[:300:10]:
+    for tokens in (TOKENS * 25)[:300:10]:
         batch.reserve(10)
         fed(grouped, batch, [tokens] * 10, 4)
     batch.only([1, 2, 3])
     fed(grouped, batch, TOKENS, 3)
     for layer in (layer for cache in batch.caches for layer in cache.layers):
-        for name in BUFFERS:
-            of = layer._buffers.get(name, getattr(layer, name))
+        for of in whole_buffers(layer, BUFFERS).values():
             assert of is None or bool(of.isfinite().all())
 
 

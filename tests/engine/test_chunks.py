@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.closeness import close
+from support.engine.prompts import Prompt, chunks, expire, logits_of_prompts, splits
 from support.tiny_families import STATES, build_gemma3, builders, first
 from support.tiny_models import build_llava, make_image
 from support.tower_terms import network
 from vlmfast import VLM, DeadlineExceeded, Request, VLMFastError
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.registry import stage_class
-from vlmfast.engine.chunks import chunks, splits
-from vlmfast.engine.prefill import Prompt
-from vlmfast.engine.prefiller import Prefiller
 
 pytestmark = pytest.mark.cold
 
@@ -34,20 +33,10 @@ OTHER = ("prefill_chunks", "peak_memory_bytes", "tokens_per_s")
 
 
 @pytest.fixture
-def first_logits(monkeypatch) -> list[torch.Tensor]:
+def first_logits() -> Iterator[list[torch.Tensor]]:
     """The logits after each prompt, or chunk."""
-    seen: list[torch.Tensor] = []
-
-    def kept(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def keep(*args: Any, **named: Any) -> torch.Tensor:
-            seen.append(own(*args, **named))
-            return seen[-1]
-
-        return keep
-
-    for name in ("prefill", "extend"):
-        monkeypatch.setattr(Prefiller, name, kept(getattr(Prefiller, name)))
-    return seen
+    with logits_of_prompts() as seen:
+        yield seen
 
 
 def asked(vlm: VLM, recipe: str, **more: Any) -> Any:
@@ -129,19 +118,21 @@ def test_the_size_of_the_engine_is_the_default() -> None:
         asked(vlm, "none", prefill_chunk_size=0)
 
 
-def test_a_deadline_passes_inside_a_chunk(monkeypatch) -> None:
+def test_a_deadline_passes_inside_a_chunk() -> None:
     vlm = VLM(*build_llava(dtype=torch.float64))
     passes: list[int] = []
+    submitted = threading.Event()
     generation = {"max_new_tokens": 8, "prefill_chunk_size": 16}
-    with vlm.engine._changed:
-        handle = vlm.submit(Request(QUESTION, IMAGES, generation=generation))
 
     def late(*_: Any) -> None:
+        submitted.wait(60)
         passes.append(1)
         if len(passes) == 3:
-            handle.sequence.deadline = 0.0
+            expire(handle)
 
     hook = vlm.adapter.decoder.layers[0].register_forward_pre_hook(late)
+    handle = vlm.submit(Request(QUESTION, IMAGES, generation=generation))
+    submitted.set()
     with pytest.raises(DeadlineExceeded, match="after 0 tokens"):
         handle.result()
     hook.remove()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from support.batched import CountingPool
+from support.engine import turns
+from support.engine.batched import CountingPool
+from support.engine.turns import Phase
 from support.fake_drafters import Drafting, Knows
+from support.models import shared
 from support.tiny_families import STATES, builders, first
 from support.tiny_models import build_llava, make_image
 from vlmfast import (
@@ -37,11 +40,6 @@ from vlmfast.api.request import messages_of, sequence_of, sequence_of_request, s
 from vlmfast.core.protocols import DecodeStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.handle import Handle
-from vlmfast.engine.rounds import Rounds
-from vlmfast.engine.scheduler import Scheduler
-from vlmfast.engine.sequence import Phase
 
 QUESTION = "what is here ?"
 GUARD = 60.0  # seconds; only a test that fails waits as long
@@ -58,11 +56,7 @@ def alone(vlm: VLM, r: Request) -> list[int]:
 
 def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
     """Nothing is left of any request."""
-    engine = vlm.engine
-    assert not list(engine._batches) and not engine._unfinished and not engine._arrivals
-    assert not engine._scheduler.active and not engine._scheduler.waiting
-    assert not engine._scheduler.begun and not engine._prefills
-    assert engine._turn is None
+    assert not turns.left_over(vlm)
     assert set(threading.enumerate()) <= threads
     assert vlm.model.config.text_config._attn_implementation == "sdpa"
     assert not any(layer._forward_pre_hooks for layer in vlm.adapter.decoder.layers)
@@ -72,10 +66,16 @@ def assert_idle(vlm: VLM, threads: set[threading.Thread]) -> None:
         assert vlm.adapter.pool.out == 0
 
 
+def counting() -> VLM:
+    """A model that counts its buffers."""
+    vlm = turns.renewed(shared(build_llava, layers=4, dtype=torch.float64))
+    vlm.adapter.pool = CountingPool()
+    return vlm
+
+
 @pytest.fixture
 def vlm() -> Iterator[VLM]:
-    vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-    vlm.adapter.pool = CountingPool()
+    vlm = counting()
     threads = set(threading.enumerate())
     yield vlm
     assert_idle(vlm, threads)
@@ -269,7 +269,7 @@ def ends_in_order(vlm: VLM, priorities: list[int]) -> list[int]:
         def end(self) -> None:
             ended.append(self.number)
 
-    with vlm.engine._changed:  # until all are submitted, nothing runs
+    with turns.paused(vlm):  # until all are submitted, nothing runs
         handles = [
             vlm.submit(request(streamer=Ends(n), tokens=2), priority=p)
             for n, p in enumerate(priorities)
@@ -284,15 +284,14 @@ def test_requests_are_answered_by_priority_and_then_in_order(vlm: VLM) -> None:
     assert ends_in_order(vlm, [1, 0, -1, 0]) == [2, 1, 3, 0]
 
 
-def test_queue_time_is_reported(vlm: VLM, monkeypatch) -> None:
+def test_queue_time_is_reported(vlm: VLM) -> None:
     """By a clock that stands still but for five seconds inside the first answer."""
-    now, vlm.engine.max_rows = [1000.0], 1
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
-    monkeypatch.setattr("vlmfast.engine.engine.time", clock)
-    passes = acting(2, lambda: now.__setitem__(0, now[0] + 5.0))
-    with vlm.engine._changed:
-        handles = [vlm.submit(request(logits_processor=passes)), vlm.submit(request())]
-    assert [handle.result().stats.queue_s for handle in handles] == [0.0, 5.0]
+    vlm.engine.max_rows = 1
+    with turns.clock(vlm) as now:
+        passes = acting(2, lambda: now.__setitem__(0, now[0] + 5.0))
+        with turns.paused(vlm):
+            handles = [vlm.submit(request(logits_processor=passes)), vlm.submit(request())]
+        assert [handle.result().stats.queue_s for handle in handles] == [0.0, 5.0]
 
 
 @pytest.mark.parametrize(("name", "value"), [("priority", 0.5), ("priority", True), ("deadline", 0),
@@ -357,7 +356,7 @@ def expire(handle: Any) -> None:
 )
 def test_a_request_ends_early_in_each_phase(vlm: VLM, phase: Phase, end: Any, error: type) -> None:
     wanted, ended_in = alone(vlm, request(1, tokens=12)), []
-    with vlm.engine._changed:  # until both are submitted, nothing runs
+    with turns.paused(vlm):  # until both are submitted, nothing runs
         ended, other = phases(vlm)[phase](end), vlm.submit(request(1, tokens=12))
         ended.sequence.on_end = lambda sequence: ended_in.append(sequence.phase)
     with pytest.raises(error, match=r"after \d+ tokens of its answer"):
@@ -369,20 +368,14 @@ def test_a_request_ends_early_in_each_phase(vlm: VLM, phase: Phase, end: Any, er
     assert ended.done
 
 
-def test_closing_a_stream_ends_its_request(tiny: VLM, monkeypatch) -> None:
-    threads, cancelled = set(threading.enumerate()), threading.Event()
-    own = Handle.cancel
-
-    def noted(handle: Handle) -> None:
-        own(handle)
-        cancelled.set()
-
-    monkeypatch.setattr(Handle, "cancel", noted)
-    stream = tiny.stream("describe the image", make_image(), max_new_tokens=40, eos_token_id=None,
-                         logits_processor=waits(6, cancelled))  # fmt: skip
-    assert isinstance(next(stream), str)
-    (sequence,) = tiny.engine._unfinished
-    stream.close()
+def test_closing_a_stream_ends_its_request(tiny: VLM) -> None:
+    threads = set(threading.enumerate())
+    with turns.cancels() as cancelled:
+        stream = tiny.stream("describe the image", make_image(), max_new_tokens=40,
+                             eos_token_id=None, logits_processor=waits(6, cancelled))  # fmt: skip
+        assert isinstance(next(stream), str)
+        (sequence,) = turns.unfinished(tiny)
+        stream.close()
     assert isinstance(sequence.error, RequestCancelled) and 0 < sequence.count <= 7
     assert_idle(tiny, threads)
 
@@ -454,7 +447,7 @@ class Drafts(Knows):
 class SlowDrafter(Drafting):
     """Drafts nothing, in an hour."""
 
-    now: ClassVar[list[float]] = [0.0]
+    now: ClassVar[list[float]]
 
     def propose(self, root: int, budget: Any) -> Any:
         self.now[0] += 3600.0
@@ -469,12 +462,11 @@ class SlowDrafts(Knows):
         return SlowDrafter(self, target)
 
 
-def test_the_time_of_drafts_excludes_other_drafters(vlm: VLM, monkeypatch) -> None:
+def test_the_time_of_drafts_excludes_other_drafters(vlm: VLM) -> None:
     """By a clock that stands still but for the drafter of the other request."""
-    clock = SimpleNamespace(perf_counter=lambda: SlowDrafter.now[0])
-    monkeypatch.setattr("vlmfast.engine.stats.time", clock)
     own = request(0, "draft-self:keep=0.5,confidence=0", tokens=8)
-    answers = vlm.ask_many([own, request(1, SlowDrafts(), tokens=8)], batch_size=2)
+    with turns.clock(vlm) as SlowDrafter.now:
+        answers = vlm.ask_many([own, request(1, SlowDrafts(), tokens=8)], batch_size=2)
     assert answers[0].stats.drafted and answers[0].stats.time_draft_s == 0.0
     assert answers[1].stats.time_draft_s >= 3600.0
 
@@ -484,7 +476,7 @@ def test_the_time_of_drafts_excludes_other_drafters(vlm: VLM, monkeypatch) -> No
     [("max_rows", None), ("max_rows", 0), ("max_cache_bytes", -1), ("prefill_chunk_size", 2.5)],
 )
 def test_limits_of_the_engine_are_checked(name: str, value: Any) -> None:
-    vlm = VLM(*build_llava())
+    vlm = turns.renewed(shared(build_llava))
     before = getattr(vlm.engine, name)
     setattr(vlm.engine, name, value)
     with pytest.raises(VLMFastError, match=f"{name} must be a positive integer, not {value}"):
@@ -497,7 +489,7 @@ def test_limits_of_the_engine_are_checked(name: str, value: Any) -> None:
 def test_a_method_that_fails_ends_its_request_at_once(vlm: VLM, stage: Any) -> None:
     others = [request(1, tokens=20), request(2, "draft-ngram", tokens=20)]
     wanted = [alone(vlm, r) for r in others]
-    with vlm.engine._changed:
+    with turns.paused(vlm):
         handles = [vlm.submit(r) for r in (others[0], request(0, stage, tokens=20), others[1])]
     with pytest.raises(KeyError, match=r"a (stage|drafter)"):
         handles[1].result()
@@ -573,10 +565,8 @@ def test_a_session_goes_on_after_the_engine_gave_up(vlm: VLM) -> None:
     """Its question ended with all others, by an error outside of any request."""
     session = vlm.session(make_image())
     wanted = session.ask(QUESTION, max_new_tokens=4).token_ids
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vlm.engine, "step", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
-        with pytest.raises(RuntimeError, match="lost"):
-            session.ask(QUESTION, max_new_tokens=4)
+    with turns.failing(RuntimeError("lost")), pytest.raises(RuntimeError, match="lost"):
+        session.ask(QUESTION, max_new_tokens=4)
     assert vlm.session(make_image()).ask(QUESTION, max_new_tokens=4).token_ids == wanted
     session.close()
     assert not vlm.engine.load().waiting
@@ -587,38 +577,30 @@ def test_requests_wait_for_memory(vlm: VLM) -> None:
     vlm.engine.max_cache_bytes = int(2.5 * vlm.adapter.cache_bytes(prompt + 8))
     requests = [request(seed, tokens=8) for seed in range(5)]
     wanted = [alone(vlm, r) for r in requests]
-    rows: list[int] = []
-    run = Rounds.run
-
-    def counted(self: Rounds, batch: Any) -> None:
-        rows.append(len(batch.rows))
-        run(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rounds, "run", counted)
-        with vlm.engine._changed:
+    with turns.decode_steps(vlm) as steps:
+        with turns.paused(vlm):
             handles = [vlm.submit(r) for r in requests]
         assert [handle.result().token_ids for handle in handles] == wanted
-    assert max(rows) == 2
+    assert max(step.rows for step in steps) == 2
 
 
-def test_an_allocation_that_fails_ends_one_request(vlm: VLM, monkeypatch) -> None:
-    wanted = alone(vlm, request(1, tokens=12))
+def test_an_allocation_that_fails_ends_no_request(vlm: VLM, monkeypatch) -> None:
+    wanted = [alone(vlm, request(n, tokens=12)) for n in (1, 2)]
     take, taken = CountingPool.take, [0]
 
     def failing(self: CountingPool, *args: Any, **more: Any) -> torch.Tensor:
-        taken[0] += two.sequence in vlm.engine._scheduler.begun
+        taken[0] += two.sequence.phase is Phase.PREFILL
         if taken[0] == 3:
             raise torch.OutOfMemoryError("no memory")
         return take(self, *args, **more)
 
     monkeypatch.setattr(CountingPool, "take", failing)
-    with vlm.engine._changed:
+    with turns.paused(vlm):
         one = vlm.submit(request(1, tokens=12))
         two = vlm.submit(request(2, tokens=12))
-    with pytest.raises(torch.OutOfMemoryError):
-        two.result()
-    assert one.result().token_ids == wanted
+    answers = [handle.result() for handle in (one, two)]
+    assert [answer.token_ids for answer in answers] == wanted
+    assert [answer.stats.preemptions for answer in answers] == [0, 1]
     vlm.prefix_cache.clear()
     vlm.adapter.pool.out = 0  # buffers that were taken before are freed with their cache
 
@@ -664,11 +646,11 @@ def test_a_waiting_request_belongs_to_the_process_that_submitted_it(vlm: VLM) ->
     assert len(handle.result().token_ids) == 3
 
 
-def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM, monkeypatch) -> None:
-    with monkeypatch.context() as patch, vlm.engine._changed:
-        patch.setattr(Scheduler, "prompts", raises(KeyError("inside")))
-        handles = [vlm.submit(request(seed)) for seed in range(3)]
-        assert vlm.engine._changed.wait_for(lambda: all(h.done for h in handles), GUARD)
+def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM) -> None:
+    with turns.failing(KeyError("inside")):
+        with turns.paused(vlm):
+            handles = [vlm.submit(request(seed)) for seed in range(3)]
+        vlm.engine.wait(lambda: all(handle.done for handle in handles))
     for handle in handles:
         with pytest.raises(KeyError, match="inside"):
             handle.result()
@@ -679,30 +661,23 @@ def test_an_error_of_the_engine_itself_ends_all_requests(vlm: VLM, monkeypatch) 
 # --- modes ---------------------------------------------------------------------------------------
 
 
-def test_rows_in_different_modes_never_share_a_step(monkeypatch) -> None:
-    vlm = VLM(*build_llava(layers=2))
+def test_rows_in_different_modes_never_share_a_step() -> None:
+    vlm = shared(build_llava, layers=2)
     requests = [request(seed, tokens=8) for seed in range(4)]
     wanted = []
     for number, r in enumerate(requests):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
             wanted.append(alone(vlm, r))
-    steps: list[tuple[bool, set[bool]]] = []
-    run = Rounds.run
-
-    def noted(self: Rounds, batch: Any) -> None:
-        modes = {s.mode.autocast is not None for s in batch.rows}
-        steps.append((torch.is_autocast_enabled("cpu"), modes))
-        run(self, batch)
-
-    monkeypatch.setattr(Rounds, "run", noted)
-    handles = []
-    with vlm.engine._changed:
-        for number, r in enumerate(requests):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
-                handles.append(vlm.submit(r))
-    assert [handle.result().token_ids for handle in handles] == wanted
-    assert {on for on, _ in steps} == {True, False}
-    assert all(modes == {on} for on, modes in steps)
+    on: list[bool] = []
+    with turns.decode_steps(vlm, lambda: on.append(torch.is_autocast_enabled("cpu"))) as steps:
+        handles = []
+        with turns.paused(vlm):
+            for number, r in enumerate(requests):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number % 2 == 1):
+                    handles.append(vlm.submit(r))
+        assert [handle.result().token_ids for handle in handles] == wanted
+    assert set(on) == {True, False}
+    assert [step.autocast for step in steps] == [{each} for each in on]
 
 
 def test_gradient_mode_of_the_caller_is_kept(vlm: VLM) -> None:
@@ -718,34 +693,26 @@ LONG = ["none", "pyramiddrop", "mustdrop", "zipvl", "snapkv:0.6", "hired:0.5+loo
 STREAM = 20  # tokens; more than there are blocks
 
 
-def steps_while_reading(vlm: VLM, recipe: str, monkeypatch) -> tuple[int, list[int], list[int]]:
+def steps_while_reading(vlm: VLM, recipe: str) -> tuple[int, list[int], list[int]]:
     """Decode steps during the prefill of a long prompt beside a stream; both answers."""
-    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", 0.0)
-    inside = [0]
-    run = Rounds.run
-
-    def counted(self: Rounds, batches: Any) -> None:
-        inside[0] += bool(vlm.engine._scheduler.begun)
-        run(self, batches)
-
-    monkeypatch.setattr(Rounds, "run", counted)
-    go = threading.Event()
-    stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
-    stream.sequence.streamed = True
     images = [make_image(seed=seed) for seed in range(1, 5)]
     given = {"max_new_tokens": 5, "eos_token_id": None}
-    handle = vlm.submit(Request(QUESTION, images, recipe=recipe, generation=given))
-    go.set()
-    got, streamed = handle.result().token_ids, stream.result().token_ids
-    return inside[0], got, streamed
+    go = threading.Event()
+    with turns.pause(0.0), turns.decode_steps(vlm) as steps:
+        stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
+        stream.sequence.streamed = True
+        handle = vlm.submit(Request(QUESTION, images, recipe=recipe, generation=given))
+        go.set()
+        got, streamed = handle.result().token_ids, stream.result().token_ids
+    return sum(bool(step.prefilling) for step in steps), got, streamed
 
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", LONG)
-def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkeypatch) -> None:
+def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str) -> None:
     images = [make_image(seed=seed) for seed in range(1, 5)]
     wanted = vlm.ask(QUESTION, images, recipe=recipe, max_new_tokens=5, eos_token_id=None)
-    steps, got, streamed = steps_while_reading(vlm, recipe, monkeypatch)
+    steps, got, streamed = steps_while_reading(vlm, recipe)
     assert got == wanted.token_ids and streamed == alone(vlm, request(0, tokens=STREAM))
     assert steps >= 4  # of four layers and the blocks of the tower
 
@@ -761,48 +728,34 @@ def test_streams_go_on_while_a_prompt_is_prefilled(vlm: VLM, recipe: str, monkey
     ],
 )
 def test_short_prompts_are_not_interrupted(
-    vlm: VLM, monkeypatch, block: float, pause: float, chunk: int | None, interrupted: bool
+    vlm: VLM, block: float, pause: float, chunk: int | None, interrupted: bool
 ) -> None:
     """By a clock on which each block takes ``block`` of the time of a decode step."""
     wanted = [alone(vlm, request(0, tokens=STREAM)), alone(vlm, request(1, tokens=3))]
     vlm.prefix_cache.clear()
-    vlm.engine._decoded_at = vlm.engine._decode_s = 0.0  # by another clock
-    now, between, run = [0.0], Engine._between, Rounds.run
-    inside, nested = [], [False]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
-    monkeypatch.setattr("vlmfast.engine.engine._PAUSE", pause)
-    monkeypatch.setattr("vlmfast.engine.engine.time", clock)
-
-    def reached(self: Engine, sequence: Any) -> None:
-        now[0] += block
-        nested[0] = True
-        between(self, sequence)
-        nested[0] = False
-
-    def decoded(self: Rounds, batches: Any) -> None:
-        now[0] += 1.0
-        inside.append(nested[0])
-        run(self, batches)
-
-    monkeypatch.setattr(Engine, "_between", reached)
-    monkeypatch.setattr(Rounds, "run", decoded)
     go = threading.Event()
-    stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
-    stream.sequence.streamed = True
-    short = vlm.submit(request(1, tokens=3, prefill_chunk_size=chunk))
-    go.set()
-    assert [stream.result().token_ids, short.result().token_ids] == wanted
-    assert any(inside) is interrupted
+    with turns.pause(pause), turns.clock(vlm) as now:
+
+        def passes(time: float) -> None:
+            now[0] += time
+
+        with turns.decode_steps(vlm, partial(passes, 1.0), partial(passes, block)) as steps:
+            stream = vlm.submit(request(0, tokens=STREAM, logits_processor=waits(2, go)))
+            stream.sequence.streamed = True
+            short = vlm.submit(request(1, tokens=3, prefill_chunk_size=chunk))
+            go.set()
+            assert [stream.result().token_ids, short.result().token_ids] == wanted
+    assert any(step.inside for step in steps) is interrupted
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("family", first(*STATES))
-def test_interleaving_on_every_family(family: str, monkeypatch) -> None:
+def test_interleaving_on_every_family(family: str) -> None:
     model, processor = builders()[family]()
     vlm = VLM(model.double(), processor)
     images = [make_image(seed=seed) for seed in range(1, 5)]
     wanted = vlm.ask(QUESTION, images, max_new_tokens=5, eos_token_id=None).token_ids
-    steps, got, streamed = steps_while_reading(vlm, "none", monkeypatch)
+    steps, got, streamed = steps_while_reading(vlm, "none")
     assert got == wanted and streamed == alone(vlm, request(0, tokens=STREAM))
     assert steps >= 2
 
@@ -817,8 +770,7 @@ _KNOWN: dict[str, Any] = {}
 def known() -> tuple[VLM, list[Request], list[list[int]]]:
     """A model, requests and their answers, computed once."""
     if not _KNOWN:
-        vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
-        vlm.adapter.pool = CountingPool()
+        vlm = counting()
         requests = [request(n % 3, recipe, 3 + n) for n, recipe in enumerate(RECIPES)]
         seeded = {"do_sample": True, "temperature": 1.2, "seed": 5}
         requests.append(request(1, None, 12, **seeded))
@@ -833,7 +785,6 @@ class Schedules(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.vlm, self.requests, self.wanted = known()
-        self.engine: Engine = self.vlm.engine
         self.threads = set(threading.enumerate())
         self.open: list[tuple[Any, int, type | None]] = []
 
@@ -864,7 +815,7 @@ class Schedules(RuleBasedStateMachine):
         handle, number, fails = self.open[at]
         if handle.done or fails is not None:
             return
-        serving = self.engine._serving
+        serving = turns.serves(self.vlm)
         handle.cancel()
         if serving:  # the background thread may complete the answer first
             handle.close()
@@ -882,10 +833,10 @@ class Schedules(RuleBasedStateMachine):
 
         def until() -> bool:
             left[0] -= 1
-            return left[0] < 0 or not self.engine._unfinished
+            return left[0] < 0 or not turns.unfinished(self.vlm)
 
-        if self.engine._unfinished:
-            self.engine.run(until)
+        if turns.unfinished(self.vlm):
+            self.vlm.engine.run(until)
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -912,15 +863,14 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def rows_are_those_of_active_sequences(self) -> None:
-        engine = self.engine
-        if not engine._serving:
-            rows = {s for batch in engine._batches for s in batch.rows}
-            assert rows == set(engine._scheduler.active)
+        if not turns.serves(self.vlm):
+            rows, active = turns.rows_and_active(self.vlm)
+            assert rows == active
 
     def teardown(self) -> None:
         for entry in self.open:
             self.check(entry)
-        self.engine.settle()
+        self.vlm.engine.settle()
         assert_idle(self.vlm, self.threads)
 
 

@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from support.closeness import apart, close, network, tower
-from support.driven import harmless
+from support.engine.driven import answer_logits, harmless
+from support.engine.prompts import switched
+from support.engine.turns import renewed
 from support.families import CASES, Rank, make_image, start, sums
-from support.reference import TOKENS, answer_logits
+from support.models import shared
+from support.reference import TOKENS
 from support.tiny_models import build_llava, build_llava_next
 from vlmfast import VLM, RecipeError, Request
 from vlmfast.core.params import positions_param
 from vlmfast.core.protocols import EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.stage import Stage
 from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.attention import switched
 
 pytestmark = pytest.mark.cold
 
@@ -29,7 +31,7 @@ FAMILIES = {"llava": build_llava, "llava_next": build_llava_next}
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request) -> VLM:
-    return VLM(*FAMILIES[request.param](layers=4))
+    return shared(FAMILIES[request.param], layers=4)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "tiny"])
@@ -37,7 +39,7 @@ def every(request) -> VLM:
     """Both families with random weights, and the shipped model, in float32."""
     if request.param == "tiny":
         return VLM.from_pretrained("tiny", device="cpu", dtype=torch.float32)
-    return VLM(*FAMILIES[request.param](layers=4))
+    return shared(FAMILIES[request.param], layers=4)
 
 
 @dataclass(frozen=True)
@@ -390,7 +392,7 @@ def test_compiled_model_can_be_wrapped(vlm):
 
 def test_no_argument_of_transformers_is_deprecated():
     """The decoder's cache has another name in later versions, which drop the former one."""
-    vlm = VLM(*build_llava())
+    vlm = renewed(shared(build_llava))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*is deprecated and will be removed", FutureWarning)
         for recipe in ("none", "fastv:0.5", "zipvl", "draft-layerskip", "pyramiddrop"):

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, CLIPVisionConfig, PreTrainedConfig
 
+from support.engine.kept import (
+    KEPT,
+    PLACES,
+    WHOLE,
+    fingerprint,
+    sampled,
+    samples_read,
+    structures_read,
+    tensors_in,
+)
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
-from vlmfast.engine import fingerprint as module
-from vlmfast.engine.fingerprint import fingerprint
 
 
 @dataclass
@@ -203,19 +211,12 @@ def test_structures_of_models_that_are_gone_are_not_kept() -> None:
     kept: dict[Any, Any] = {}
     for _ in range(20):
         fingerprint(nn.Linear(2, 2).eval(), kept=kept)
-    assert len(kept) == module._KEPT
+    assert len(kept) == KEPT
 
 
 def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later requests compare objects and read elements of tensors, whatever they ask."""
-    made, transfers = [], []
-    build, samples = module.Structure.__init__, module._samples
-    monkeypatch.setattr(
-        module.Structure, "__init__", lambda own, *given: (made.append(own), build(own, *given))[0]
-    )
-    monkeypatch.setattr(
-        module, "_samples", lambda *parts: transfers.append(len(parts)) or samples(*parts)
-    )
+    made, transfers = structures_read(monkeypatch), samples_read(monkeypatch)
     vlm = VLM(*build_llava())
     image = make_image(60, 44)
     questions = ("what is here ?", "is there more ?")
@@ -233,17 +234,12 @@ def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_request_reads_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes and images that are not stored yet are looked up with one fingerprint."""
-    read: list[Tensor] = []
-    samples, vlm = module._samples, VLM(*build_llava())
-    monkeypatch.setattr(
-        module,
-        "_samples",
-        lambda *parts: read.extend(t for p in parts for t in p[0]) or samples(*parts),
-    )
+    transfers, vlm = samples_read(monkeypatch), VLM(*build_llava())
     for seed in range(2):
-        read.clear()
+        transfers.clear()
         answer = vlm.ask("what is here ?", make_image(60, 44, seed=seed), max_new_tokens=2)
         assert answer.stats.cached_tokens == 0
+        read = [tensor for tensors in transfers for tensor in tensors]
         assert len(read) == len({*map(id, read)})
         assert {*map(id, vlm.model.parameters())} <= {*map(id, read)}
 
@@ -421,12 +417,12 @@ def test_every_layout_and_dtype_is_read(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [*range(14, 40), 127, 511, 1023, 4096, 4099])
 def test_samples_are_spread_over_the_whole_tensor(size: int) -> None:
     flat = torch.arange(size, dtype=torch.int64).reshape(1, -1)
-    chosen = flat.as_strided(*module._view(flat))
-    if flat.nbytes < module._WHOLE:
+    chosen = sampled(flat)
+    if flat.nbytes < WHOLE:
         assert chosen.tolist() == list(range(size))
         return
     gaps = chosen.diff()
-    assert len(chosen) == module._PLACES
+    assert len(chosen) == PLACES
     assert int(gaps[0]) % 2 == 1
     assert bool((gaps == gaps[0]).all())
     assert 0 <= int(chosen.min()) < int(chosen.max()) < size
@@ -449,6 +445,5 @@ def test_shared_modules_are_read_once() -> None:
     model.again = model.wide
     model.ring = SimpleNamespace(model=model)  # not a module: ignored
     model.levels["ring"] = model.levels
-    tensors, _ = module.Structure((model, model.wide), ()).weights()
-    assert sum(tensor is model.wide.weight for tensor in tensors) == 1
+    assert sum(tensor is model.wide.weight for tensor in tensors_in(model, model.wide)) == 1
     assert fingerprint(model) == fingerprint(model)

@@ -13,15 +13,23 @@ import pytest
 import torch
 
 import vlmfast
-from support.cpu_graph import captured_by_stand_in
+from support.engine.batched import buffers_of
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.steps import (
+    Graphs,
+    captured_sizes,
+    compile_steps,
+    graphs_of,
+    idle,
+    rounded,
+    sizes_of_steps,
+    small_buffers,
+)
+from support.engine.storage import KVCache
 from support.fake_drafters import Knows
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.core import buffers
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine import kv_layer
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.graphs import Graphs, StepGraphs, rounded
 
 pytestmark = pytest.mark.cold
 
@@ -51,7 +59,7 @@ def test_captured_steps_give_the_same_tokens(plain: VLM, vlm: VLM, recipe: str) 
 
 def test_a_step_belongs_to_the_choice_of_kernels(vlm: VLM, monkeypatch) -> None:
     given = {"images": make_image(), "max_new_tokens": 3, "eos_token_id": None}
-    graphs, captured = vlm.adapter.kept["graphs"], []
+    graphs, captured = graphs_of(vlm), []
     for choice in ("torch", "torch", "-swiglu"):
         monkeypatch.setenv("VLMFAST_KERNELS", choice)
         vlm.ask("what is here ?", **given)
@@ -61,15 +69,7 @@ def test_a_step_belongs_to_the_choice_of_kernels(vlm: VLM, monkeypatch) -> None:
 
 def test_outputs_have_as_many_rows_as_the_batch(vlm: VLM, monkeypatch) -> None:
     """A step is captured for a rounded number of rows."""
-    run, rows = StepGraphs.run, []
-
-    def counted(graphs: StepGraphs, forward: Any, aux_layers: tuple, *given: torch.Tensor) -> Any:
-        output = run(graphs, forward, (0,), *given)
-        aux = output.aux_hidden_states
-        rows.append((len(given[0]), len(output.logits), len(output.hidden), len(aux)))
-        return output
-
-    monkeypatch.setattr(StepGraphs, "run", counted)
+    rows = sizes_of_steps(monkeypatch)
     requests = [Request("what is here ?", make_image(seed=seed)) for seed in range(3)]
     vlm.ask_many(requests, batch_size=3, max_new_tokens=4, eos_token_id=None)
     assert rounded(3) > 3
@@ -77,7 +77,7 @@ def test_outputs_have_as_many_rows_as_the_batch(vlm: VLM, monkeypatch) -> None:
 
 
 def test_second_request_reuses_the_step(plain: VLM, vlm: VLM) -> None:
-    graphs = vlm.adapter.kept["graphs"]
+    graphs = graphs_of(vlm)
     for number in range(3):
         vlm.ask("what is here ?", images=make_image(seed=number), max_new_tokens=6)
         assert (graphs.captured, graphs.reused) == (1, number)
@@ -98,18 +98,16 @@ def test_trees_are_captured_by_their_width(plain: VLM, vlm: VLM, recipe: str) ->
         knows = Knows(answer=tuple(wanted), cycle=True, beside=beside)
         got = vlm.ask("what is here ?", recipe=Recipe.of(recipe) + knows, **given)
         assert got.token_ids == wanted and got.stats.accepted > 10
-    idle = vlm.adapter.kept["graphs"]._idle
-    widths = {width for graph in idle for _, width, *_ in graph._replays}
+    widths = {width for _, width in captured_sizes(vlm)}
     assert widths <= {1, 2, 4, 8, 16, 32} and {16, 32} < widths
 
 
 def test_growing_beyond_the_buffers_recaptures(plain: VLM, vlm: VLM, monkeypatch) -> None:
-    monkeypatch.setattr(kv_layer, "FREE_SLOTS", 8)
-    monkeypatch.setattr(buffers, "_SMALLEST", 64)
+    small_buffers(monkeypatch)
     given = {"images": make_image(seed=0), "max_new_tokens": 120, "eos_token_id": None}
     first = vlm.ask("what is here ?", **given).token_ids
     assert first == plain.ask("what is here ?", **given).token_ids
-    graphs = vlm.adapter.kept["graphs"]
+    graphs = graphs_of(vlm)
     assert graphs.captured > 1
     before = graphs.captured
     assert vlm.ask("what is here ?", **given).token_ids == first
@@ -164,7 +162,7 @@ SLOW = pytest.mark.slow
 )
 def test_ragged_requests_capture_few_steps(plain: VLM, vlm: VLM, recipes, kinds, count) -> None:
     """Rows that join and leave change no address: a capture for 4, 2 and 1 rows of each kind."""
-    graphs, requests = vlm.adapter.kept["graphs"], ragged(12, recipes)
+    graphs, requests = graphs_of(vlm), ragged(12, recipes)
     wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=4)]
     answers = vlm.ask_many(requests, batch_size=4)
     assert [answer.token_ids for answer in answers] == wanted
@@ -190,14 +188,13 @@ def test_batch_size_need_not_be_a_power_of_two(plain: VLM, vlm: VLM, batch_size:
     wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=batch_size)]
     answers = vlm.ask_many(requests, batch_size=batch_size)
     assert [answer.token_ids for answer in answers] == wanted
-    rows = {rows for graph in vlm.adapter.kept["graphs"]._idle for rows, *_ in graph._replays}
-    assert max(rows) == {3: 4, 5: 8}[batch_size]
+    assert max(rows for rows, _ in captured_sizes(vlm)) == {3: 4, 5: 8}[batch_size]
 
 
 def test_new_buffers_take_at_most_half_of_the_free_memory(vlm: VLM, monkeypatch) -> None:
     """With a stand-in for the memory of a GPU."""
     vlm.ask("what is here ?", images=make_image(seed=0), max_new_tokens=6)
-    (graph,) = vlm.adapter.kept["graphs"]._idle
+    (graph,) = idle(graphs_of(vlm))
 
     class OnCuda:
         layers, seen = graph.cache.layers, SimpleNamespace(is_cuda=True, device=None)
@@ -206,9 +203,9 @@ def test_new_buffers_take_at_most_half_of_the_free_memory(vlm: VLM, monkeypatch)
     for free, size in ((10_000, 32), (6_400, 32), (6_399, 16), (1_000, 4), (10, 4)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
         assert Graphs().size(OnCuda(), 3, 30) == size
-    layer = graph.cache.layers[0]
-    nbytes = sum(of._buffers[name].nbytes for of in graph.cache.layers for name in of._buffers)
-    assert layer.size == 1 and graph.cache.row_bytes() == nbytes
+    assert graph.cache.layers[0].size == 1 and graph.cache.row_bytes() == sum(
+        x.nbytes for x in buffers_of(graph.cache)
+    )
 
 
 def test_idle_steps_are_bounded() -> None:
@@ -220,17 +217,17 @@ def test_idle_steps_are_bounded() -> None:
     graphs = Graphs(limit=25)
     for number in range(4):
         graphs.put(Fake(number))
-    assert [idle.number for idle in graphs._idle] == [2, 3]
+    assert [each.number for each in idle(graphs)] == [2, 3]
 
 
 def test_idle_steps_are_freed_where_memory_is_exhausted(vlm: VLM, monkeypatch) -> None:
     vlm.ask("what is here ?", images=make_image(seed=0), max_new_tokens=6)
-    graphs, pool, allocate = vlm.adapter.kept["graphs"], vlm.adapter.pool, torch.zeros
-    assert graphs._idle and pool.idle
+    graphs, pool, allocate = graphs_of(vlm), vlm.adapter.pool, torch.zeros
+    assert idle(graphs) and pool.idle
     failures = []
 
     def exhausted(shape, **given):
-        if graphs._idle or pool.idle:
+        if idle(graphs) or pool.idle:
             failures.append(shape)
             raise torch.OutOfMemoryError("stand-in")
         return allocate(shape, **given)
@@ -238,7 +235,7 @@ def test_idle_steps_are_freed_where_memory_is_exhausted(vlm: VLM, monkeypatch) -
     monkeypatch.setattr(torch, "zeros", exhausted)
     buffer = pool.take((3, 7), torch.float32, torch.device("cpu"))
     assert buffer.shape == (3, 7) and len(failures) == 1
-    assert not graphs._idle and not pool.idle
+    assert not idle(graphs) and not pool.idle
     # Control: an allocation that still fails raises.
     monkeypatch.setattr(
         torch, "zeros", lambda *a, **k: (_ for _ in ()).throw(torch.OutOfMemoryError)
@@ -252,12 +249,9 @@ def test_idle_steps_are_freed_where_memory_is_exhausted(vlm: VLM, monkeypatch) -
 )
 def test_compiled_steps_give_the_same_tokens(layers: int, count: int, dynamic: Any) -> None:
     """With ``dynamic``, steps of other sizes are not compiled again."""
-    torch._dynamo.reset()
     plain = VLM(*build_llava(layers=layers))
     vlm = VLM(*build_llava(layers=layers), decoding="compile")
-    vlm.adapter.kept["compiled"] = torch.compile(
-        vlm.adapter.decoder, backend="eager", dynamic=dynamic
-    )
+    compile_steps(vlm, dynamic)
     # Several groups of rows, and the last row alone.
     requests = ragged(count, ["h2o:0.7", "none"])
     wanted = [answer.token_ids for answer in plain.ask_many(requests, batch_size=3)]
@@ -296,8 +290,8 @@ def test_replaced_weights_are_captured_again(plain: VLM, vlm: VLM) -> None:
         replaced(model)
     wanted = other.ask("what is here ?", **given).token_ids
     assert vlm.ask("what is here ?", **given).token_ids == wanted != before
-    graphs = vlm.adapter.kept["graphs"]
-    assert (graphs.captured, graphs.reused) == (2, 0) and len(graphs._idle) == 1
+    graphs = graphs_of(vlm)
+    assert (graphs.captured, graphs.reused) == (2, 0) and len(idle(graphs)) == 1
     # Control: a change in place keeps the captured step, which reads the new values.
     with torch.no_grad():
         vlm.adapter.decoder.layers[0].mlp.up_proj.weight.neg_()

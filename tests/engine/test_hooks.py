@@ -20,11 +20,17 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import vlmfast
 from support import tiny_families
-from support.cpu_graph import CPUGraphs
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.steps import (
+    capture_towers,
+    captured_tower,
+    compile_steps,
+    fuse_steps,
+    graphs_of,
+    steps_taken,
+)
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, ModelError, Request
-from vlmfast.engine import fused
-from vlmfast.engine.kv_layer import KVLayer
 
 BUILD = tiny_families.builders()
 IMAGE, LENGTH = make_image(64, 56, seed=1), 6
@@ -247,7 +253,7 @@ def test_hooks_in_wrapped_models(wrapper) -> None:
 def test_forward_of_a_class_is_called(monkeypatch, part) -> None:
     """Also where a fused step would compute what the class did before."""
     vlm = built()
-    monkeypatch.setattr(fused, "use_triton", lambda *_: True)
+    fuse_steps(monkeypatch)
     plain, decoder = asked(vlm), vlm.adapter.decoder
     modules = {"model": vlm.model, "mlp": decoder.layers[0].mlp, "around": vlm.model.base_model}
     kind = type(modules[part])
@@ -333,21 +339,17 @@ class Later:
 def ways(monkeypatch: pytest.MonkeyPatch, way: str, vlm: VLM) -> None:
     """Run the decode steps of a model as on CUDA, by stand-ins."""
     if way == "fused":
-        monkeypatch.setattr(fused, "use_triton", lambda *_: True)  # its kernels have references
+        fuse_steps(monkeypatch)
     elif way == "captured":
-        monkeypatch.setattr(KVLayer, "prefix", False)
-        monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-        vlm.adapter.decoding = "graph"
-        vlm.adapter.kept["graphs"] = CPUGraphs()
+        captured_by_stand_in(vlm, monkeypatch)
     elif way == "compiled":
-        torch._dynamo.reset()
         vlm.adapter.decoding = "compile"
-        vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
+        compile_steps(vlm)
 
 
 def ran_that_way(way: str, vlm: VLM, steps: list) -> bool:
     if way == "captured":
-        return vlm.adapter.kept["graphs"].captured > 0
+        return graphs_of(vlm).captured > 0
     return way == "modules" or bool(steps)
 
 
@@ -388,7 +390,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_hooks_are_seen_at_the_next_step(monkeypatch, way, places) -> None:
-    vlm, steps = built(), []
+    vlm = built()
     given = {"max_new_tokens": 12}
     plain = generated(vlm, **given)
     prompt = vlm.inputs("what ?", images=IMAGE)["input_ids"].shape[1]
@@ -399,19 +401,7 @@ def test_hooks_are_seen_at_the_next_step(monkeypatch, way, places) -> None:
         assert wanted[:3] == plain[:3] and wanted != plain, place
         with monkeypatch.context() as patch:
             ways(patch, way, vlm)
-            step = fused.fused_step
-            patch.setattr(
-                "vlmfast.engine.forward.fused_step",
-                lambda *args, step=step: steps.append(1) or step(*args),
-            )
-            compiled = vlm.adapter.kept.get("compiled")
-            if compiled is not None:
-                run = compiled.forward
-                patch.setattr(
-                    compiled,
-                    "forward",
-                    lambda *args, run=run, **more: steps.append(1) or run(*args, **more),
-                )
+            steps = steps_taken(patch, vlm)
             assert asked(vlm, **given) == plain
             later = Later(prompt, lambda put=put: put(vlm.model))
             assert asked(vlm, **given, stopping_criteria=[later]) == wanted, place
@@ -421,7 +411,7 @@ def test_hooks_are_seen_at_the_next_step(monkeypatch, way, places) -> None:
 
 def test_replaced_forward_of_a_layer_is_seen_at_the_next_step(monkeypatch) -> None:
     vlm = built()
-    monkeypatch.setattr(fused, "use_triton", lambda *_: True)
+    fuse_steps(monkeypatch)
     layer = vlm.adapter.decoder.layers[1]
     plain = asked(vlm)
     with forward_of(layer.mlp, lambda output: output.roll(1, -1)):
@@ -432,9 +422,8 @@ def test_replaced_forward_of_a_layer_is_seen_at_the_next_step(monkeypatch) -> No
 @pytest.mark.slow
 def test_compiled_steps_rotate_by_their_own_positions() -> None:
     """Layers renumbered in prefill rotate by hooks, which what was compiled before has not."""
-    torch._dynamo.reset()
     plain, vlm = built(), built(decoding="compile")
-    vlm.adapter.kept["compiled"] = torch.compile(vlm.adapter.decoder, backend="eager")
+    compile_steps(vlm)
     recipe = "pyramiddrop:layers=1,positions=compact"
     for given in ({}, {"recipe": recipe, "max_new_tokens": 12}):
         assert asked(vlm, **given) == asked(plain, **given)
@@ -442,15 +431,13 @@ def test_compiled_steps_rotate_by_their_own_positions() -> None:
 
 def test_captured_tower_has_no_hooks(monkeypatch) -> None:
     """A replay would not call them."""
-    from vlmfast.engine import tower
-
-    monkeypatch.setattr(tower, "_captures", lambda adapter: True)
+    capture_towers(monkeypatch)
     vlm, seen = built(prefix_cache_bytes=0), []
 
     def repeated(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         return run(), lambda: None
 
-    towers = vlm.adapter.kept["towers"] = tower.Towers(record=repeated)
+    towers = captured_tower(vlm, repeated)
     block = vlm.adapter.vision_blocks()[0]
     with block.register_forward_hook(lambda *_: seen.append(1)):
         for count in range(1, 4):

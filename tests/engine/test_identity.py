@@ -21,12 +21,13 @@ import vlmfast
 from support import tiny_families
 from support.closeness import apart, close, network
 from support.covering import covering
+from support.engine.driven import answer_logits
+from support.engine.passes import Ids, rotary_ids
 from support.families import built, make_image, start
-from support.reference import TOKENS, Dense, answer_logits, closed
+from support.reference import TOKENS, Dense, closed
 from vlmfast import VLM, ModelError, RecipeError, Request
 from vlmfast.core.layout import Numbering
 from vlmfast.core.protocols import EncodeStage, PrefillStage
-from vlmfast.engine.prefiller import Prefiller
 from vlmfast.models.base import Adapter
 
 BUILD = tiny_families.first()
@@ -95,37 +96,10 @@ def test_rows_are_few() -> None:
     assert {"hired", "tome", "pyramiddrop", "fastv", "divprune", "snapkv", "lookm"} <= set(METHODS)
 
 
-@dataclass
-class Ids:
-    """Rotary ids of one request.
-
-    Parameters
-    ----------
-    position, own : Tensor, (P, S)
-        Ids given to the language model, and the family's ids of the full prompt.
-    shifts : list of int
-        By how much layers were renumbered.
-    """
-
-    position: Tensor
-    own: Tensor
-    shifts: list[int]
-
-
 @pytest.fixture
 def read(monkeypatch) -> list[Ids]:
     """The rotary ids of a test's requests."""
-    seen, prefill = [], Prefiller.prefill
-
-    def noted(self, sequence, prompt, *args, **kwargs):
-        logits = prefill(self, sequence, prompt, *args, **kwargs)
-        shifts = [shift for layer in sequence.group.cache.layers for shift in layer.shift]
-        own = self.adapter.positions(sequence.inputs.tensors)
-        seen.append(Ids(prompt.layout.position, own, shifts))
-        return logits
-
-    monkeypatch.setattr(Prefiller, "prefill", noted)
-    return seen
+    return rotary_ids(monkeypatch)
 
 
 def generated(vlm: VLM, media: dict[str, Any], **generation: Any) -> list[int]:

@@ -18,16 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.engine import turns
 from support.interrupts import Line, interrupted, interruptible, lines_of, no_hang, state
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, VLMFastError
-from vlmfast.engine.decode import RowGroup
-from vlmfast.engine.engine import Engine
-from vlmfast.engine.handle import Handle
-from vlmfast.engine.kv_layer import KVLayer
-from vlmfast.engine.prefix_cache import Key
-from vlmfast.engine.restore import Changes
-from vlmfast.engine.scheduler import Batches
 
 QUESTION, IMAGE = "what is here ?", make_image(seed=0)
 GIVEN = {"max_new_tokens": 4, "eos_token_id": None}
@@ -95,7 +89,7 @@ def nothing_in_use(vlm: VLM) -> None:
     cache = vlm.prefix_cache
     cache.free()
     assert cache.stats().entries == 0
-    assert cache.put(Key("x", "", 0), None, cache.limit) is not None
+    assert turns.takes_all(vlm)
     cache.clear()
 
 
@@ -142,19 +136,13 @@ def test_an_interrupt_at_each_line(vlm: VLM, part: int) -> None:
 
 
 @pytest.mark.parametrize("call", [ask, many], ids=lambda call: call.__name__)
-def test_an_interrupt_while_a_row_leaves_its_batch(vlm: VLM, call: Call, monkeypatch) -> None:
+def test_an_interrupt_while_a_row_leaves_its_batch(vlm: VLM, call: Call) -> None:
     # A stream first: its thread may still be leaving when the stream has ended.
     wanted = {each: cold(vlm, each) for each in (stream, call)}
     before = state(vlm)
-
-    def leave(self: Batches, sequence: Any) -> None:
-        raise KeyboardInterrupt
-
-    with no_hang(), monkeypatch.context() as patch:
-        patch.setattr(Batches, "leave", leave)
-        with pytest.raises(KeyboardInterrupt):
-            call(vlm)
     with no_hang():
+        with turns.no_row_leaves(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+            call(vlm)
         check(vlm, before, wanted, call)
 
 
@@ -175,7 +163,7 @@ def test_an_interrupt_leaves_no_entry_in_use(vlm: VLM, tmp_path: Path) -> None:
         for call in (twice, saved):
             call()
             vlm.prefix_cache.clear()
-            found = [line for line in lines_of(call) if Path(line[0]).name == "prefix_cache.py"]
+            found = lines_of(call, inspect.getfile(type(vlm.prefix_cache)))
             for line in random.Random(0).sample(found, 8):
                 vlm.prefix_cache.clear()
                 with no_hang(), pytest.raises(KeyboardInterrupt):
@@ -203,7 +191,7 @@ def test_an_interrupt_returns_no_buffer_twice(vlm: VLM, monkeypatch) -> None:
 
     monkeypatch.setattr(pool, "give", give)
     monkeypatch.setattr(pool, "take", take)
-    for line in (*lines_in(KVLayer.release), *lines_in(KVLayer._give), *lines_in(RowGroup.release)):
+    for line in (line for function in turns.BUFFER_RETURNS for line in lines_in(function)):
         with no_hang(), suppress(KeyboardInterrupt):
             interrupted(lambda: vlm.ask(QUESTION, IMAGE, max_new_tokens=1), line)
         assert not twice, line
@@ -218,8 +206,7 @@ def test_an_interrupt_leaves_no_request(vlm: VLM) -> None:
             return opened.ask(QUESTION, **GIVEN).token_ids
 
         for call in (stream, session, asked):
-            found = lines_of(lambda call=call: call(vlm))
-            for line in (line for line in found if Path(line[0]).name == "handle.py"):
+            for line in lines_of(lambda call=call: call(vlm), turns.HANDLES):
                 with no_hang(), pytest.raises(KeyboardInterrupt):
                     interrupted(lambda call=call: call(vlm), line)
                 load = vlm.engine.load()
@@ -240,7 +227,7 @@ def test_an_interrupt_leaves_no_submitted_request(vlm: VLM, monkeypatch) -> None
         submit()
         assert handles.pop().result().token_ids == wanted
 
-    found = lines_of(submit, *(inspect.getfile(one) for one in (VLM, Engine, Handle)))
+    found = lines_of(submit, *map(inspect.getfile, (VLM, type(vlm.engine))), turns.HANDLES)
     handles.pop().close()
     assert len({file for file, _ in found}) == 3
     own = [line for line in found if line[0] == inspect.getfile(VLM)]
@@ -297,20 +284,15 @@ def beside(vlm: VLM, other: Callable[[], None], line: Line) -> bool:
     return False
 
 
-def test_an_interrupt_wakes_threads_that_wait(vlm: VLM, monkeypatch) -> None:
+def test_an_interrupt_wakes_threads_that_wait(vlm: VLM) -> None:
     """They run the engine next; an interrupt comes while the one that ran it ends."""
     wanted, found, tried = cold(vlm, ask), [], 0
     vlm.engine.max_rows = 1
-    undo = Changes.undo
-
-    def slowly(changes: Changes) -> None:
-        undo(changes)
-        time.sleep(0.05)  # others have noticed the last step, and wait for the turn
-
-    monkeypatch.setattr(Changes, "undo", slowly)
-    for line in lines_in(Engine._end_turn)[-3:]:
-        tried += beside(vlm, lambda: found.append(ask(vlm)), line)
-        assert found.pop() == wanted, line
+    # Others have noticed the last step, and wait for the turn.
+    with turns.after_turns(lambda: time.sleep(0.05)):
+        for line in lines_in(turns.TURN_END)[-3:]:
+            tried += beside(vlm, lambda: found.append(ask(vlm)), line)
+            assert found.pop() == wanted, line
     vlm.engine.max_rows = 256
     assert tried == 3
 
@@ -326,7 +308,7 @@ def test_an_interrupt_tells_listeners_the_end(vlm: VLM) -> None:
         with suppress(VLMFastError):  # it was interrupted
             handle.result()
 
-    for line in lines_in(Engine._leave):
+    for line in lines_in(turns.REQUEST_END):
         told.clear()
         tried += beside(vlm, other, line)
         assert told[-1], line

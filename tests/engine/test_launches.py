@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from support.driven import Driven
+from support.engine.batched import Together, unfuse
+from support.engine.driven import Driven
+from support.engine.prompts import switched
 from support.fake_cuda import launches
 from support.paths import ROOT
 from support.tiny_families import builders
 from vlmfast import VLM
-from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Batch
 
 pytest.importorskip("triton")
 
@@ -38,32 +38,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def steps(family: str, layers: int) -> list[Counter[str]]:
+def steps(model: Any, processor: Any, layers: int) -> list[Counter[str]]:
     """Kernels of a decode step after an image, fused and through the model's modules.
 
-    ``layers``: how many of its decoder layers the model has.
+    ``layers``: how many of its decoder layers the model keeps.
     """
-    name, given = FAMILIES[family]
-    model, processor = builders()[name](**given)
     decoder = model.get_decoder()
     del decoder.layers[layers:]
     decoder.config.num_hidden_layers = layers
     if getattr(decoder.config, "layer_types", None) is not None:
         decoder.config.layer_types = decoder.config.layer_types[:layers]
-    vlm, batch = VLM(model.to(torch.bfloat16), processor), Batch()
+    vlm = VLM(model, processor)
     with torch.no_grad(), switched(model):
         run = Driven.of(vlm)
         run.start(8)
-        batch.join(run.decoder)
+        batch = Together([run.decoder])
         for _ in range(2):  # a prompt leaves space for one token in a window
             batch.next(torch.full((1, 1), 7))
-    kept = vlm.adapter.kept
-    found = launches(
-        vlm,
-        batch,
-        kept.copy,
-        lambda: setattr(kept["step_modules"], "kind", None),
-    )
+    found = launches(vlm, batch, lambda: None, lambda: unfuse(vlm))
     return [Counter(names) for names in found]
 
 
@@ -71,8 +63,9 @@ def steps(family: str, layers: int) -> list[Counter[str]]:
 def counts() -> dict[str, tuple[list[Counter[str]], list[int]]]:
     """By family: kernels of one layer, and how many a step launches apart from its layers."""
     found = {}
-    for family in FAMILIES:
-        fewer, more = steps(family, 1), steps(family, 2)
+    for family, (name, given) in FAMILIES.items():
+        model, processor = builders()[name](**given)
+        more, fewer = (steps(model.to(torch.bfloat16), processor, layers) for layers in (2, 1))
         layer = [b - a for a, b in zip(fewer, more, strict=True)]
         assert not any(a - b for a, b in zip(fewer, more, strict=True))
         rest = [a.total() - b.total() for a, b in zip(fewer, layer, strict=True)]

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
+from support.engine.draws import gumbel, walk
 from support.paths import DATA
 from vlmfast.core.drafting import Budget
 from vlmfast.core.tree import Tree
-from vlmfast.engine.noise import gumbel
-from vlmfast.engine.speculation import walk
 
 LAW = load_file(DATA / "golden" / "spec" / "exact_law_V6.safetensors")
 V, PLACES, START = 6, 3, -1

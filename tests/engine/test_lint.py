@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from support import rope_types
-from support.driven import Driven
+from support.engine.batched import Together
+from support.engine.driven import Driven
+from support.engine.prompts import switched
+from support.engine.turns import renewed
 from support.fake_cuda import Watch, shapes, steps
+from support.models import shared
 from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.protocols import CacheStage, DecodeStage
-from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import Batch
 
 STEPS = 10  # two pages
 
@@ -86,9 +88,10 @@ PAGED = {
 
 def decoder(
     recipes: list, fed: int = 2, max_new_tokens: int = STEPS + 2, rope_type: str = "default"
-) -> tuple[VLM, Batch]:
-    """Rows that have taken ``fed`` steps on the CPU; model and decoder are consumed by `steps`."""
-    vlm, runs = VLM(*rope_types.build(rope_type, layers=2, kv_heads=2)), []
+) -> tuple[VLM, Together]:
+    """Rows that have taken ``fed`` steps on the CPU; they are consumed by `steps`."""
+    vlm = renewed(shared(rope_types.build, kind=rope_type, layers=2, kv_heads=2))
+    runs = []
     with torch.no_grad(), switched(vlm.model):
         for number, recipe in enumerate(recipes):
             # Prompts of different lengths.
@@ -96,9 +99,7 @@ def decoder(
             run = Driven.of(vlm, recipe, images)
             run.start(max_new_tokens)
             runs.append(run)
-        joined = Batch()
-        for run in runs:
-            joined.join(run.decoder)
+        joined = Together([run.decoder for run in runs])
         for _ in range(fed):
             joined.next(torch.full((len(runs), 1), 7))
     return vlm, joined

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from support import tiny_families
+from support.engine.prompts import TEXT, VISION, switched
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
-from vlmfast.engine.attention import TEXT, VISION, switched
 
 BUILD = tiny_families.builders()
 QUESTION = "what is here ?"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.closeness import close
-from vlmfast.engine.noise import gumbel
+from support.engine.draws import gumbel
 
 N = 200_000
 WORD = 2**64

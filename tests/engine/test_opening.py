@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
+from support.engine.passes import preparations, prepared
 from support.tiny_models import build_llava
 from vlmfast import VLM
-from vlmfast.engine import opening
-from vlmfast.engine.opening import sampler_of
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +82,8 @@ UNREAD = ("initial_timestamp", "_mask_length")
 
 
 def both(model: Any, arguments: dict[str, Any]) -> list[Any]:
-    """What `sampler_of` and ``generate`` prepare, or the errors, with their warnings."""
+    """What the engine and ``generate`` prepare, or the errors, with their warnings."""
     ids = torch.tensor([[5, 6, 7, 8]])
-
-    def prepared() -> Any:
-        with mock.patch.object(opening, "Sampler", lambda *given: given[:-1]):
-            return sampler_of(model, ids, arguments)
 
     def generated() -> Any:
         def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **more):
@@ -98,7 +92,7 @@ def both(model: Any, arguments: dict[str, Any]) -> list[Any]:
         return model.generate(input_ids=ids, custom_generate=loop, **arguments)
 
     found: list[Any] = []
-    for call in (prepared, generated):
+    for call in (lambda: prepared(model, ids, arguments), generated):
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -127,15 +121,7 @@ def test_settings_of_the_model_count(case: str, arguments: str) -> None:
 
 
 def test_inputs_and_cache_are_not_prepared(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    for name in ("_prepare_model_inputs", "_prepare_cache_for_generation"):
-        own = getattr(type(vlm.model), name)
-
-        def noted(*args: Any, own: Any = own, name: str = name, **more: Any) -> Any:
-            called.append(name)
-            return own(*args, **more)
-
-        monkeypatch.setattr(type(vlm.model), name, noted)
+    called = preparations(monkeypatch, vlm.model)
     vlm.ask("what ?", max_new_tokens=2)
     assert not called
     vlm.model.generate(**vlm.inputs("what ?"), max_new_tokens=2)
@@ -157,5 +143,6 @@ def test_generate_of_a_subclass_is_called() -> None:
     answer = vlm.ask("what ?", max_new_tokens=2, output_scores=True)
     assert len(asked) == 1
     ids = torch.tensor([[5, 6]])
-    assert [type(of) for of in sampler_of(model, ids, {}).processors] == [TemperatureLogitsWarper]
+    _, processors, *_ = prepared(model, ids, {})
+    assert [type(of) for of in processors] == [TemperatureLogitsWarper]
     assert len(answer.token_ids) == 2

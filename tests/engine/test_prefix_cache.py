@@ -29,26 +29,30 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import vlmfast
 from support import tiny_families
-from support.interrupts import Line, traced
-from vlmfast import VLM, RecipeError, Request, VLMFastError
-from vlmfast.core.nested import mapped
-from vlmfast.core.protocols import InEncoderStage
-from vlmfast.core.recipe import Recipe
-from vlmfast.core.registry import stage_names
-from vlmfast.engine import features, prefill
-from vlmfast.engine.attention import switched
-from vlmfast.engine.memory import total_bytes
-from vlmfast.engine.prefill import Inputs, prepare
-from vlmfast.engine.prefix_cache import (
+from support.engine.kept import (
     CacheStats,
     Entry,
     Key,
     KindStats,
     PrefixCache,
+    before_ids_are_compared,
+    before_images_are_joined,
+    features_alone,
+    held_bytes,
+    images_read,
+    locked,
+    overlook,
     prefix_cache_of,
+    recent,
+    tensors_of,
 )
-from vlmfast.engine.prefixes import Prefixes
-from vlmfast.engine.stats import Stats, Trace
+from support.engine.prompts import Inputs, Stats, Trace, prepare, switched
+from support.engine.storage import total_bytes
+from support.interrupts import Line, traced
+from vlmfast import VLM, RecipeError, Request, VLMFastError
+from vlmfast.core.protocols import InEncoderStage
+from vlmfast.core.recipe import Recipe
+from vlmfast.core.registry import stage_names
 from vlmfast.eval.bench import bench
 from vlmfast.eval.runner import evaluate
 
@@ -58,7 +62,7 @@ FAMILIES = sorted(tiny_families.FIRST)
 @pytest.fixture(autouse=True)
 def _only_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values would save the tower, too; see test_prefixes.py."""
-    monkeypatch.setattr(Prefixes, "scope", lambda *given, **more: None)
+    features_alone(monkeypatch)
 
 
 QUESTION = "what is here ?"
@@ -94,19 +98,22 @@ PAIRS = [
 ]
 
 
+def built(family: str) -> VLM:
+    """In float64, so that rounding changes no token."""
+    model, processor = tiny_families.builders()[family]()
+    return VLM(model.double(), processor)
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request: pytest.FixtureRequest) -> VLM:
-    """Every family in float64, so that rounding changes no token."""
     if request.param == "smolvlm":
         pytest.importorskip("num2words")
-    model, processor = tiny_families.builders()[request.param]()
-    return VLM(model.double(), processor)
+    return built(request.param)
 
 
 @pytest.fixture
 def llava() -> VLM:
-    model, processor = tiny_families.builders()["llava"]()
-    return VLM(model.double(), processor)
+    return built("llava")
 
 
 class Tower:
@@ -173,8 +180,9 @@ def test_warm_answer_equals_cold_one(vlm: VLM, recipe: str) -> None:
 @pytest.mark.cases(2)
 def test_other_images_have_other_answers(vlm: VLM) -> None:
     """Control of the test above: the features of another image change the answer."""
-    answers = {tuple(asked(vlm, image_of(seed)).token_ids) for seed in range(6)}
-    assert len(answers) > 1
+    first, *others = (image_of(seed) for seed in range(6))
+    answer = asked(vlm, first).token_ids
+    assert any(asked(vlm, other).token_ids != answer for other in others)
 
 
 @pytest.mark.cases(2)
@@ -227,16 +235,7 @@ def test_statistics_of_images_are_the_same_bits(name: str, monkeypatch: pytest.M
     else:
         model, processor = tiny_families.builders()[name]()
         vlm = VLM(model, processor)
-    read: list[list[torch.Tensor]] = []
-    place = prefill.place
-
-    def noted(adapter: Any, images: Any, *more: Any) -> Any:
-        tensors: list[torch.Tensor] = []
-        mapped(images.encoded, lambda tensor: tensors.append(tensor.clone()) or tensor)
-        read.append(tensors)
-        return place(adapter, images, *more)
-
-    monkeypatch.setattr(prefill, "place", noted)
+    read = images_read(monkeypatch)
     for recipe in ("visionzip:0.3", "prumerge", "flashvid:0.4", "scope:0.3"):
         read.clear()
         for _ in range(2):
@@ -251,16 +250,7 @@ def test_statistics_of_images_are_the_same_bits(name: str, monkeypatch: pytest.M
 def test_entries_are_never_written() -> None:
     """Every method and drafter, on the shipped model, cold and warm."""
     vlm = VLM.from_pretrained("tiny", device="cpu")
-    cache, before = vlm.prefix_cache, {}
-
-    def contents() -> dict[Key, list[torch.Tensor]]:
-        found: dict[Key, list[torch.Tensor]] = {}
-        for key in cache._entries:
-            own = found[key] = []
-            value = cache.find(key).value
-            mapped(value, lambda tensor, own=own: own.append(tensor.clone()) or tensor)
-        return found
-
+    before: dict[Key, list[torch.Tensor]] = {}
     tried = 0
     for name in sorted(stage_names()):
         for _ in range(2):
@@ -269,7 +259,7 @@ def test_entries_are_never_written() -> None:
             except (VLMFastError, ImportError):
                 continue  # needs another model, a video, or a longer prompt
             tried += 1
-        now = contents()
+        now = {entry.key: tensors_of(entry) for entry in recent(vlm.prefix_cache)}
         for key, tensors in before.items():
             for one, other in zip(tensors, now[key], strict=True):
                 assert torch.equal(one.nan_to_num(-1), other.nan_to_num(-1)), name
@@ -313,7 +303,7 @@ def test_another_image_of_the_same_size_is_encoded(
     pixels[5, 5] ^= 255
     asked(llava, Image.fromarray(pixels))
     assert tower.since() == [1]
-    monkeypatch.setattr(features, "digest", lambda tensors: b"")
+    overlook(monkeypatch, "pixels")
     llava.prefix_cache.clear()
     first = asked(llava, one).token_ids
     assert asked(llava, other).token_ids == first != wanted
@@ -341,35 +331,31 @@ def test_images_stay_together_where_a_stage_sees_all(llava: VLM, tower: Tower) -
     assert tower.since() == []
 
 
-def test_sessions_and_long_videos_share_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = tiny_families.builders()["llava"]()
-    vlm = VLM(model.double(), processor)
-    tower = Tower(vlm, monkeypatch)
-    with vlm.session(IMAGES[0]) as session:
+def test_sessions_and_long_videos_share_features(llava: VLM, tower: Tower) -> None:
+    with llava.session(IMAGES[0]) as session:
         assert session.stats.cached_tokens == 0
-    with vlm.session(IMAGES[0]) as session:
+    with llava.session(IMAGES[0]) as session:
         assert session.stats.cached_tokens == session.stats.visual_tokens_in
         found = session.ask(QUESTION, max_new_tokens=6).token_ids
     assert tower.since() == [1]
-    assert found == cold(vlm, IMAGES[0]).token_ids
+    assert found == cold(llava, IMAGES[0]).token_ids
     tower.since()
     frames = [image_of(30 + i, (40, 40)) for i in range(6)]
     long = {"video": frames, "num_frames": 6, "max_kv_tokens": 300, "progress": False}
-    first = asked(vlm, None, "quickprefill:0.5", **long)
+    first = asked(llava, None, "quickprefill:0.5", **long)
     assert tower.since()
-    again = asked(vlm, None, "quickprefill:0.5", **long)
+    again = asked(llava, None, "quickprefill:0.5", **long)
     assert tower.since() == []
     assert again.token_ids == first.token_ids
     assert again.stats.cached_tokens == again.stats.visual_tokens_in
 
 
-def test_attached_model_shares_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = tiny_families.builders()["llava"]()
-    with vlmfast.attach(model.double(), processor) as attached:
+def test_attached_model_shares_features(llava: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with vlmfast.attach(llava.model, llava.processor) as attached:
         inputs = attached.vlm.inputs(QUESTION, IMAGES[0])
         tower = Tower(attached.vlm, monkeypatch)
-        first = model.generate(**inputs, max_new_tokens=6)
-        again = model.generate(**inputs, max_new_tokens=6)
+        first = llava.model.generate(**inputs, max_new_tokens=6)
+        again = llava.model.generate(**inputs, max_new_tokens=6)
     assert tower.since() == [1]
     assert torch.equal(first, again)
 
@@ -402,8 +388,7 @@ def test_changed_model_is_not_answered_from_old_features(
     assert after.token_ids != before, "the change does not matter"
     # Control: without fingerprint and settings the old features answer.
     llava.prefix_cache.clear()
-    monkeypatch.setattr(features, "fingerprints", lambda *parts, **more: [b""] * len(parts))
-    monkeypatch.setattr(features, "settings_of", lambda adapter: "")
+    overlook(monkeypatch, "tower")
     asked(llava, image)
     flip(llava)
     stale = asked(llava, image)
@@ -531,7 +516,7 @@ def test_tenants_share_nothing(llava: VLM, tower: Tower, monkeypatch: pytest.Mon
     assert asked(llava, image_of(0)).stats.cached_tokens > 0  # as the tenant ""
     # Control: without the tenant in the key, all of them find the entry of the first.
     llava.prefix_cache.clear()
-    monkeypatch.setattr(features, "Key", lambda kind, tenant, content: Key(kind, "", content))
+    overlook(monkeypatch, "tenant")
     assert [ask(tenant) > 0 for tenant in ("c", "d")] == [False, True]
 
 
@@ -573,20 +558,18 @@ def test_entry_evicted_while_it_is_read(llava: VLM, monkeypatch: pytest.MonkeyPa
     asked(llava, images[:2])
     llava.prefix_cache.limit = llava.prefix_cache.stats().bytes  # two images
     wanted = cold(llava, images).token_ids
-    cache, joined = llava.prefix_cache, features._joined
-    held: list[list[bool]] = []
+    cache, held = llava.prefix_cache, list[list[bool]]()
 
-    def pressed(*args: Any) -> Any:
+    def pressed() -> None:
         cache.free()
-        held.append([entry.in_use for entry in cache._entries.values()])
-        return joined(*args)
+        held.append([entry.in_use for entry in recent(cache)])
 
-    monkeypatch.setattr(features, "_joined", pressed)
+    before_images_are_joined(monkeypatch, pressed)
     assert asked(llava, images).token_ids == wanted  # the third one finds no room
     assert held == [[True, True]] * 2  # the third one, then all
-    assert not any(entry.in_use for entry in cache._entries.values())
+    assert not any(entry.in_use for entry in recent(cache))
     # Control: entries that are not in use are gone.
-    monkeypatch.setattr(Entry, "used", lambda self, use: None)
+    overlook(monkeypatch, "uses")
     asked(llava, images)
     assert held[-1] == []
 
@@ -600,7 +583,7 @@ def test_failed_tower_leaves_nothing_in_use(llava: VLM, monkeypatch: pytest.Monk
     monkeypatch.setattr(llava.adapter, "encode", failing)
     with pytest.raises(vlmfast.ModelError, match="the tower fails"):
         asked(llava, [image_of(0), image_of(1)])
-    assert not any(entry.in_use for entry in llava.prefix_cache._entries.values())
+    assert not any(entry.in_use for entry in recent(llava.prefix_cache))
     assert llava.prefix_cache.stats().entries == 1
 
 
@@ -669,8 +652,7 @@ def test_compare_is_cold_and_decodes_once(
 
 
 def test_compare_decodes_a_video_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = tiny_families.builders()["llava_next_video"]()
-    vlm = VLM(model.double(), processor)
+    vlm = built("llava_next_video")
     decoded, load = [], vlmfast.media.load_video
     monkeypatch.setattr(
         vlmfast.media, "load_video", lambda of, **more: decoded.append(1) or load(of, **more)
@@ -737,10 +719,10 @@ def test_other_threads_keep_the_cache(
             ask = llava.ask
             given = {"logits_processor": now}
             monkeypatch.setattr(llava, "ask", lambda *of, **more: ask(*of, **more, **given))
-            before = len(llava.prefix_cache._entries)
+            before = llava.prefix_cache.stats().entries
             llava.warmup()
             monkeypatch.undo()
-            assert len(llava.prefix_cache._entries) - before <= 1  # of the session
+            assert llava.prefix_cache.stats().entries - before <= 1  # of the session
         thread.join()
         assert session.reuses == "kv"
         assert all(answer.stats.prompt_reused > 0 for answer in found)
@@ -817,16 +799,15 @@ def test_release_may_use_the_cache() -> None:
 
 def test_equal_hashes_of_other_ids_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are compared while other threads can use the cache."""
-    cache, begins = PrefixCache(10), Key.begins
+    cache = PrefixCache(10)
 
-    def compared(*given: Any) -> bool:
+    def compared() -> None:
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(cache.stats).result(timeout=60).entries == 2
-        return begins(*given)
 
-    monkeypatch.setattr(Key, "begins", compared)
+    before_ids_are_compared(monkeypatch, compared)
     assert cache.put(Key("x", "a", "", (1, 2)), 1, 1) is not None
-    monkeypatch.setattr(Key, "hashes", lambda key, least: [0] * len(key.ids))
+    overlook(monkeypatch, "ids")
     assert cache.put(Key("x", "b", "", (3, 4)), 2, 1) is not None
     for tenant, ids, count in (("a", (3, 4), 0), ("b", (3, 5), 0), ("b", (3, 4), 2)):
         entry, found = cache.search(Key("x", tenant, "", ids))
@@ -854,11 +835,11 @@ class Store(RuleBasedStateMachine):
             self.released[number] += 1
 
         self.released[number], self.sizes[number] = 0, size
-        before, use = {*self.cache._entries}, in_use()
+        before, use = {*recent(self.cache)}, in_use()
         entry = self.cache.put(key(name, tenant), (tenant, number), size, release, use)
         if entry is None:
             assert size + self.held() > self.cache.limit
-            assert {*self.cache._entries} == before
+            assert {*recent(self.cache)} == before
             del self.released[number]
             self.released[number] = -1  # the caller's
         else:
@@ -896,11 +877,11 @@ class Store(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_bounded(self) -> None:
-        stats, kept = self.cache.stats(), self.cache._entries.values()
+        stats, kept = self.cache.stats(), recent(self.cache)
         assert stats.bytes == sum(entry.bytes for entry in kept)
         ended = {n for n, times in self.released.items() if times}
         taken = sum(size for n, size in self.sizes.items() if n not in ended)
-        assert taken == self.cache._bytes
+        assert taken == held_bytes(self.cache)
         assert taken <= max(self.cache.limit, self.held())
 
     @invariant()
@@ -913,7 +894,7 @@ class Store(RuleBasedStateMachine):
             use.release()
         self.cache.clear()
         assert all(times in (-1, 1) for times in self.released.values())
-        assert self.cache._bytes == 0
+        assert held_bytes(self.cache) == 0
 
 
 STORE = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -988,15 +969,14 @@ def test_an_interrupt_of_the_store_leaves_nothing(part: int) -> None:
 @given(st.lists(st.integers(0, 6), max_size=30))
 def test_order_of_evictions(names: list[int]) -> None:
     """Three entries fit: the last three that were used stay."""
-    cache, recent, put = PrefixCache(3), [], 0
+    cache, last, put = PrefixCache(3), [], 0
     for name in names:
         if cache.find(key(name)) is None:
             assert stored(cache, name)
             put += 1
-        recent = [name, *(other for other in recent if other != name)][:3]
-        entries = sorted(cache._entries.values(), key=lambda entry: -entry.touched)
-        assert [entry.key.content for entry in entries] == recent
-    assert cache.stats().evictions == put - len(recent)
+        last = [name, *(other for other in last if other != name)][:3]
+        assert [entry.key.content for entry in recent(cache)] == last
+    assert cache.stats().evictions == put - len(last)
 
 
 def test_threads() -> None:
@@ -1019,7 +999,7 @@ def test_threads() -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
-    assert cache.stats().bytes == cache._bytes <= 40
+    assert cache.stats().bytes == held_bytes(cache) <= 40
     assert released
 
 
@@ -1028,7 +1008,7 @@ def test_fork_starts_empty() -> None:
     """Also while another thread holds the lock or uses an entry."""
     cache, released, use = PrefixCache(10), [], in_use()
     cache.put(key("a"), 1, 10, lambda: released.append(1), use)
-    with cache._lock:
+    with locked(cache):
         child = os.fork()
         if not child:
             fine = stored(cache, "b", 10) and cache.stats().entries == 1 and not released

@@ -18,11 +18,22 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from support import tiny_families
+from support.engine.kept import (
+    KIND,
+    Entry,
+    Key,
+    PrefixCache,
+    beginning,
+    beginnings,
+    free_for_copies,
+    overlook,
+    recent,
+    released_prefixes,
+    tensors_of,
+)
+from support.engine.turns import free_memory
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, ModelError, RecipeError, Request
-from vlmfast.engine import prefixes
-from vlmfast.engine.prefix_cache import Entry, Key, PrefixCache
-from vlmfast.engine.prefixes import KIND, Prefixes
 
 FAMILIES = sorted(tiny_families.FIRST)
 IMAGE = make_image(60, 44)
@@ -99,34 +110,14 @@ def rows(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def recent(cache: PrefixCache) -> list[Key]:
-    """The keys of all entries, the most recently used first."""
-    entries = sorted(cache._entries.values(), key=lambda entry: -entry.touched)
-    return [entry.key for entry in entries]
-
-
-def keys(vlm: VLM, tenant: str = "") -> list[Key]:
-    """Of all stored prefixes, the most recently used first."""
-    return [key for key in recent(vlm.prefix_cache) if key[:2] == (KIND, tenant)]
+def stored(vlm: VLM, tenant: str = "") -> list[Entry]:
+    """All stored prefixes, the most recently used first."""
+    return [of for of in recent(vlm.prefix_cache) if of.key[:2] == (KIND, tenant)]
 
 
 def entries(vlm: VLM, tenant: str = "") -> list[tuple[int, ...]]:
     """Their ids."""
-    return [key.ids for key in keys(vlm, tenant)]
-
-
-def tensors(vlm: VLM, key: Key) -> list[torch.Tensor]:
-    """Copies of the tensors of a stored prefix."""
-    entry = vlm.prefix_cache.find(key)
-    assert entry is not None
-    cache = entry.value.cache
-    found = [cache.length.clone(), cache.seen.clone(), entry.value.group.position.clone()]
-    for layer in cache.layers:
-        for buffer in (layer.keys, layer.values, layer.order, layer.attention_mass, layer.bias):
-            found += [] if buffer is None else [buffer.clone()]
-        for segment in layer.segments:
-            found += [x.clone() for x in vars(segment).values() if isinstance(x, torch.Tensor)]
-    return found
+    return [of.key.ids for of in stored(vlm, tenant)]
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -220,11 +211,13 @@ def test_ten_questions_about_each_image_prefill_it_once(vlm: VLM) -> None:
 @pytest.mark.parametrize("recipe", ["none", "hired:0.5+draft-ngram", "draft-layerskip"])
 def test_rows_do_not_write_what_is_stored(vlm: VLM, recipe: str) -> None:
     asked(vlm, QUESTIONS[0], recipe)
-    (key,) = keys(vlm)
-    before = tensors(vlm, key)
+    (entry,) = stored(vlm)
+    before = tensors_of(entry)
     assert asked(vlm, QUESTIONS[1], recipe, max_new_tokens=20).stats.prompt_reused > 0
-    vlm.ask_many([Request(question, IMAGE, recipe=recipe) for question in QUESTIONS])
-    after = tensors(vlm, key)
+    requests = [Request(question, IMAGE, recipe=recipe) for question in QUESTIONS]
+    vlm.ask_many(requests, max_new_tokens=20)
+    assert entry in stored(vlm)
+    after = tensors_of(entry)
     assert len(before) == len(after) > 4
     assert all(map(torch.equal, before, after))
 
@@ -295,7 +288,7 @@ def test_an_open_session_notices_changed_weights(
         vlm = VLM(*build_llava(dtype=torch.float64))
         with monkeypatch.context() as patch, vlm.session(images=IMAGE, history=history) as session:
             if constant:
-                patch.setattr(prefixes, "fingerprints", lambda *parts, **more: [b""] * len(parts))
+                overlook(patch, "weights")
             session.ask(QUESTIONS[0], max_new_tokens=6)
             halved(vlm)
             messages = session.messages if history else []
@@ -326,7 +319,9 @@ def test_another_setting_of_the_processor() -> None:
 
 
 def test_tenants_share_nothing(vlm: VLM) -> None:
-    requests = [Request(QUESTIONS[0], IMAGE, tenant=name) for name in ("alice", "bob", "alice")]
+    short = {"generation": {"max_new_tokens": 3}}
+    names = ("alice", "bob", "alice")
+    requests = [Request(QUESTIONS[0], IMAGE, tenant=name, **short) for name in names]
     reused = [vlm.submit(one).result().stats.prompt_reused for one in requests]
     assert reused[:2] == [0, 0] and reused[2] > 0
     assert len(entries(vlm, "alice")) == len(entries(vlm, "bob")) == 1
@@ -349,21 +344,14 @@ def test_an_entry_is_not_dropped_while_it_is_copied(
     vlm: VLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All entries are dropped between the look-up and the copy; its buffers are still its own."""
-    clone, released = prefixes.Prefix.clone, []
-    release = prefixes.Prefix.release
-    monkeypatch.setattr(
-        prefixes.Prefix, "release", lambda own: (released.append(own), release(own))[1]
-    )
+
+    def dropped() -> None:
+        vlm.prefix_cache.clear()
+        assert not released
+
+    released = released_prefixes(monkeypatch, before_copy=dropped)
     asked(vlm)
     wanted = cold(vlm, QUESTIONS[1])
-
-    def dropped(prefix: Any, ids: int | None = None) -> Any:
-        if ids is not None:
-            vlm.prefix_cache.clear()
-            assert not released
-        return clone(prefix, ids)
-
-    monkeypatch.setattr(prefixes.Prefix, "clone", dropped)
     assert asked(vlm, QUESTIONS[1]).token_ids == wanted.token_ids
     vlm.prefix_cache.clear()
     assert len(released) == 1
@@ -385,7 +373,7 @@ def test_a_bound_below_one_entry_stores_nothing(vlm: VLM) -> None:
 
 
 def test_buffers_return_to_the_pool(vlm: VLM) -> None:
-    from support.batched import CountingPool
+    from support.engine.batched import CountingPool
 
     pool = vlm.adapter.pool = CountingPool()
     for question in QUESTIONS:
@@ -399,7 +387,7 @@ def test_buffers_return_to_the_pool(vlm: VLM) -> None:
 
 
 def test_nothing_is_copied_where_memory_is_short(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "free_bytes", lambda device: 100_000)
+    free_for_copies(monkeypatch, 100_000)
     asked(vlm)
     assert entries(vlm) == []
     monkeypatch.undo()
@@ -407,16 +395,13 @@ def test_nothing_is_copied_where_memory_is_short(vlm: VLM, monkeypatch: pytest.M
     assert len(entries(vlm)) == 1
 
 
-def test_entries_make_room_for_requests(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_make_room_for_requests(vlm: VLM) -> None:
     """Where the memory that is free is not enough for one more row."""
     asked(vlm)
     assert len(entries(vlm)) == 1
-    monkeypatch.setattr(
-        "vlmfast.engine.engine.free_bytes",
-        lambda device: 0 if vlm.prefix_cache.stats().bytes else 1 << 30,
-    )
     requests = [Request(question, make_image(seed=3)) for question in QUESTIONS]
-    vlm.ask_many(requests, batch_size=3, max_new_tokens=4)
+    with free_memory(lambda device: 0 if vlm.prefix_cache.stats().bytes else 1 << 30):
+        vlm.ask_many(requests, batch_size=3, max_new_tokens=4)
     assert vlm.prefix_cache.stats().evictions > 0
 
 
@@ -447,7 +432,7 @@ def test_no_turn_prefills_the_images_again(family: VLM, method: str) -> None:
         pytest.skip("the recipe does not run on this family")
     with session:
         assert session.reuses == "kv"
-        prefix = len(session._images.prefix)
+        prefix = len(beginning(session))
         for turn in range(4):
             answer = session.ask(QUESTIONS[turn % 3], max_new_tokens=6)
             assert answer.stats.prompt_reused >= prefix and session.reuses == "kv"
@@ -640,7 +625,7 @@ def test_what_began_with_another_model_is_not_stored(vlm: VLM) -> None:
             next(stream)
             change(vlm)
             list(stream)
-            lengths.append(max(map(len, entries(vlm))) - len(session._images.prefix))
+            lengths.append(max(map(len, entries(vlm))) - len(beginning(session)))
     assert lengths[0] > lengths[1] == 0
 
 
@@ -692,9 +677,9 @@ def test_a_search_finds_what_a_look_at_each_entry_finds(steps: list[Any]) -> Non
             assert cache.search(key, least) == wanted
             if wanted[1]:
                 known[best] = known.pop(best)
-        assert recent(cache) == [*reversed(known)]
+        assert [of.key for of in recent(cache)] == [*reversed(known)]
     cache.clear()
-    assert not cache._beginnings and not cache._ends
+    assert beginnings(cache) == 0
 
 
 def _shared(one: Key, other: Key, least: int) -> int:
@@ -705,23 +690,22 @@ def _shared(one: Key, other: Key, least: int) -> int:
     return count if count >= least else 0
 
 
-def test_a_search_costs_ids_and_not_entries(vlm: VLM) -> None:
+def test_a_search_costs_ids_and_not_entries() -> None:
     """Counted in lines of Python, with entries that share all but the end of a prompt."""
-    ids, cache, costs = list(range(400)), vlm.prefix_cache, list[int]()
-    scope = Prefixes(vlm.adapter).scope(vlm.recipe("none"))
+    ids, cache, costs = tuple(range(400)), PrefixCache(1000), list[int]()
 
     def lines(frame: Any, event: str, argument: Any) -> Any:
         costs[-1] += event == "line"
         return lines
 
     for number in range(200):
-        cache.put(scope.key([*ids, 1000 + number, *range(40)]), number, 1, least=300)
+        cache.put(Key("x", "", "", (*ids, 1000 + number, *range(40))), number, 1, least=300)
         if number in (9, 199):
             costs.append(0)
             before = sys.gettrace()
             sys.settrace(lines)
             try:
-                entry, count = cache.search(scope.key([*ids, 1005, *range(30)]), 350)
+                entry, count = cache.search(Key("x", "", "", (*ids, 1005, *range(30))), 350)
             finally:
                 sys.settrace(before)
             assert entry is not None and (entry.value, count) == (5, 431)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from support.closeness import apart, close, network, tower
-from support.driven import Driven
-from support.reference import answer_logits
+from support.engine.driven import Driven, answer_logits
+from support.engine.prompts import attention_rows, received_logits, switched, text_attention
+from support.engine.storage import KVCache
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext, PrefillContext
@@ -18,9 +19,6 @@ from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.params import proportional_attention_param
 from vlmfast.core.protocols import EncodeStage, PrefillStage
 from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.attention import switched, text_attention
-from vlmfast.engine.attention_maps import attention_rows, received_logits
-from vlmfast.engine.cache import KVCache
 from vlmfast.train import stages as training
 
 TOKENS = [17, 40, 99, 7]

@@ -15,18 +15,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import tiny_families
-from support.batched import CountingPool
 from support.caches import Own, frozen, started
 from support.closeness import close, network
-from support.cpu_graph import CPUGraphs
+from support.engine.batched import (
+    CountingPool,
+    buffers_of,
+    idle_caches,
+    masks,
+    place_of,
+    whole_buffers,
+)
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.prompts import switched
+from support.engine.storage import Batch, KVCache, RowGroup, RowSlots
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool, capacity_class
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache, KVLayer, RowSlots
-from vlmfast.engine.decode import Batch, RowGroup
 from vlmfast.kernels.quantize_kv import Segment, quantize
 
 RECIPES = {
@@ -116,17 +122,15 @@ class Schedule:
                 self.leave(0)
         assert not self.batch.groups and not self.batch.rows
         # Buffers with captured steps wait for the next group; all others are back.
-        graphs = self.together.vlm.adapter.kept.get("graphs")
-        idle = [] if graphs is None else [each.cache for each in graphs._idle]
-        layers = (layer for cache in idle for layer in cache.layers)
-        assert self.pool.out == sum(x.nbytes for of in layers for x in of._buffers.values())
+        idle = idle_caches(self.together.vlm)
+        assert self.pool.out == sum(x.nbytes for cache in idle for x in buffers_of(cache))
         assert self.other.out == 0
 
     def check(self) -> None:
         """What is stored is what is stored alone."""
         assert len(self.batch.rows) == len(self.singles)
         for number, single in enumerate(self.singles):
-            group, row = self.batch._place(self.batch.rows[number])
+            group, row = place_of(self.batch, self.batch.rows[number])
             cache, own = group.cache, single.cache
             assert torch.equal(cache.length[:, row], own.length[:, 0])
             assert cache.logical[row] == own.logical[0] == int(cache.seen[row])
@@ -163,10 +167,8 @@ class Schedule:
     def poison(self) -> None:
         """Rows that are not in use hold anything."""
         for group in self.batch.groups:
-            rows = group.cache.rows
-            for layer in group.cache.layers:
-                for buffer in layer._buffers.values():
-                    buffer[rows:] = torch.nan if buffer.is_floating_point() else 7
+            for buffer in buffers_of(group.cache):
+                buffer[group.cache.rows :] = torch.nan if buffer.is_floating_point() else 7
 
     def feed(self, count: int) -> None:
         for _ in range(count if self.singles else 0):
@@ -211,9 +213,8 @@ def capturing(vlm: VLM) -> Iterator[None]:
     """Steps are captured by the stand-in, and masks mark the filled slots, as on CUDA."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vlm.adapter, "decoding", "graph")
-        patch.setitem(vlm.adapter.kept, "graphs", CPUGraphs())
-        patch.setattr(KVLayer, "prefix", False)
-        patch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
+        patch.setitem(vlm.adapter.kept, "graphs", None)
+        captured_by_stand_in(vlm, patch)
         yield
 
 
@@ -453,7 +454,7 @@ def test_a_row_that_outgrows_its_group_moves_alone(models) -> None:
     batch.reserve(tokens)
     assert batch.rows == rows and len(batch.groups) == 2
     assert group.cache.layers[0].keys.data_ptr() == address and len(group.rows) == 2
-    moved, _ = batch._place(rows[longest])
+    moved, _ = place_of(batch, rows[longest])
     assert moved is not group and not moved.outgrown(tokens)
 
 
@@ -522,26 +523,20 @@ def test_one_row_is_rewound(models) -> None:
 
 @pytest.mark.cold
 @pytest.mark.parametrize("kind", ["uneven", "paged"])
-def test_masks_of_chunks_end_at_the_slots_in_use(models, monkeypatch, kind) -> None:
+def test_masks_of_chunks_end_at_the_slots_in_use(models, kind) -> None:
     """Also where a decode step reads whole buffers, as on CUDA."""
-    vlm, sizes, mask = models[0].vlm, [], KVLayer.mask
+    vlm = models[0].vlm
     question = "what is in this image, and what is around it, and why is it there and not here ? "
-
-    def watched(layer: KVLayer, *given: Any) -> Tensor:
-        made = mask(layer, *given)
-        sizes.append((made.shape[2], made.shape[3], max(layer.max_lengths), layer.capacity))
-        return made
 
     def answers() -> list[list[int]]:
         with vlm.session(images=make_image(seed=0), recipe=Recipe.of(RECIPES[kind])) as session:
             return [session.ask(question, max_new_tokens=4).token_ids for _ in range(2)]
 
     expected = answers()
-    monkeypatch.setattr(KVLayer, "mask", watched)
-    monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-    assert answers() == expected
-    chunks = [of for of in sizes if of[0] > 64]
-    assert chunks and all(width == held + tokens for tokens, width, held, _ in chunks)
-    assert all(width < capacity for _, width, _, capacity in chunks)
+    with whole_buffers(), masks() as found:
+        assert answers() == expected
+    chunks = [mask for mask in found if mask.tokens > 64]
+    assert chunks and all(mask.slots == mask.longest + mask.tokens for mask in chunks)
+    assert all(mask.slots < mask.capacity for mask in chunks)
     # Control: single tokens read all slots.
-    assert all(width == capacity for tokens, width, _, capacity in sizes if tokens == 1)
+    assert all(mask.slots == mask.capacity for mask in found if mask.tokens == 1)

@@ -32,15 +32,31 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from support.engine.commands import seeds_no_absent_gpus
+from support.engine.draws import (
+    Parameters,
+    Sampler,
+    Sampling,
+    entropy,
+    gumbel,
+    gumbels,
+    processed,
+    processed_alone,
+    scores_of,
+    while_choosing,
+)
+from support.models import shared
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
-from vlmfast.engine import sampling
-from vlmfast.engine.noise import gumbel, gumbels
-from vlmfast.engine.rounds import Rounds
-from vlmfast.engine.sampling import Parameters, Sampler, Sampling
 from vlmfast.errors import ModelError
 
 pytestmark = pytest.mark.cold
+
+
+@pytest.fixture(autouse=True)
+def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds_no_absent_gpus(monkeypatch)
+
 
 V = 29
 PARTS = {
@@ -90,8 +106,8 @@ def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
 
 def together(rows: list[Sampler], logits: Tensor) -> list[Tensor]:
     batch = Sampling(rows)
-    scores = batch._scores(batch._raw(logits))
-    assert not batch._apart, "nothing was processed together"
+    scores = scores_of(batch, logits)
+    assert not processed_alone(batch), "nothing was processed together"
     return scores
 
 
@@ -170,7 +186,7 @@ def test_entropy_is_batch_invariant() -> None:
         normalized = logits_of(32, 70_001, 1, "infinite").log_softmax(-1)
         terms = normalized * normalized.exp()
         wanted = torch.cat([-row[None].nansum(-1, keepdim=True) for row in terms])
-        assert torch.equal(sampling._entropy(normalized), wanted)
+        assert torch.equal(entropy(normalized), wanted)
         # The control: the last bits of a sum depend on the order of its terms.
         assert not torch.equal(-terms.flip(-1).nansum(-1, keepdim=True), wanted)
     finally:
@@ -192,12 +208,11 @@ def test_division_on_gpu_uses_the_reciprocal(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
     rows = [Parameters(temperature=0.7, repetition_penalty=1.3)]
-    columns = sampling.Columns(rows, Cuda())
     logits = logits_of(1, 5003, 0, "random")
     seen = torch.ones(1, 5003, dtype=torch.bool)
     one, other = (1 / torch.tensor(number) for number in (1.3, 0.7))
     wanted = torch.where(logits < 0, logits * 1.3, logits * one) * other
-    assert torch.equal(columns(logits, seen), wanted)
+    assert torch.equal(processed(rows, logits, seen, Cuda()), wanted)
     divided = torch.where(logits < 0, logits * 1.3, logits / 1.3) / 0.7
     assert not torch.equal(wanted, divided)
 
@@ -236,8 +251,8 @@ def test_custom_processors_run_per_row(name: str) -> None:
     wanted = huggingface(rows, logits)
     batch = Sampling(rows)
     before = logits.clone()
-    assert same(batch._scores(batch._raw(logits)), wanted)
-    assert batch._apart == [1]
+    assert same(scores_of(batch, logits), wanted)
+    assert processed_alone(batch) == [1]
     assert torch.equal(logits, before)
     assert not torch.equal(wanted[1][0], logits[1]) or name.startswith("more ids")
 
@@ -298,7 +313,7 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
         logits = logits_of(len(now), V, step, "random")
         wanted = huggingface(now, logits)
         batch = batch.of(now)
-        assert same(batch._scores(batch._raw(logits)), wanted)
+        assert same(scores_of(batch, logits), wanted)
         batch.take(logits)
         assert [r.tokens[-1] for r in now] == [int(score.argmax()) for score in wanted]
     assert [len(r.tokens) for r in rows] == [6, 4, 9, 4]
@@ -307,7 +322,7 @@ def test_repetition_penalty_counts_prompt_and_answer(ignored: Any) -> None:
     alone = Sampling([row([1, 2, 3])])
     alone.take(logits_of(1, V, 0, "random"))
     logits = logits_of(1, V, 0, "random")
-    assert not same(alone._scores(alone._raw(logits)), huggingface([row([1, 2, 3])], logits))
+    assert not same(scores_of(alone, logits), huggingface([row([1, 2, 3])], logits))
 
 
 @pytest.mark.parametrize("outside", [V, V + 100])
@@ -323,8 +338,8 @@ def test_ids_outside_the_vocabulary(outside: int) -> None:
         return
     for _ in range(2):
         batch = Sampling(rows)
-        assert same(batch._scores(batch._raw(logits)), wanted)
-        assert batch._apart == [0]
+        assert same(scores_of(batch, logits), wanted)
+        assert processed_alone(batch) == [0]
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -433,8 +448,8 @@ def test_stopping_criteria_equal_hugging_face(
         eos = [] if ends is None else [EosTokenCriteria(torch.tensor(ends))]
         return StoppingCriteriaList([MaxLengthCriteria(longest), *eos, Counts(after)])
 
-    row = sampler({}, [1, 2], criteria=criteria(), do_sample=False)
-    asked = criteria()
+    own, asked = criteria(), criteria()
+    row = sampler({}, [1, 2], criteria=own, do_sample=False)
     for token in tokens:
         logits = torch.zeros(1, 10)
         logits[0, token] = 1.0
@@ -443,8 +458,7 @@ def test_stopping_criteria_equal_hugging_face(
         assert row.is_done() == wanted
         if wanted:
             break
-    (mine,), (theirs,) = row._others, asked[-1:]
-    assert str(mine.shown) == str(theirs.shown)
+    assert str(own[-1].shown) == str(asked[-1].shown)
 
 
 def test_max_time_stops() -> None:
@@ -492,37 +506,15 @@ class Passes(StoppingCriteria):
 
 def reads_of_a_step(vlm: VLM, rows: int, monkeypatch, **generation: Any) -> list[list[str]]:
     """Device reads of every step while it samples tokens, as long as all rows are active."""
-    found: list[list[str]] = []
-    step = Rounds._single
-
-    def counted(rounds: Rounds, batch: Any) -> None:
-        sequences = list(batch.rows)
-        feed = batch.feed
-
-        def fed(tokens: Tensor) -> Any:
-            output = feed(tokens)
-            reads.__enter__()
-            return output
-
-        reads = Reads()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "feed", fed)
-            try:
-                step(rounds, batch)
-            finally:
-                reads.__exit__(None, None, None)
-        if len(sequences) == rows and not any(sequence.done for sequence in sequences):
-            found.append(reads.seen)
-
-    monkeypatch.setattr(Rounds, "_single", counted)
+    steps = while_choosing(monkeypatch, Reads)
     requests = [Request(f"what is {number} ?", make_image(seed=number)) for number in range(rows)]
     vlm.ask_many(requests, batch_size=rows, **{"max_new_tokens": 6} | generation)
-    return found
+    return [reads.seen for going_on, reads in steps if going_on == rows]
 
 
 @pytest.fixture(scope="module")
 def vlm() -> VLM:
-    return VLM(*build_llava())
+    return shared(build_llava)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ complains if its tensors are on different devices. accelerate dispatches the mod
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Iterator
@@ -17,13 +18,15 @@ import torch
 from transformers import LogitsProcessorList
 
 from support import rope_types, tiny_families, tiny_models
+from support.engine.batched import caches_at_end
+from support.engine.turns import renewed
 from vlmfast import VLM, Request
 from vlmfast.check.devices import pretended
-from vlmfast.engine.decode import RowGroup
 from vlmfast.errors import ModelError, VLMFastError
 
 QUESTION = "what is to the left of the large thing in the lower half of this image ?"
 IMAGE = tiny_models.make_image(128, 96)
+TOKENS = 6
 BUILD = {
     "llava": tiny_models.build_llava,
     "qwen2_5_vl": tiny_families.build_qwen2_5_vl,
@@ -58,10 +61,11 @@ MORE = (
 WITHOUT = {("qwen2_5_vl", "streamingllm:0.6"), ("gemma3", "streamingllm:0.6")}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def devices() -> Iterator[None]:
     with pretended():
         yield
+    models.cache_clear()
 
 
 def placed(model: Any, last: int, **other: str) -> Any:
@@ -85,8 +89,8 @@ def placed(model: Any, last: int, **other: str) -> Any:
     return accelerate.dispatch_model(model, parts, main_device="cuda:0", force_hooks=True)
 
 
-def pair(built: Any = tiny_models.build_llava) -> tuple[VLM, VLM]:
-    """The same model on one device and on two."""
+@functools.cache
+def models(built: Any) -> tuple[VLM, VLM]:
     one, two = (
         VLM(placed(model, last), own) for last, (model, own) in enumerate((built(), built()))
     )
@@ -94,23 +98,28 @@ def pair(built: Any = tiny_models.build_llava) -> tuple[VLM, VLM]:
     return one, two
 
 
-def asked(vlm: VLM, recipe: str | None = None, **more: Any) -> list[int]:
-    return vlm.ask(QUESTION, IMAGE, recipe=recipe, max_new_tokens=10, **more).token_ids
+def pair(built: Any = tiny_models.build_llava) -> tuple[VLM, VLM]:
+    """The same model on one device and on two."""
+    one, two = models(built)
+    return renewed(one), renewed(two)
 
 
-def check(family: str, recipes: tuple[str, ...]) -> None:
+def asked(vlm: VLM, recipe: str | None = None, tokens: int = TOKENS) -> list[int]:
+    return vlm.ask(QUESTION, IMAGE, recipe=recipe, max_new_tokens=tokens).token_ids
+
+
+def check(family: str, recipes: tuple[str, ...], tokens: int = TOKENS) -> None:
     one, two = pair(BUILD[family])
     for recipe in recipes:
         if (family, recipe) not in WITHOUT:
-            assert asked(two, recipe) == asked(one, recipe), recipe
+            assert asked(two, recipe, tokens) == asked(one, recipe, tokens), recipe
 
 
 def test_no_layer_waits_for_the_device() -> None:
     """The times of stages in each layer are read when the pass has ended."""
     waits: list[int] = []
-    for layers in (2, 4):
-        model, processor = tiny_models.build_llava(layers=layers)
-        vlm = VLM(placed(model, 0), processor)
+    model, processor = tiny_models.build_llava(layers=2)
+    for vlm in (VLM(placed(model, 0), processor), pair()[0]):  # two layers and four
         vlm.prefix_cache.limit = 0
         before = torch.cuda.synchronize.call_count
         answer = vlm.ask("what is here ?", recipe="h2o:0.6", images=IMAGE, max_new_tokens=1)
@@ -120,8 +129,7 @@ def test_no_layer_waits_for_the_device() -> None:
 
 
 def test_pixels_of_a_request_that_waits_are_in_host_memory() -> None:
-    model, processor = tiny_models.build_llava()
-    vlm, go = VLM(placed(model, 0), processor), threading.Event()
+    (vlm, _), go = pair(), threading.Event()
     vlm.engine.max_rows = 1
     generation = {"max_new_tokens": 4, "eos_token_id": None}
     wanted = vlm.ask(QUESTION, tiny_models.make_image(seed=1), **generation).token_ids
@@ -147,7 +155,7 @@ def test_answers_are_those_of_one_device(family, recipes):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BUILD)
 def test_answers_of_all_methods(family):
-    check(family, (*RECIPES, *MORE))
+    check(family, (*RECIPES, *MORE), 10)
 
 
 # Weights on the host, which are loaded to the device for each forward pass.
@@ -163,9 +171,9 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EACH]
 @pytest.mark.parametrize(("family", "parts", "recipes"), [("llava", "layers", RECIPES[1:2]), *SLOW])
 def test_offloaded_weights(family, parts, recipes):
     """Equal to the model whose weights are all on the device."""
-    (model, processor), (other, _) = BUILD[family](), BUILD[family]()
+    model, processor = BUILD[family]()
     offloaded = VLM(placed(model, 0, **dict.fromkeys(ON_HOST[parts], "cpu")), processor)
-    plain = VLM(placed(other, 0), processor)
+    plain, _ = pair(BUILD[family])
     on_meta = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
     own = [end for end in ON_HOST[parts] if any(f"{end}." in name for name in on_meta)]
     assert on_meta and all(any(f"{end}." in name for end in own) for name in on_meta)
@@ -196,25 +204,18 @@ def test_auto_splits_no_layer(family):
 
 
 def test_none_equals_hugging_face():
-    vlm = VLM(placed(tiny_models.build_llava()[0], 1), tiny_models.build_llava()[1])
+    _, vlm = pair()
     inputs = vlm.inputs(QUESTION, images=IMAGE)
-    ids = vlm.model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    ids = vlm.model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
     assert asked(vlm) == ids[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_cache_is_where_its_layer_is(monkeypatch):
-    found = []
-
-    def released(group: RowGroup) -> None:
-        layers = group.cache.layers
-        found.append([(str(x.keys.device), str(x.length.device)) for x in layers])
-        found.append([layer.length.tolist() for layer in layers])
-
-    monkeypatch.setattr(RowGroup, "release", released)
-    _, two = pair()
-    asked(two)
-    assert found[0] == [("cuda:0", "cuda:0")] * 2 + [("cuda:1", "cuda:1")] * 2
-    assert found[1] == [found[1][0]] * 4
+def test_cache_is_where_its_layer_is():
+    with caches_at_end() as found:
+        asked(pair()[1])
+    layers, lengths = zip(*found[0], strict=True)
+    assert layers == (("cuda:0", "cuda:0"),) * 2 + (("cuda:1", "cuda:1"),) * 2
+    assert lengths == lengths[:1] * 4
 
 
 def test_several_requests():

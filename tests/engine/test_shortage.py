@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import random
 from typing import Any
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from support.batched import CountingPool
+from support.engine.batched import CountingPool
+from support.engine.turns import (
+    free_memory,
+    grown_by,
+    prefixes_cannot_be_copied,
+    renewed,
+)
+from support.models import shared
 from support.shortage import Allocations
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Answer, Request
 from vlmfast.core.buffers import BufferPool
-from vlmfast.engine.prefixes import Prefix
 
 QUESTION = "what is here ?"
 KIVI = "kivi:bits=4,group=4,residual=8"
@@ -28,6 +35,12 @@ def request(image: int, recipe: str = "none", tokens: int = 6) -> Request:
 
 def alone(vlm: VLM, r: Request) -> list[int]:
     return vlm.ask(r.question, r.images, recipe=r.recipe, **r.generation).token_ids
+
+
+@functools.cache
+def known(vlm: VLM, image: int, recipe: str = "none", tokens: int = 6) -> list[int]:
+    """The answer to a `request` alone."""
+    return alone(vlm, request(image, recipe, tokens))
 
 
 def check(found: list[Any], wanted: list[list[int]]) -> int:
@@ -44,22 +57,28 @@ def check(found: list[Any], wanted: list[list[int]]) -> int:
 
 @pytest.fixture(scope="module")
 def vlm() -> VLM:
-    vlm = VLM(*build_llava(layers=4, dtype=torch.float64))
+    vlm = renewed(shared(build_llava, layers=4, dtype=torch.float64))
     vlm.prefix_cache.limit = 0
     return vlm
+
+
+@functools.cache
+def joined(vlm: VLM) -> tuple[list[Request], list[list[int]], int]:
+    """Requests that join a batch, their answers, and how many buffers of it are allocated."""
+    given = [(n, KIVI, 6 + n % 2) for n in range(4)]
+    requests, wanted = [request(*of) for of in given], [known(vlm, *of) for of in given]
+    assert len(set(map(tuple, wanted))) > 2  # a control: answers differ
+    with Allocations(of="new_zeros") as free:
+        vlm.ask_many(requests, batch_size=4)
+    return requests, wanted, free.count
 
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("last", range(1, 37))
 def test_a_row_that_cannot_join_a_batch_is_answered_beside_it(vlm: VLM, last: int) -> None:
     """Whatever part of the buffers that rows share it is that does not fit."""
-    requests = [request(n, KIVI, 6 + n % 2) for n in range(4)]
-    wanted = [alone(vlm, r) for r in requests]
-    assert len(set(map(tuple, wanted))) > 2  # a control: answers differ
-    with Allocations(of="new_zeros") as free:
-        vlm.ask_many(requests, batch_size=4)
-    fails = free.count - last
-    with Allocations(fails, lasts=2, of="new_zeros") as short:
+    requests, wanted, count = joined(vlm)
+    with Allocations(count - last, lasts=2, of="new_zeros") as short:
         found = vlm.ask_many(requests, batch_size=4, errors="keep")
     assert short.failed and check(found, wanted) == len(requests)
 
@@ -82,19 +101,20 @@ MIXED = (
 )
 
 
-def batches(seed: int) -> list[Request]:
+def batches(seed: int) -> list[tuple[int, str, int]]:
     """Eight requests with various recipes."""
     chosen = random.Random(seed).sample(MIXED, 8)
-    return [request(n % 3, recipe, tokens) for n, (recipe, tokens) in enumerate(chosen)]
+    return [(n % 3, *recipe_and_tokens) for n, recipe_and_tokens in enumerate(chosen)]
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(125))
 def test_every_answer_is_right_or_an_error_of_its_own(vlm: VLM, seed: int) -> None:
     """A thousand requests in batches, in each of which an allocation fails, and fails again."""
-    chance, requests = random.Random(seed), batches(seed)
-    wanted = [alone(vlm, r) for r in requests]
+    chance, given = random.Random(seed), batches(seed)
+    requests, wanted = [request(*of) for of in given], [known(vlm, *of) for of in given]
     assert len(set(map(tuple, wanted))) > 3  # a control: answers differ
+    vlm.ask_many(requests, batch_size=6)  # drafters learn, and allocate less afterwards
     with Allocations() as free:
         vlm.ask_many(requests, batch_size=6)
     with Allocations(chance.randrange(free.count), lasts=chance.choice((1, 2, 5))) as short:
@@ -135,25 +155,19 @@ def test_every_memory_error_is_kept(vlm: VLM, error: Exception, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("error", STATED, ids=lambda error: type(error).__name__)
-def test_a_prefix_that_cannot_be_copied_is_not_kept(error: Exception, monkeypatch) -> None:
+def test_a_prefix_that_cannot_be_copied_is_not_kept(error: Exception) -> None:
     """Its request is answered, as it needs no copy."""
-    vlm, tried = VLM(*build_llava(layers=2)), []
+    vlm = renewed(shared(build_llava, layers=2))
     wanted = alone(vlm, request(0))
     vlm.prefix_cache.clear()
-
-    def clone(prefix: Prefix) -> Prefix:
-        tried.append(prefix)
-        raise error
-
-    monkeypatch.setattr(Prefix, "clone", clone)
-    assert alone(vlm, request(0)) == wanted
-    assert tried
+    with prefixes_cannot_be_copied(error) as tried:
+        assert alone(vlm, request(0)) == wanted
+    assert tried.called
 
 
 @pytest.mark.slow
-def test_rows_that_cannot_grow_end_alone(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_grow_wait(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others of their batch go on."""
-    monkeypatch.setattr("vlmfast.engine.kv_layer.FREE_SLOTS", 4)
     requests = [request(n, tokens=250) for n in range(3)]  # more than fit beside each other
     wanted, take, grown = [alone(vlm, r) for r in requests], BufferPool.take, []
 
@@ -166,8 +180,10 @@ def test_rows_that_cannot_grow_end_alone(vlm: VLM, monkeypatch: pytest.MonkeyPat
         return take(pool, shape, *given, **more)
 
     monkeypatch.setattr(BufferPool, "take", short)
-    found = vlm.ask_many(requests, batch_size=3, errors="keep")
-    assert len(grown) > 8 and check(found, wanted) == 1
+    with grown_by(4):
+        found = vlm.ask_many(requests, batch_size=3)
+    assert len(grown) > 8 and check(found, wanted) == 3
+    assert [answer.stats.preemptions for answer in found].count(0) == 1
 
 
 # --- what is idle, and what a request leaves -----------------------------------------------------
@@ -185,7 +201,7 @@ def live_bytes(vlm: VLM) -> int:
 
 def test_all_that_is_idle_is_freed_before_the_second_attempt(monkeypatch) -> None:
     """Buffers of prefixes that are dropped are not kept in the pool."""
-    vlm = VLM(*build_llava(layers=2))
+    vlm = renewed(shared(build_llava, layers=2))
     alone(vlm, request(0))
     alone(vlm, request(1))
     assert vlm.prefix_cache.stats().kinds["prefixes"].bytes
@@ -204,7 +220,7 @@ def test_all_that_is_idle_is_freed_before_the_second_attempt(monkeypatch) -> Non
 
 def test_requests_wait_until_idle_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped counts as free: two rows fit only without what earlier requests left."""
-    vlm = VLM(*build_llava(layers=2))
+    vlm = renewed(shared(build_llava, layers=2))
     pool = vlm.adapter.pool = CountingPool()
     requests, rows = [request(n, tokens=12) for n in range(4)], []
     for n in range(16, 4, -1):
@@ -218,7 +234,6 @@ def test_requests_wait_until_idle_memory_is_free(monkeypatch: pytest.MonkeyPatch
     def free(device: torch.device) -> int:
         return total - pool.out - pool.idle
 
-    monkeypatch.setattr("vlmfast.engine.engine.free_bytes", free)
     take = BufferPool.take
 
     def counted(own: BufferPool, *given: Any, **more: Any) -> torch.Tensor:
@@ -226,7 +241,8 @@ def test_requests_wait_until_idle_memory_is_free(monkeypatch: pytest.MonkeyPatch
         return take(own, *given, **more)
 
     monkeypatch.setattr(BufferPool, "take", counted)
-    assert check(vlm.ask_many(requests, batch_size=2), wanted) == 4
+    with free_memory(free):
+        assert check(vlm.ask_many(requests, batch_size=2), wanted) == 4
     assert max(rows) > 0  # a second row was admitted beside the first one
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,20 +11,23 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-import vlmfast.engine.prefiller as prefiller
-import vlmfast.engine.rounds as rounds
-import vlmfast.engine.speculation as speculation
 from support.closeness import apart, close, network
+from support.engine.draws import (
+    answered,
+    drifting,
+    left_by,
+    near_ties,
+    quantized,
+    values_kept,
+    verified,
+    without_prefill,
+)
 from support.fake_drafters import Drafting, Knows
+from support.models import shared
 from support.tiny_models import build_llava, build_llava_next, make_image
-from vlmfast import VLM, Request
-from vlmfast.api.generation import gate
-from vlmfast.api.request import messages_of, sequence_of
+from vlmfast import VLM, Answer, Request
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.tree import Tree
-from vlmfast.engine.cache import RowSlots
-from vlmfast.engine.decode import Batch, RowGroup
-from vlmfast.engine.prefixes import Prefix
 from vlmfast.errors import RecipeError
 
 FLOAT = torch.float32  # norms and rotary tables are float32 in float64 models too
@@ -65,12 +69,23 @@ def halves(axis: list) -> list[tuple]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def vlm(request) -> VLM:
-    return VLM(*FAMILIES[request.param](dtype=torch.float64))
+    return shared(FAMILIES[request.param], dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
 def llava() -> VLM:
-    return VLM(*build_llava(dtype=torch.float64))
+    return shared(build_llava, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def half() -> VLM:
+    return shared(build_llava, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def wanted(llava: VLM) -> Answer:
+    """The greedy answer without drafts."""
+    return llava.ask(QUESTION, **given())
 
 
 def given(**more) -> dict:
@@ -118,8 +133,7 @@ def test_drafts_do_not_change_the_answer(vlm: VLM, recipe: str, way: str) -> Non
         assert rejected >= ({1, 2, 3} if recipe in PAGED else {1, 2, 3, 4})  # pages shorten rounds
 
 
-def test_time_of_verification_is_within_that_of_the_answer(llava: VLM) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_time_of_verification_is_within_that_of_the_answer(llava: VLM, wanted) -> None:
     start = time.perf_counter()
     stats = drafted(llava, wanted, **given()).stats
     assert 0 < stats.time_verify_s < time.perf_counter() - start
@@ -127,15 +141,15 @@ def test_time_of_verification_is_within_that_of_the_answer(llava: VLM) -> None:
 
 def test_seed_determines_the_sample(llava: VLM) -> None:
     """With a seed, sampling does not use torch's generator; without one it does."""
-    one = llava.ask(QUESTION, **given(**SAMPLED))
-    assert llava.ask(QUESTION, **given(**SAMPLED)).token_ids == one.token_ids
-    assert llava.ask(QUESTION, **given(**SAMPLED | {"seed": 6})).token_ids != one.token_ids
-    free = {key: value for key, value in SAMPLED.items() if key != "seed"}
+    more = given(**SAMPLED, max_new_tokens=16)
+    one = llava.ask(QUESTION, **more)
+    assert llava.ask(QUESTION, **more).token_ids == one.token_ids
+    assert llava.ask(QUESTION, **more | {"seed": 6}).token_ids != one.token_ids
+    free = {key: value for key, value in more.items() if key != "seed"}
     answers = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        drafter = Recipe((Knows(answer=(), beside=0),))
-        answers.append(llava.ask(QUESTION, recipe=Nothing.recipe(drafter), **given(**free)))
+        answers.append(llava.ask(QUESTION, recipe=Recipe((Nothing(),)), **free))
     assert answers[0].token_ids == answers[1].token_ids != answers[2].token_ids
 
 
@@ -144,10 +158,6 @@ class Nothing(Knows):
     """Drafts nothing."""
 
     name: ClassVar[str] = "nothing"
-
-    @staticmethod
-    def recipe(_: Recipe) -> Recipe:
-        return Recipe((Nothing(),))
 
     def open(self, target):
         return _Nothing(self, target)
@@ -158,8 +168,7 @@ class _Nothing(Drafting):
         return Tree.chain([root])
 
 
-def test_empty_drafts_build_no_tree(llava: VLM) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_empty_drafts_build_no_tree(llava: VLM, wanted) -> None:
     got = llava.ask(QUESTION, recipe=Recipe((Nothing(),)), **given())
     assert got.token_ids == wanted.token_ids
     assert (got.stats.drafted, got.stats.rounds) == (0, 39)
@@ -168,34 +177,18 @@ def test_empty_drafts_build_no_tree(llava: VLM) -> None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def final_decoder(vlm: VLM, recipe: Recipe, wanted=None, tokens: int = 24) -> RowGroup:
-    """The decoder at the end of an answer."""
-    more = given(max_new_tokens=tokens)
-    messages = messages_of(QUESTION, more.pop("images"))
-    sequence = sequence_of(vlm.adapter, messages, recipe, gate(vlm.adapter, more))
-    sequence.keeps_cache = True
-    vlm.engine.submit(sequence, lambda sequence: None).result()
-    return sequence.group
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8", "zipvl:page=8"])
 def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
-    wanted = vlm.ask(QUESTION, recipe=recipe, **given(max_new_tokens=24))
-    plain = final_decoder(vlm, Recipe.of(recipe))
-    knows = Knows(answer=tuple(wanted.token_ids), wrong=0.3)
-    drafts = final_decoder(vlm, Recipe.of(recipe) + knows)
-    terms = network(vlm.model, max(plain.cache.lengths()))
-    assert torch.equal(plain.position, drafts.position)
-    assert plain.rows[0].steps == drafts.rows[0].steps
-    assert plain.cache.logical == drafts.cache.logical
-    for one, other in zip(plain.cache.layers, drafts.cache.layers, strict=True):
-        assert torch.equal(one.length, other.length) and one.max_lengths == other.max_lengths
-        assert one.stored == other.stored
-        for head, length in enumerate(one.length[0].tolist()):
-            for name in ("keys", "values"):
-                left, right = (getattr(cached, name)[0, head, :length] for cached in (one, other))
-                close(left, right, FLOAT, terms)
+    more = given(max_new_tokens=24)
+    plain = answered(vlm, QUESTION, recipe=Recipe.of(recipe), **more)
+    knows = Knows(answer=tuple(plain.sampler.tokens), wrong=0.3)
+    drafts = answered(vlm, QUESTION, recipe=Recipe.of(recipe) + knows, **more)
+    counts, wanted, tokens = left_by(plain)
+    found, stored, _ = left_by(drafts)
+    assert found == counts
+    for one, other in zip(wanted, stored, strict=True):
+        close(one, other, FLOAT, network(vlm.model, tokens))
 
 
 # --- end of an answer ----------------------------------------------------------------------------
@@ -203,16 +196,14 @@ def test_cache_equals_single_token_decoding(vlm: VLM, recipe: str) -> None:
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_max_new_tokens_is_exact(llava: VLM, tokens: int) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_max_new_tokens_is_exact(llava: VLM, wanted, tokens: int) -> None:
     got = drafted(llava, wanted, **given(max_new_tokens=tokens))
     assert got.token_ids == wanted.token_ids[:tokens]
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("at", range(8))
-def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_eos_inside_an_accepted_path(llava: VLM, wanted, at: int) -> None:
     end = wanted.token_ids[at]
     at = wanted.token_ids.index(end)
     more = given(eos_token_id=end)
@@ -221,8 +212,7 @@ def test_eos_inside_an_accepted_path(llava: VLM, at: int) -> None:
     assert got.token_ids == wanted.token_ids[: at + 1]
 
 
-def test_stop_strings(llava: VLM) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_stop_strings(llava: VLM, wanted) -> None:
     letters = [llava.processor.tokenizer.decode([token]) for token in wanted.token_ids]
     stops = [letter for letter in letters[2:30] if letter.isascii() and letter.isprintable()]
     assert len(stops) > 2
@@ -244,8 +234,7 @@ class Fifth(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.end)
 
 
-def test_stopping_criteria_run_for_every_token(llava: VLM) -> None:
-    wanted = llava.ask(QUESTION, **given())
+def test_stopping_criteria_run_for_every_token(llava: VLM, wanted) -> None:
     length = llava.inputs(QUESTION, images=make_image(seed=1))["input_ids"].shape[1]
     criteria = Fifth(length + 7)
     got = drafted(llava, wanted, **given(stopping_criteria=[criteria]))
@@ -276,16 +265,9 @@ def test_processors_receive_each_node_prefix(llava: VLM) -> None:
 
 def test_scores_of_emitted_tokens(llava: VLM) -> None:
     more = given(return_dict_in_generate=True, output_scores=True, output_logits=True)
-    answered = []
-    for recipe in (Recipe(), None):
-        if recipe is None:
-            recipe = Recipe((Knows(answer=tuple(answered[0].tokens), wrong=0.3),))
-        messages = messages_of(QUESTION, more["images"])
-        rest = {key: value for key, value in more.items() if key != "images"}
-        sequence = sequence_of(llava.adapter, messages, recipe, gate(llava.adapter, rest))
-        llava.engine.submit(sequence, lambda sequence: None).result()
-        answered.append(sequence)
-    plain, got = (sequence.sampler for sequence in answered)
+    plain = answered(llava, QUESTION, recipe=Recipe(), **more).sampler
+    knows = Recipe((Knows(answer=tuple(plain.tokens), wrong=0.3),))
+    got = answered(llava, QUESTION, recipe=knows, **more).sampler
     terms = network(llava.model, plain.length)
     assert torch.equal(plain.ids, got.ids)
     for name in ("scores", "raw"):
@@ -298,8 +280,7 @@ def test_scores_of_emitted_tokens(llava: VLM) -> None:
 # --- batches and sessions ------------------------------------------------------------------------
 
 
-def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
-    found = []
+def requests(way: str) -> Iterator[Request]:
     for number, recipe in enumerate(["none", "pyramiddrop", "h2o:0.7", "zipvl:page=8", "none"]):
         generation = {
             **WAYS[way],
@@ -309,24 +290,21 @@ def requests(vlm: VLM, drafts: bool, way: str) -> list[Request]:
         if way == "sampled":
             generation["seed"] = number
         images = [make_image(seed=s) for s in range(1 + number % 2)]
-        request = Request(QUESTION, images, recipe=recipe, generation=generation)
-        if drafts and number != 4:
-            answer = vlm.ask(QUESTION, images=images, recipe=recipe, **generation)
-            knows = Knows(answer=tuple(answer.token_ids), wrong=0.2, depth=2 + number)
-            request.recipe = Recipe.of(recipe) + knows
-        found.append(request)
-    return found
+        yield Request(QUESTION, images, recipe=recipe, generation=generation)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("vlm", "size", "way"), halves([2, 5]), indirect=["vlm"])
 def test_batched_trees(vlm: VLM, way: str, size: int) -> None:
     """Each row has its own tree or none, and its own end."""
-    wanted = [
-        vlm.ask(r.question, images=r.images, recipe=r.recipe, **r.generation).token_ids
-        for r in requests(vlm, False, way)
-    ]
-    got = vlm.ask_many(requests(vlm, True, way), batch_size=size)
+    asked, wanted = list(requests(way)), []
+    for number, r in enumerate(asked):
+        answer = vlm.ask(r.question, images=r.images, recipe=r.recipe, **r.generation)
+        wanted.append(answer.token_ids)
+        if number != 4:
+            knows = Knows(answer=tuple(answer.token_ids), wrong=0.2, depth=2 + number)
+            r.recipe = Recipe.of(r.recipe) + knows
+    got = vlm.ask_many(asked, batch_size=size)
     assert [a.token_ids for a in got] == wanted
     assert sum(a.stats.accepted for a in got) > 10
 
@@ -412,9 +390,8 @@ def test_drafters_receive_the_pruned_prompt(vlm: VLM, recipe: str) -> None:
     assert target.banned == (vlm.adapter.image_token_id,)
 
 
-def test_taps_are_layer_inputs(llava: VLM) -> None:
+def test_taps_are_layer_inputs(llava: VLM, wanted) -> None:
     Listens.heard.clear()
-    wanted = llava.ask(QUESTION, **given())
     drafted(llava, wanted, "none", Listens(), **given())
     _, (_, drafting) = Listens.heard
     inputs = llava.inputs(QUESTION, images=make_image(seed=1))
@@ -429,7 +406,7 @@ def test_taps_are_layer_inputs(llava: VLM) -> None:
     )  # control: another layer
 
 
-def test_placeholders_are_never_drafted(llava: VLM) -> None:
+def test_placeholders_are_never_drafted(llava: VLM, monkeypatch) -> None:
     @dataclass(frozen=True)
     class Wild(Knows):
         name: ClassVar[str] = "wild"
@@ -441,13 +418,8 @@ def test_placeholders_are_never_drafted(llava: VLM) -> None:
         def propose(self, root, budget):
             return Tree.of_paths(root, [[self.target.banned[0], 7], [9]])
 
-    seen = []
-    verify = Batch.verify
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Batch, "verify", lambda self, trees: seen.extend(trees) or verify(self, trees)
-        )
-        llava.ask(QUESTION, recipe=Recipe((Wild(),)), **given())
+    seen = verified(monkeypatch)
+    llava.ask(QUESTION, recipe=Recipe((Wild(),)), **given())
     assert seen and all(tree.tokens[1:] == (9,) for tree in seen)
 
 
@@ -468,18 +440,13 @@ def test_drafters_that_cannot_share_a_tree(llava: VLM) -> None:
         llava.ask(QUESTION, recipe=Recipe((Alone(), Apart())), **given())
 
 
-def test_linear_attention_raises(llava: VLM) -> None:
-    class Config:
-        model_type, layer_types = "linear", ["full_attention", "linear_attention"]
-
-        def get_text_config(self):
-            return self
-
-    class Adapter:
-        config = Config()
-
+def test_linear_attention_raises(monkeypatch) -> None:
+    llava = VLM(*build_llava())
+    kinds = ["full_attention", "linear_attention"]
+    config = llava.model.config.get_text_config()
+    monkeypatch.setattr(config, "layer_types", kinds, raising=False)
     with pytest.raises(RecipeError, match="linear_attention layers"):
-        speculation.check([Knows()], Adapter())
+        llava.ask(QUESTION, recipe=Recipe((Knows(),)), **given())
 
 
 def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
@@ -490,7 +457,7 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
         llava.adapter.modules[key] = EagleModule(config)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(prefiller, "prefill", None)
+                without_prefill(patch)
                 with pytest.raises(RecipeError, match=match):
                     llava.ask(QUESTION, recipe="draft-eagle", **given())
         finally:
@@ -505,74 +472,39 @@ def test_drafter_of_another_model_raises_before_prefill(llava: VLM) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "pyramiddrop", "lookm:0.8"])
-def test_strict_redecodes_near_ties(recipe: str, monkeypatch) -> None:
+def test_strict_redecodes_near_ties(half: VLM, recipe: str, monkeypatch) -> None:
     """Near ties are decoded with the cache of plain decoding, even if tree keys have drifted."""
-    vlm = VLM(*build_llava(dtype=torch.bfloat16))
-    more = given(max_new_tokens=32)
-    wanted = vlm.ask(QUESTION, recipe=recipe, **more)
-    got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
+    more = given(max_new_tokens=22)
+    wanted = half.ask(QUESTION, recipe=recipe, **more)
+    got = drafted(half, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
     # If every margin is below the tolerance, every token is decoded alone ...
-    monkeypatch.setattr(rounds, "_ULPS", 1e9)
-    got = drafted(vlm, wanted, recipe, Knows(cycle=True), **more, strict=True)
+    near_ties(monkeypatch, 1e9)
+    got = drafted(half, wanted, recipe, Knows(cycle=True), **more, strict=True)
     assert got.token_ids == wanted.token_ids
-    assert got.stats.accepted == 0 and got.stats.redecoded == 30  # the last one is not drafted
+    assert got.stats.accepted == 0 and got.stats.redecoded == 20  # the last one is not drafted
     # ... and if half of them are, the drafted tokens in between are rewritten.
-    verify = Batch.verify
-
-    def drifts(self, trees):
-        output = verify(self, trees)
-        for layer in self.groups[0].cache.layers:
-            layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.3
-        return output
-
-    monkeypatch.setattr(Batch, "verify", drifts)
+    drifting(monkeypatch, 0.3)
     for ulps, same in ((40.0, True), (0.0, False)):  # the second is the control
-        monkeypatch.setattr(rounds, "_ULPS", ulps)
-        got = drafted(vlm, wanted, recipe, Patient(), **more, strict=True)
+        near_ties(monkeypatch, ulps)
+        got = drafted(half, wanted, recipe, Patient(), **more, strict=True)
         assert (got.token_ids == wanted.token_ids) == same
     assert got.stats.accepted > 0
 
 
-@pytest.fixture
-def drifting(monkeypatch) -> None:
-    """Trees write values that differ from those of single tokens."""
-    verify = Batch.verify
-
-    def drifts(self, trees):
-        output = verify(self, trees)
-        for layer in self.groups[0].cache.layers:
-            layer.values[:, :, layer.max_lengths[0] : layer.max_lengths[0] + 8] += 0.02
-        return output
-
-    monkeypatch.setattr(Batch, "verify", drifts)
-
-
-@pytest.fixture
-def pages(monkeypatch) -> list[torch.Tensor]:
-    """The keys and values that decode stages quantize."""
-    found, quantize = [], RowSlots.quantize
-
-    def noted(self, count, make):
-        found.extend(x[:, :count].clone() for x in (self.keys, self.values))
-        quantize(self, count, make)
-
-    monkeypatch.setattr(RowSlots, "quantize", noted)
-    return found
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", [*PAGED, "zipcache:page=8"])
-def test_strict_answers_quantize_what_single_tokens_write(recipe, drifting, pages) -> None:
+def test_strict_answers_quantize_what_single_tokens_write(half, recipe, monkeypatch) -> None:
     """A tree's last bits never enter a page."""
-    vlm = VLM(*build_llava(dtype=torch.bfloat16))
+    drifting(monkeypatch, 0.02)
+    pages = quantized(monkeypatch)
     more = given(max_new_tokens=36)
-    wanted = vlm.ask(QUESTION, recipe=recipe, **more)
+    wanted = half.ask(QUESTION, recipe=recipe, **more)
     plain = pages.copy()
-    assert len(plain) > 2 * 2 * len(vlm.adapter.decoder.layers)
+    assert len(plain) > 2 * 2 * len(half.adapter.decoder.layers)
     for strict in (True, False):  # the second is the control
         pages.clear()
-        got = drafted(vlm, wanted, recipe, Patient(), **more, strict=strict)
+        got = drafted(half, wanted, recipe, Patient(), **more, strict=strict)
         same = len(pages) == len(plain) and all(map(torch.equal, pages, plain))
         assert same == strict and got.stats.accepted > 0
         if strict:
@@ -595,26 +527,15 @@ def test_strict_answers_are_drafted_up_to_the_first_page(llava, recipe: str) -> 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", ["none", "kivi:bits=4,group=4,residual=64"])
-def test_strict_answers_of_a_session_leave_what_single_tokens_write(
-    recipe, drifting, monkeypatch
-) -> None:
+def test_strict_answers_of_a_session_leave_what_single_tokens_write(recipe, monkeypatch) -> None:
+    drifting(monkeypatch, 0.02)
     vlm = VLM(*build_llava(dtype=torch.bfloat16))
     given = {"max_new_tokens": 24, "eos_token_id": None}
-    left, extended = [], Prefix.extended
-
-    def noted(self, sequence):
-        layers = sequence.group.cache.layers
-        left.append(torch.stack([layer.values[0, :, : layer.max_lengths[0]] for layer in layers]))
-        return extended(self, sequence)
-
-    monkeypatch.setattr(Prefix, "extended", noted)
 
     def answered(stages: Recipe, **more):
         """An answer, and the values in the cache after it."""
-        left.clear()
         with vlm.session(images=make_image(seed=1), recipe=stages) as session:
-            answer = session.ask(QUESTION, **given, **more)
-        return answer, left[-1].clone()
+            return session.ask(QUESTION, **given, **more), values_kept(session)
 
     wanted, values = answered(Recipe.of(recipe))
     knows = Recipe.of(recipe) + Patient(answer=tuple(wanted.token_ids))
@@ -639,13 +560,12 @@ def test_evictions_at_every_token_disable_drafts(llava, recipe: str) -> None:
     assert len(got.token_ids) == 8 and got.stats.drafted == 0
 
 
-def test_strict_answers_are_not_drafted_in_a_batch_without_drafts() -> None:
-    vlm = VLM(*build_llava(dtype=torch.bfloat16))
+def test_strict_answers_are_not_drafted_in_a_batch_without_drafts(half: VLM) -> None:
     generation = {"max_new_tokens": 8, "eos_token_id": None, "strict": True}
     requests = [
         Request(QUESTION, make_image(seed=1), recipe=Recipe((Patient(),))) for _ in range(2)
     ]
-    answers = vlm.ask_many(requests, **generation)
+    answers = half.ask_many(requests, **generation)
     assert all(a.stats.drafted == 0 for a in answers)
 
 

@@ -6,18 +6,19 @@ tested with all families.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 from support import tiny_families
-from support.cpu_graph import captured_by_stand_in
-from support.driven import Driven
+from support.engine.batched import twin
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.driven import Driven
+from support.engine.prompts import switched
+from support.engine.turns import renewed
 from vlmfast import VLM, ModelError, RecipeError, Request
-from vlmfast.core.recipe import Recipe
-from vlmfast.engine.attention import switched
-from vlmfast.engine.decode import RowGroup
-from vlmfast.engine.prefill import Inputs
 
 QUESTION = "what is here ?"
 # Before the language model, between its layers, in the cache, and during decoding.
@@ -31,11 +32,16 @@ def image(seed: int, width: int = 60, height: int = 44) -> np.ndarray:
 IMAGES = [image(0), image(1, 30, 70), image(2, 90, 33)]
 
 
+@functools.cache
+def model(family: str) -> VLM:
+    """In float64, so that rounding changes no token."""
+    model, processor = tiny_families.builders()[family]()
+    return VLM(model.double(), processor)
+
+
 @pytest.fixture(params=tiny_families.STATES)
 def vlm(request: pytest.FixtureRequest) -> VLM:
-    """In float64, so that rounding changes no token."""
-    model, processor = tiny_families.builders()[request.param]()
-    return VLM(model.double(), processor)
+    return renewed(model(request.param))
 
 
 def requests() -> list[Request]:
@@ -95,16 +101,14 @@ def test_nothing_is_reused_after_the_tower(vlm: VLM) -> None:
 
 
 def test_states_are_copied_and_not_cut(vlm: VLM) -> None:
-    tensors = vlm.inputs(QUESTION, images=IMAGES[:1])
-    run = Driven(vlm.adapter, Inputs(tensors, [(44, 60)], QUESTION), Recipe())
+    run = Driven.of(vlm, images=IMAGES[:1], question=QUESTION)
     with torch.no_grad(), switched(vlm.model):
         run.start(4)
         copy = run.cache.clone()
         first = run.next(torch.tensor([[60]]))
         with pytest.raises(ValueError, match="with the states of layers cannot be cropped"):
             run.cache.crop(1)
-        twin = RowGroup(vlm.adapter, copy, run.position - 1, [run.sequence])
-        assert bool((twin.next(torch.tensor([[60]])) == first).all())
+        assert bool((twin(run, copy).next(torch.tensor([[60]])) == first).all())
 
 
 @pytest.mark.cases(1)

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from support.engine import turns
+from support.engine.prompts import switched
+from support.models import shared
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request, attach
-from vlmfast.engine import attention, graphs, tower
-from vlmfast.engine.attention import switched
 
 pytestmark = pytest.mark.cold
 
@@ -37,7 +38,7 @@ def again(model: nn.Module, *, seed: int = 1, **shared: Any) -> nn.Module:
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair() -> tuple[VLM, VLM]:
     """Two models on one config object."""
     model, processor = build_llava(layers=2)
@@ -48,7 +49,7 @@ def pair() -> tuple[VLM, VLM]:
 
 def free(model: nn.Module) -> bool:
     """Whether another thread could run ``model``."""
-    locks = attention._locks_of(model)
+    locks = turns.locks_of(model)
 
     def probe() -> bool:
         taken = [lock for lock in locks if lock.acquire(blocking=False)]
@@ -102,14 +103,14 @@ def test_one_shared_subconfig_shares_the_lock() -> None:
 
 def test_locks_are_freed_with_their_configs() -> None:
     gc.collect()
-    before = set(attention._LOCKS)
+    before = turns.locked_configs()
     model = build_llava()[0]
     with switched(model):
         pass
-    assert len(set(attention._LOCKS) - before) == 2
+    assert len(turns.locked_configs() - before) == 2
     del model
     gc.collect()
-    assert not set(attention._LOCKS) - before
+    assert not turns.locked_configs() - before
 
 
 def test_a_model_that_cannot_be_restored_keeps_no_lock(monkeypatch) -> None:
@@ -189,16 +190,15 @@ def overlapped(one: VLM, two: VLM, seconds: float) -> list[int]:
     return two.ask(QUESTION, make_image(seed=0), logits_processor=processor, **given).token_ids
 
 
-def test_lock_is_held_during_the_answer(pair, monkeypatch) -> None:
+def test_lock_is_held_during_the_answer(pair) -> None:
     """The control: with separate locks one model ends the switch of the other."""
     one, two = pair
     wanted = two.ask(
         QUESTION, make_image(seed=0), max_new_tokens=6, eos_token_id=None, recipe="h2o:0.5"
     ).token_ids
     assert overlapped(one, two, seconds=0.05) == wanted
-    own = {id(vlm.model): threading.RLock() for vlm in pair}
-    monkeypatch.setattr(attention, "_locks_of", lambda model: [own[id(model)]])
-    assert overlapped(one, two, seconds=60) != wanted
+    with turns.separate_locks(*pair):
+        assert overlapped(one, two, seconds=60) != wanted
 
 
 # --- the current device --------------------------------------------------------------------------
@@ -240,23 +240,23 @@ WAYS: dict[str, Callable[[VLM], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_model_device_is_current(monkeypatch, way: str) -> None:
-    vlm = VLM(*build_llava(layers=2))
+    vlm = turns.renewed(shared(build_llava, layers=2))
     devices, seen = Devices(), []
 
     def look(module: nn.Module, args: tuple) -> None:
         seen.append((threading.get_ident(), devices.here()[-1:]))
 
-    vlm.adapter.decoder.layers[0].register_forward_pre_hook(look)
-    next(iter(vlm.adapter.vision_blocks())).register_forward_pre_hook(look)
-    WAYS[way](vlm)
-    assert len(seen) > 3 and not devices.entered  # the control: nothing on a CPU
-    seen.clear()
+    watched = vlm.adapter.decoder.layers[0], next(iter(vlm.adapter.vision_blocks()))
     second = torch.device("cuda", 1)
-    monkeypatch.setattr(type(vlm.model), "device", property(lambda self: second))
-    monkeypatch.setattr(attention, "device_of", lambda module: second)
-    monkeypatch.setattr(torch.cuda, "device", devices)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    WAYS[way](vlm)
+    with watched[0].register_forward_pre_hook(look), watched[1].register_forward_pre_hook(look):
+        WAYS[way](vlm)
+        assert len(seen) > 3 and not devices.entered  # the control: nothing on a CPU
+        seen.clear()
+        monkeypatch.setattr(type(vlm.model), "device", property(lambda self: second))
+        monkeypatch.setattr(torch.cuda, "device", devices)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        with turns.computing_on(second):
+            WAYS[way](vlm)
     assert len(seen) > 3 and all(current == [second] for _, current in seen)
     elsewhere = {thread for thread, _ in seen} - {threading.get_ident()}
     assert bool(elsewhere) == (way == "stream")
@@ -305,11 +305,11 @@ def test_graph_capture_is_thread_local(monkeypatch) -> None:
         for tensor in state.values():
             tensor += 1
 
-    graphs.cuda_graph(step, lambda: state)()
+    turns.captured_step(step, lambda: state)()
     assert captures.modes == ["thread_local"]
     # One warm-up step and one recorded step; the state that a step advances is restored.
     assert [float(tensor) for tensor in state.values()] == [0.0, 2.0]
-    made, _ = tower.cuda_graph(lambda: ("made", {}, {}, []))
+    made, _ = turns.captured_tower(lambda: ("made", {}, {}, []))
     assert made[0] == "made" and captures.modes == ["thread_local"] * 2
 
 
@@ -325,18 +325,22 @@ def checkpointing(model: nn.Module) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def own() -> VLM:
+    return VLM(*build_llava(layers=4))
+
+
 @pytest.fixture
-def training() -> VLM:
+def training(own: VLM) -> VLM:
     """A model in training mode, with gradient checkpointing and without dropout."""
-    model, processor = build_llava(layers=4)
-    model.gradient_checkpointing_enable()
-    model.train()
-    return VLM(model, processor)
+    own.model.gradient_checkpointing_enable()
+    own.model.train()
+    return own
 
 
 def test_answers_of_a_model_in_training_mode(training: VLM) -> None:
     vlm = training
-    plain = VLM(*build_llava(layers=4))
+    plain = shared(build_llava, layers=4)
     before = checkpointing(vlm.model)
     assert any("language_model" in name for name in before)
     assert any("vision_tower" in name for name in before)

@@ -7,11 +7,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from support.cpu_graph import Recording
+from support.engine.cpu_graph import Recording
+from support.engine.steps import (
+    SHAPES,
+    Towers,
+    capture_towers,
+    captured_tower,
+    kept_passes,
+)
 from support.tiny_families import builders
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
-from vlmfast.engine.tower import _SHAPES, Towers
 
 RECIPES = ["none", "hired:0.4", "visionzip:dominant=4,contextual=3", "grid:0.5", "pyramiddrop"]
 
@@ -39,25 +45,22 @@ def recorded(run):
 
 
 @pytest.fixture(params=[build_llava, build_llava_next], ids=["llava", "llava-next"])
-def pair(request) -> tuple[VLM, VLM]:
+def pair(request) -> tuple[VLM, VLM, Towers]:
+    """A model, and the same with a captured tower."""
     # Without the prefix cache, every prompt runs the tower.
     plain, vlm = (VLM(*request.param(), prefix_cache_bytes=0) for _ in range(2))
-    vlm.adapter.kept["towers"] = Towers(record=repeated)
-    return plain, vlm
+    return plain, vlm, captured_tower(vlm, repeated)
 
 
 @pytest.fixture(autouse=True)
 def captures(monkeypatch) -> None:
-    from vlmfast.engine import tower
-
-    monkeypatch.setattr(tower, "_captures", lambda adapter: "towers" in adapter.kept)
+    capture_towers(monkeypatch)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
-    plain, vlm = pair
-    towers = vlm.adapter.kept["towers"]
+    plain, vlm, towers = pair
     for seed in range(4):
         given = {"images": make_image(seed=seed), "recipe": recipe, "max_new_tokens": 5}
         wanted = plain.ask("what ?", **given)
@@ -72,7 +75,7 @@ def test_captured_tower_gives_the_same_answers(pair, recipe: str) -> None:
 def test_passes_over_chosen_views_are_captured(recipe: str) -> None:
     """One graph for the base view, one for the crops."""
     plain, vlm = (VLM(*build_llava_next(), prefix_cache_bytes=0) for _ in range(2))
-    towers = vlm.adapter.kept["towers"] = Towers(record=repeated)
+    towers = captured_tower(vlm, repeated)
     for seed in range(3):
         given = {"images": make_image(seed=seed), "recipe": recipe, "max_new_tokens": 5}
         wanted = plain.ask("what ?", **given)
@@ -91,7 +94,7 @@ PACKED = ["qwen2_5_vl", "qwen3_vl", "glm4v", "qwen2_vl", "qwen3_5"]
 def test_packed_towers_are_captured_by_the_sizes_of_images(name: str) -> None:
     """Two images of other sizes than a third, with statistics of each."""
     plain, vlm = (VLM(*builders()[name](), prefix_cache_bytes=0) for _ in range(2))
-    towers = vlm.adapter.kept["towers"] = Towers(record=recorded)
+    towers = captured_tower(vlm, recorded)
     for recipe in ("none", "hired:0.4,saliency=received"):
         towers.replayed = 0
         for seed in range(3):
@@ -116,7 +119,7 @@ def test_packed_towers_are_captured_by_the_sizes_of_images(name: str) -> None:
 def test_videos_are_captured_once(name: str) -> None:
     plain, vlm = (VLM(*builders()[name](), prefix_cache_bytes=0) for _ in range(2))
     captures = []
-    towers = vlm.adapter.kept["towers"] = Towers(record=lambda r: captures.append(0) or recorded(r))
+    towers = captured_tower(vlm, lambda run: captures.append(0) or recorded(run))
     for seed in range(4):
         video = [make_image(48, 48, 4 * seed + i) for i in range(4)]
         given = {"video": video, "num_frames": 4, "max_new_tokens": 3}
@@ -126,11 +129,9 @@ def test_videos_are_captured_once(name: str) -> None:
 
 
 def test_large_packed_images_are_not_captured(monkeypatch) -> None:
-    from vlmfast.engine import tower
-
-    monkeypatch.setattr(tower, "_PATCHES", 31)
+    capture_towers(monkeypatch, patches=31)
     vlm = VLM(*builders()["qwen2_5_vl"](), prefix_cache_bytes=0)
-    towers = vlm.adapter.kept["towers"] = Towers(record=repeated)
+    towers = captured_tower(vlm, repeated)
     for size, replays in (((64, 48), 0), ((32, 48), 2)):  # 48 and 24 patches
         for seed in range(3):
             vlm.ask("what ?", images=make_image(*size, seed), max_new_tokens=1)
@@ -139,8 +140,7 @@ def test_large_packed_images_are_not_captured(monkeypatch) -> None:
 
 @pytest.mark.cases(1)
 def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
-    plain, vlm = pair
-    towers = vlm.adapter.kept["towers"]
+    plain, vlm, towers = pair
     for images in ([make_image(seed=0)], [make_image(seed=1), make_image(seed=2)]):
         for recipe in ("none", "hired:0.4"):
             for _ in range(3):
@@ -148,18 +148,17 @@ def test_graphs_are_keyed_by_shape_and_statistics(pair) -> None:
                 assert (
                     vlm.ask("what ?", **given).token_ids == plain.ask("what ?", **given).token_ids
                 )
-    assert len(towers._kept) == 4 and towers.replayed == 8
+    assert kept_passes(towers) == 4 and towers.replayed == 8
 
 
 def test_graphs_belong_to_weights_and_autocast(pair) -> None:
     """They read addresses and casts of the pass that was captured."""
-    plain, vlm = pair
-    towers = vlm.adapter.kept["towers"]
+    plain, vlm, towers = pair
     ask = {"images": make_image(seed=3), "max_new_tokens": 3}
     for _ in range(3):
         wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
         assert got == wanted
-    replayed, kept = towers.replayed, len(towers._kept)
+    replayed, kept = towers.replayed, kept_passes(towers)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         vlm.ask("what ?", **ask)
     assert towers.replayed == replayed
@@ -167,21 +166,21 @@ def test_graphs_belong_to_weights_and_autocast(pair) -> None:
         for weight in model.adapter.tower().parameters():
             weight.data = weight.data * 0.5
     wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
-    assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
+    assert got == wanted and (towers.replayed, kept_passes(towers)) == (replayed, kept)
     # A graph contains attributes of modules as constants.
     for _ in range(3):
         vlm.ask("what ?", **ask)
-    replayed, kept = towers.replayed, len(towers._kept)
+    replayed, kept = towers.replayed, kept_passes(towers)
     for model in (plain, vlm):
         model.adapter.vision_blocks()[0].layer_norm1.eps = 0.5
     wanted, got = (model.ask("what ?", **ask).token_ids for model in (plain, vlm))
-    assert got == wanted and (towers.replayed, len(towers._kept)) == (replayed, kept)
+    assert got == wanted and (towers.replayed, kept_passes(towers)) == (replayed, kept)
 
 
 @pytest.mark.cases(1)
 def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
     """Two sessions contain the images of two replays."""
-    plain, vlm = pair
+    plain, vlm, _ = pair
     for seed in range(2):
         vlm.ask("what ?", images=make_image(seed=seed), max_new_tokens=1)
     answers = []
@@ -193,18 +192,18 @@ def test_replay_does_not_overwrite_earlier_outputs(pair) -> None:
 
 
 def test_in_encoder_stages_are_not_captured(pair) -> None:
-    _, vlm = pair
+    _, vlm, towers = pair
     for seed in range(3):
         vlm.ask("what ?", images=make_image(seed=seed), recipe="mustdrop", max_new_tokens=2)
-    assert vlm.adapter.kept["towers"].replayed == 0
+    assert towers.replayed == 0
 
 
 def test_kept_graphs_are_bounded() -> None:
     from vlmfast.core.contexts import VisionContext
 
     towers = Towers(record=lambda run: (run(), lambda: None))
-    for size in range(1, _SHAPES + 4):
+    for size in range(1, SHAPES + 4):
         for _ in range(2):
             pixels = torch.zeros(1, 3, size, size)
             towers.pass_of(lambda pixels: pixels, pixels, {}, VisionContext(), [], 0, ())
-    assert len(towers._kept) == _SHAPES
+    assert kept_passes(towers) == SHAPES

@@ -8,34 +8,43 @@ renumbered; a token that was evicted from the cache leaves one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
-from support import reference, tiny_families
+from support import tiny_families
 from support.closeness import apart, close, network
-from support.driven import Driven
-from support.reference import TOKENS, answer_logits, entered
+from support.engine.driven import Driven, answer_logits, entered
+from support.engine.prompts import (
+    Inputs,
+    attention_rows,
+    statistics_within,
+    switched,
+    token_by_token,
+)
+from support.engine.storage import (
+    aged,
+    ages,
+    captured_masks,
+    compressed,
+    kept_with_ages,
+    trackers_of,
+    windowed,
+)
+from support.reference import TOKENS, Dense
 from vlmfast import VLM
 from vlmfast.api.request import render, tensors_of
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage, EncodeStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest, StatRequest
-from vlmfast.core.training import TrainingContext
 from vlmfast.core.tree import Tree
-from vlmfast.engine import compress
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.kv_layer import KVLayer
-from vlmfast.engine.prefill import Inputs, prefill, prepare
-from vlmfast.engine.stats import Stats, Trace
+from vlmfast.train.stages import run as train
 
 WINDOW = 64
 IMAGE = "<start_of_image>"
@@ -68,52 +77,6 @@ def start(vlm: VLM, text: str, recipe: Any = ()) -> Driven:
 
 # Images at the start, in the middle, and across the boundary of the last row's window.
 LONG = IMAGE + random_words(70) + IMAGE + random_words(30, 1) + IMAGE + random_words(40, 2)
-
-
-# --- reference -----------------------------------------------------------------------------------
-
-
-def plain(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
-    """Attention with an additive mask; a fully masked row gets zeros."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    logits = query @ key.transpose(-1, -2) * scaling + mask
-    return (logits.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2), None
-
-
-AttentionInterface.register("plain_reference", plain)
-
-
-class Past:
-    """Replaces a cache: keys and values that precede a layer's own."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def update(
-        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys[None], keys], 2), torch.cat([self.values[None], values], 2)
-
-
-class Dense(reference.Dense):
-    attention = "plain_reference"
-
-    def step(self, token: int, number: int, past: list[tuple]) -> Tensor:
-        """Logits (1, V) after token ``number`` of the answer, over given keys and values.
-
-        ``past`` contains keys and values (H, N, D) of each layer, the index of each slot's token in
-        the full sequence, a mask of existing slots, and their bias, (H, N) each.
-        """
-        position = torch.tensor([[self.size + number]])
-        masks, caches, heads = [], [], self.model.get_decoder().config.num_attention_heads
-        for layer, (keys, values, order, valid, bias) in enumerate(past):
-            seen = valid & self.near(layer, position[0], order)[:, 0]
-            seen = torch.where(seen, bias, -torch.inf)
-            seen = torch.cat([seen, torch.zeros(len(seen), 1)], 1)
-            masks.append(seen.repeat_interleave(heads // len(seen), 0)[:, None])
-            caches.append(Past(keys, values))
-        return self.run(self.embed([token]), [position] * len(masks), masks, past=caches)
 
 
 def equal(vlm: VLM, got: Tensor, want: Tensor, rows: int) -> None:
@@ -201,7 +164,7 @@ def test_prompt_within_the_window_is_unchanged(vlm, monkeypatch):
     text = IMAGE + random_words(20)
     run = start(vlm, text, "snapkv:keep=0.6,window=4")
     got = answer_logits(vlm, run, TOKENS)
-    assert all(layer.window is None and layer.rank is None for layer in run.cache.layers)
+    assert not any(windowed(run)) and not any(aged(run))
     monkeypatch.setattr(vlm.adapter, "windows", (None,) * vlm.adapter.depth)
     assert torch.equal(answer_logits(vlm, start(vlm, text, run.recipe), TOKENS), got)
 
@@ -245,7 +208,7 @@ DENSE = (
 def test_token_reducers(vlm, method, policy):
     run = start(vlm, DENSE, f"{method},positions={policy}")
     got = answer_logits(vlm, run, TOKENS)
-    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    alive, dense = entered(run), Dense(vlm, run.inputs.tensors)
     assert WINDOW < int(alive[0].sum()) < dense.size - 40
     numbered = alive if policy == "compact" else None
     equal(vlm, got, dense(alive, numbered=numbered), dense.size)
@@ -271,12 +234,11 @@ def test_dropped_tokens_leave_gaps_in_the_window(vlm, text, keep):
     """Also where all rows that are left would fit into the window."""
     run = start(vlm, text, f"random:keep={keep}")
     got = answer_logits(vlm, run, TOKENS)
-    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    alive, dense = entered(run), Dense(vlm, run.inputs.tensors)
     assert (int(alive[0].sum()) > WINDOW) == (text == DENSE)
     equal(vlm, got, dense(alive), dense.size)
     differs(vlm, got, counting_rows(dense, alive), dense.size)
-    local = [layer for layer in run.cache.layers if layer.window is not None]
-    assert local and all(layer.rank is not None for layer in local)
+    assert any(windowed(run)) and aged(run) == windowed(run)
 
 
 @pytest.mark.parametrize("policy", ["keep", "compact"])
@@ -289,7 +251,7 @@ def test_prefill_drops(vlm, method, policy):
     )
     run = start(vlm, DENSE, recipe)
     got = answer_logits(vlm, run, TOKENS)
-    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    alive, dense = entered(run), Dense(vlm, run.inputs.tensors)
     counts = [int(rows.sum()) for rows in alive]
     assert counts[0] > counts[-1] > WINDOW
     numbered = None
@@ -320,7 +282,7 @@ def test_merged_token_weights(vlm):
     """Key biases leave the window with their keys."""
     run = start(vlm, DENSE, Weighs())
     got = answer_logits(vlm, run, TOKENS)
-    alive, dense = entered(vlm, run), Dense(vlm, run.inputs.tensors)
+    alive, dense = entered(run), Dense(vlm, run.inputs.tensors)
     bias = vlm.adapter.visual(run.inputs.tensors["input_ids"][0]) * math.log(3)
     equal(vlm, got, dense(alive, bias=bias), dense.size)
     differs(vlm, got, dense(alive), dense.size)
@@ -333,84 +295,21 @@ def test_training_prompts_with_answer(vlm):
     run = start(vlm, LONG)
     ids = run.inputs.tensors["input_ids"]
     dense = Dense(vlm, dict(run.inputs.tensors))
-    run.inputs.tensors["input_ids"] = torch.cat([ids, torch.tensor([TOKENS])], 1)
-    run.inputs.answer = len(TOKENS)
-    adapter = vlm.adapter
-    with torch.no_grad(), switched(vlm.model):
-        prompt = prepare(adapter, run.inputs, Recipe(), Stats(), Trace())
-        cache = KVCache(adapter.depth, windows=adapter.windows)
-        make = partial(TrainingContext, answer=len(TOKENS))
-        got = prefill(adapter, prompt, Recipe(), cache, Stats(), Trace(), make=make)[0]
-    equal(vlm, got, dense(), dense.size)
+    # There is one row before each token of the answer.
+    run.inputs.tensors["input_ids"] = torch.cat([ids, torch.tensor([[*TOKENS, 5]])], 1)
+    run.inputs.answer = len(TOKENS) + 1
+    got, _, _ = train(vlm, run.inputs, None)
+    equal(vlm, got.detach(), dense(), dense.size)
 
 
 # --- cache ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def kept(monkeypatch) -> dict[int, KV]:
+def kept() -> Iterator[dict[int, KV]]:
     """Compressed cache of each layer."""
-    seen, put = {}, KVLayer.put
-
-    def note(self, kv):
-        seen[id(self)] = kv
-        put(self, kv)
-
-    monkeypatch.setattr(KVLayer, "put", note)
-    return seen
-
-
-class SlotTracker:
-    """Tracks the tokens in the slots of a layer.
-
-    Parameters
-    ----------
-    kv : KV
-        Cache of the prompt after compression.
-    size : int
-        Number of tokens of the prompt.
-    """
-
-    def __init__(self, layer: KVLayer, kv: KV, size: int) -> None:
-        self.layer, self.size = layer, size
-        self.segments = [segment.order.long() for segment in kv.segments]
-        self.tail = [row[:n].tolist() for row, n in zip(kv.order, kv.lengths, strict=True)]
-
-    def slots(self, evicts: bool) -> tuple[Tensor, ...]:
-        """Arguments of `Dense.step`."""
-        layer, lengths = self.layer, self.layer.length[0].tolist()
-        if evicts:
-            self.tail = [row[:n].tolist() for row, n in zip(layer.order[0], lengths, strict=True)]
-        if (count := len(self.tail[0]) - lengths[0]) > 0:  # the oldest are now a page
-            page = torch.tensor([slots[:count] for slots in self.tail])
-            self.tail = [slots[count:] for slots in self.tail]
-            grown = [len(segment[0]) for segment in self.segments]
-            stored = [count for (count,) in layer.stored]
-            if len(stored) > len(grown):
-                self.segments.append(page)
-            else:
-                (at,) = [i for i, n in enumerate(grown) if stored[i] > n]
-                self.segments[at] = torch.cat([self.segments[at], page], 1)
-        assert [len(slots) for slots in self.tail] == lengths
-        parts = []
-        for whole, order in zip(layer.segments, self.segments, strict=True):
-            segment = whole.first(order.shape[1])  # free slots follow
-            keys, values = segment.dequantize(torch.float32)
-            bias = torch.zeros(order.shape) if segment.bias is None else segment.bias[0]
-            parts.append((keys[0], values[0], order, segment.valid[0], bias))
-        order = torch.zeros(layer.keys.shape[1:3], dtype=torch.long)
-        valid = torch.zeros_like(order, dtype=torch.bool)
-        for head, slots in enumerate(self.tail):
-            order[head, : len(slots)] = torch.tensor(slots, dtype=torch.long)
-            valid[head, : len(slots)] = True
-        bias = torch.zeros(order.shape) if layer.bias is None else layer.bias[0]
-        parts.append((layer.keys[0], layer.values[0], order, valid, bias))
-        return tuple(torch.cat(part, 1) for part in zip(*parts, strict=True))
-
-    def fed(self, number: int) -> None:
-        """Add token ``number`` of the answer."""
-        for slots in self.tail:
-            slots.append(self.size + number)
+    with compressed() as seen:
+        yield seen
 
 
 CACHE = {
@@ -450,35 +349,33 @@ def test_cache_methods(vlm, kept, method):
     tokens = (TOKENS * 5)[:40]
     with torch.no_grad(), switched(vlm.model):
         first = run.start(len(tokens))
-        alive = entered(vlm, run)
+        alive = entered(run)
         if method != "fastkv" and not method.startswith(("random", "rank")):
             assert all(bool(rows.all()) for rows in alive)
         equal(vlm, first, dense(alive, []), dense.size)
         bytes_of = run.stats.kv_bytes
-        trackers = [SlotTracker(layer, kept[id(layer)], dense.size) for layer in run.cache.layers]
+        trackers = trackers_of(run, kept)
         for number, token in enumerate(tokens):
             run.decoder.run_decode_stages()
             past = [tracker.slots(method in EVICTING) for tracker in trackers]
             # Copies, so that they do not contain what the step writes.
             past = [tuple(tensor.clone() for tensor in layer) for layer in past]
             got = run.decoder.feed(torch.tensor([[token]])).logits[:, -1]
-            equal(vlm, got, dense.step(token, number, past), dense.size)
+            equal(vlm, got, dense.feed([token], past, dense.size + number), dense.size)
             for tracker in trackers:
                 tracker.fed(number)
         if method not in EVICTING:  # these evict slots outside the window first
-            differs(vlm, got, free.step(token, number, past), dense.size)
+            differs(vlm, got, free.feed([token], past, free.size + number), dense.size)
     assert 0 < bytes_of < run.stats.kv_bytes_full
     config = vlm.model.config.get_text_config()
-    for layer, kind in zip(run.cache.layers, config.layer_types, strict=True):
-        assert (layer.rank is not None) == (kind == "sliding_attention")
+    assert aged(run) == [kind == "sliding_attention" for kind in config.layer_types]
 
 
 def test_quantized_pages_leave_the_window(vlm, kept):
     """Slots that were quantized in decoding leave the window like others."""
     run = start(vlm, DENSE, "kivi:bits=8,group=4,residual=8")
-    loose = start(vlm, DENSE)
     tokens = (TOKENS * 12)[:90]  # all of the prompt has left the window by then
-    got, want = answer_logits(vlm, run, tokens), answer_logits(vlm, loose, tokens)
+    got, want = answer_logits(vlm, run, tokens), Dense(vlm, run.inputs.tensors)(tokens=tokens)
     segments = [layer.segments for layer in run.cache.layers]
     assert all(int(pages[-1].lengths.max()) > 80 for pages in segments)
     difference = (got - want).abs().amax(-1)
@@ -491,10 +388,7 @@ def test_h2o_evicts_slots_outside_the_window_first(vlm):
     """A slot that no later token can attend to is evicted before all others."""
     run = start(vlm, DENSE, "h2o:0.9")
     answer_logits(vlm, run, (TOKENS * 8)[:60])
-    for index, layer in enumerate(run.cache.layers):
-        if layer.window is not None:
-            n = layer.max_lengths[0]
-            assert int(layer.rank[0, :, :n].min()) >= int(layer.seen) - WINDOW - 1, index
+    assert len(ages(run)) > 1 and max(ages(run)) <= WINDOW + 1
 
 
 @pytest.mark.parametrize("rows", ["all", "important"])
@@ -503,7 +397,7 @@ def test_zipvl(vlm, rows, before):
     run = start(vlm, DENSE, f"{before}zipvl:tau=0.9,kv=none,rows={rows},recent=8,random=8")
     got = answer_logits(vlm, run, TOKENS)
     dense, chosen = Dense(vlm, run.inputs.tensors), []
-    alive = entered(vlm, run)
+    alive = entered(run)
     for layer in range(vlm.adapter.depth):
         mask = torch.zeros(dense.size, dtype=torch.bool)
         mask[run.prompt.notes["zipvl"][layer]] = True
@@ -609,9 +503,10 @@ def test_multi_turn_session(window, tmp_path):
         assert session.reuses == "kv"
         for question in questions:
             expected = fresh(whole(session, question))
-            assert session.ask(question, **kwargs).token_ids == expected
-        _, consumed = session._known()
-        assert len(consumed) > window and session.bytes > 0
+            answer = session.ask(question, **kwargs)
+            assert answer.token_ids == expected
+        stats = answer.stats
+        assert stats.prompt_reused + stats.prompt_fed > window and session.bytes > 0
         session.messages = session.messages[:2]  # back to the first answer
         expected = fresh(whole(session, "what else is there ?"))
         got = session.ask("what else is there ?", **kwargs)
@@ -644,20 +539,21 @@ def test_session_returns_to_evicted_tokens(vlm):
         "random:0.4+lookm:keep=0.9,merge=none",
     ],
 )
-def test_session_with_compressed_cache(vlm, recipe, tmp_path, monkeypatch):
+def test_session_with_compressed_cache(vlm, recipe, tmp_path):
     """A long question over a compressed cache equals the question fed token by token."""
     with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
         first = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
         session.save(tmp_path / "session")
         second = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
     with vlm.load_session(tmp_path / "session") as session:
-        kept = [of.value for of in vlm.prefix_cache._entries.values() if of.key.kind == "prefixes"]
-        assert any(layer.rank is not None for prefix in kept for layer in prefix.cache.layers)
+        assert kept_with_ages(vlm)
         again = session.ask("why is it so ?" * 4, max_new_tokens=10, eos_token_id=None)
         assert again.token_ids == second.token_ids
-    monkeypatch.setattr("vlmfast.engine.prefiller._AT_ONCE", 1)  # token by token
     vlm.prefix_cache.clear()
-    with vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session:
+    with (
+        token_by_token(),
+        vlm.session(images=[image(i) for i in range(6)], recipe=recipe) as session,
+    ):
         got = session.ask("what is here ?" * 4, max_new_tokens=10, eos_token_id=None)
         assert got.token_ids == first.token_ids
 
@@ -727,16 +623,15 @@ def test_statistics_equal_eager_attention(vlm):
         assert bool((maps[layer][0, 0].tril(-WINDOW) > 0).any()) != local
 
 
-def test_entropy_of_weights_below_its_offset(monkeypatch) -> None:
+def test_entropy_of_weights_below_its_offset() -> None:
     """Peaked attention has weights far below 1e-10, whose share is zero and not NaN."""
     n = 12
     generator = torch.Generator().manual_seed(0)
     query, key = (40 * torch.randn(2, n, 8, generator=generator) for _ in range(2))
     rows = torch.arange(n)
     request = ColumnRequest("all", want=("sum", "entropy"))
-    monkeypatch.setattr(compress, "span", lambda *_: (torch.zeros(n, dtype=torch.int64), rows))
-    stats = compress.statistics(request, 0, rows, query, key, None, None, None)
-    p = compress.attention_rows(query, key, rows, None, last=rows)
+    stats = statistics_within(request, query, key, torch.zeros(n, dtype=torch.int64), rows)
+    p = attention_rows(query, key, rows, None, last=rows)
     assert ((p > 0) & (p < 1e-11)).any()
     assert torch.equal(stats.entropy[:, 0], -torch.xlogy(p, p + 1e-10).sum(1))
     assert torch.isfinite(stats.entropy).all()
@@ -758,21 +653,18 @@ def test_entropy_of_weights_below_its_offset(monkeypatch) -> None:
 )
 def test_captured_steps(vlm, recipe, monkeypatch):
     """Captured steps give the same tokens within and beyond the window."""
-    from support.cpu_graph import CPUGraphs
+    from support.engine.cpu_graph import captured_by_stand_in
 
     given = {"images": [image(0), image(1)], "recipe": recipe, "eos_token_id": None}
     wanted = vlm.ask("what ?", **given, max_new_tokens=50).token_ids
-    monkeypatch.setattr(KVLayer, "prefix", False)
-    monkeypatch.setattr(vlm.adapter, "decoding", "graph")
-    monkeypatch.setattr(KVLayer, "extent", lambda layer, tokens: layer.capacity)
-    monkeypatch.setitem(vlm.adapter.kept, "graphs", CPUGraphs())
+    captured = VLM(*tiny_families.build_gemma3(window=WINDOW))
+    captured_by_stand_in(captured, monkeypatch)
     for _ in range(2):
-        assert vlm.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
+        assert captured.ask("what ?", **given, max_new_tokens=50).token_ids == wanted
     # A step captured with everything visible is not used if something is masked.
-    graphs = vlm.adapter.kept["graphs"]._idle
-    sliding = {key[-1] for graph in graphs for key in graph._replays}
     local = tuple(window is not None for window in vlm.adapter.windows)
-    assert sliding == ({(False,) * 4, local} if recipe == "none" else {local})
+    wanted = {(False,) * 4, local} if recipe == "none" else {local}
+    assert captured_masks(captured) == wanted
 
 
 @pytest.mark.cases(1)

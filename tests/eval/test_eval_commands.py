@@ -11,6 +11,7 @@ import pytest
 
 import vlmfast
 from support.closeness import close
+from support.engine.commands import loads
 from support.eval_fakes import FakeVLM, run
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
@@ -35,7 +36,7 @@ def fake(monkeypatch):
         loaded[-1].dtype = dtype
         return loaded[-1]
 
-    monkeypatch.setattr(commands, "_load", load)
+    loads(monkeypatch, load)
     return loaded
 
 
@@ -264,7 +265,7 @@ def test_failing_recipe_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
         return ask(question, *args, recipe=recipe, **more)
 
     vlm.ask = picky
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     file = tmp_path / "n.json"
     words = ("--recipe", "grid", "--recipe", "random", "--max-errors", 2, "--json", file)
     code = run("shapes", "--limit", 1, "--out", tmp_path / "o", *words)
@@ -307,7 +308,7 @@ class Refusing(FakeVLM):
 @pytest.mark.parametrize("videos", [False, True])
 def test_impossible_recipe_is_refused_before_the_first_sample(tmp_path, monkeypatch, videos):
     vlm = Refusing("grid", videos=videos)
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     with pytest.raises(RecipeError, match=r"^grid: grid does not run"):
         run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid")
     assert answered(vlm) == 0 and vlm.asked
@@ -316,7 +317,7 @@ def test_impossible_recipe_is_refused_before_the_first_sample(tmp_path, monkeypa
 
 def test_impossible_recipe_is_a_row_if_others_run(tmp_path, monkeypatch, capsys):
     vlm = Refusing("grid")
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     words = ("shapes", "--limit", 1, "--draws", 1, "--out", tmp_path)
     words += ("--recipe", "grid", "--recipe", "random")
     file = tmp_path / "n.json"
@@ -348,7 +349,7 @@ def test_missing_weights_are_a_row_if_others_run(tmp_path, monkeypatch, capsys):
 
     vlm = FakeVLM()
     vlm.adapter = SimpleNamespace(**vars(FakeVLM.adapter), trained=trained)
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     words = ("shapes", "--limit", 1, "--out", tmp_path)
     elastic = ("--recipe", "elastic", "--budget", "0.33,0.11")
     with pytest.raises(RecipeError, match=r"elastic:budget=0\.11: elastic: there are no weights"):
@@ -370,7 +371,7 @@ def test_impossible_session_is_refused_before_the_first_sample(tmp_path, monkeyp
         return session(recipe=recipe, **more)
 
     vlm.session = picky
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "grid", "--session")
     assert run(*words) == ExitCode.CUT_SHORT
     assert failures.read_failures(tmp_path / "shapes") == {
@@ -389,7 +390,7 @@ def test_damaged_reasons_are_refused(tmp_path):
 
 def test_impossible_method_of_a_group_is_left_out(tmp_path, monkeypatch, capsys):
     vlm = Refusing("lookm")
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     group = lambda shares: [Recipe.parse("lookm"), Recipe.parse("h2o")]  # noqa: E731
     monkeypatch.setitem(commands.GROUPS, "cache", group)
     words = ("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "cache")
@@ -407,7 +408,7 @@ def test_unreadable_media_refuse_no_recipe(tmp_path):
 
 
 def test_failing_full_model_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "_load", lambda *_: FakeVLM(fail=lambda _: True))
+    loads(monkeypatch, lambda *_: FakeVLM(fail=lambda _: True))
     with pytest.raises(VLMFastError, match="none: 11 samples failed"):
         run("shapes", "--limit", 1, "--out", tmp_path, "--recipe", "random")
     assert not (tmp_path / "shapes" / "random").exists()

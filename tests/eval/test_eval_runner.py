@@ -6,9 +6,9 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,6 @@ import torch
 
 from support.eval_fakes import FakeVLM, meta
 from support.interrupts import interrupted, lines_of
-from support.paths import TESTS
 from vlmfast.core import files as files_module
 from vlmfast.core import journal
 from vlmfast.core.recipe import Recipe
@@ -115,29 +114,22 @@ def test_larger_limit_adds_and_smaller_limit_selects(tmp_path):
     assert set(again.timings) == set(few.samples)
 
 
-SCRIPT = """
-import signal, sys
-from support.eval_fakes import FakeVLM
-from vlmfast.eval.runner import evaluate
-vlm, last = FakeVLM(delay=float(sys.argv[2])), int(sys.argv[4])
-vlm.fail = lambda question: len(vlm.asked) == last and signal.pause()
-evaluate(vlm, "shapes", out=sys.argv[1], limit=int(sys.argv[3]))
-"""
+def separate(out: Path, delay: float, last: int) -> None:
+    """A run that never finishes its question number ``last``."""
+    vlm = FakeVLM(delay=delay)
+    vlm.fail = lambda question: len(vlm.asked) == last and signal.pause()
+    evaluate(vlm, "shapes", out=out, limit=LIMIT)
 
 
-def start(out: Path, delay: float, last: int = 0) -> subprocess.Popen:
-    """A separate run that never finishes its question number ``last``."""
-    here = TESTS
-    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(out), str(delay), str(LIMIT), str(last)],
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+def start(out: Path, delay: float, last: int = 0) -> ForkProcess:
+    process = get_context("fork").Process(target=separate, args=(out, delay, last))
+    process.start()
+    return process
 
 
-def wait_for_lines(process: subprocess.Popen, file: Path, number: int) -> None:
+def wait_for_lines(process: ForkProcess, file: Path, number: int) -> None:
     while not file.exists() or file.read_bytes().count(b"\n") < number:
-        assert process.poll() is None, "the run has ended"
+        assert process.is_alive(), "the run has ended"
         time.sleep(0.01)
 
 
@@ -148,11 +140,13 @@ def test_killed_and_resumed_run_equals_an_undisturbed_one(tmp_path, whole, kills
         # However late the kill comes, the last answer is never written before it.
         process = start(tmp_path, 0.03, last=DOCS - done)
         wait_for_lines(process, file, number)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         done = len(lines(file.parent))
         assert number <= done < DOCS
-    assert start(tmp_path, 0).wait() == 0
+    process = start(tmp_path, 0)
+    process.join()
+    assert process.exitcode == 0
     assert lines(file.parent) == whole
     timings = [json.loads(line) for line in (file.parent / "timings.jsonl").open()]
     assert {t["doc_id"] for t in timings} == {json.loads(line)["doc_id"] for line in whole}

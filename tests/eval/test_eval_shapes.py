@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from support.engine.commands import scenes_per_seed
 from support.paths import ROOT
 from vlmfast.errors import VLMFastError
 from vlmfast.eval.shapes import Shapes, without_foreground
@@ -78,7 +79,7 @@ def test_invalid_limits_and_seeds_are_refused(limit, seed, words):
 
 
 def test_limit_beyond_the_held_out_scenes_is_refused(monkeypatch):
-    monkeypatch.setattr("vlmfast.eval.shapes._STRIDE", 3)
+    scenes_per_seed(monkeypatch, 3)
     with pytest.raises(VLMFastError, match="fewer questions of type"):
         task.docs(4, 0)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.engine.commands import loads
 from support.eval_fakes import FakeVLM, run
 from support.interrupts import interruptible
 from support.paths import ROOT, TESTS
@@ -135,9 +136,7 @@ def test_shard_from_launcher_environment(monkeypatch):
 
 
 def test_command_takes_shards_and_batch_size(tmp_path, monkeypatch, capsys):
-    from vlmfast.eval import commands
-
-    monkeypatch.setattr(commands, "_load", lambda *_: FakeVLM())
+    loads(monkeypatch, lambda *_: FakeVLM())
     for part in (0, 1):
         words = ("shapes", "--limit", 1, "--out", tmp_path, "--batch-size", 3)
         run(*words, "--shard", f"{part}/2")
@@ -149,12 +148,14 @@ def test_command_takes_shards_and_batch_size(tmp_path, monkeypatch, capsys):
 
 LAUNCHED = """
 import sys
+import pytest
 sys.path.insert(0, {tests!r})
 from support.eval_fakes import FakeVLM, run
-from vlmfast.eval import commands
+from support.engine.commands import loads
 from vlmfast.cli import main
 broken = "--broken" in sys.argv
-commands._load = lambda *_: FakeVLM(delay=0.01, fail=(lambda _: True) if broken else None)
+vlm = FakeVLM(delay=0.01, fail=(lambda _: True) if broken else None)
+loads(pytest.MonkeyPatch(), lambda *_: vlm)
 sys.exit(main(["eval", "shapes", "--limit", "2", "--out", sys.argv[1], "--recipe", "random"]))
 """
 
@@ -202,7 +203,6 @@ def test_launched_processes_stop_together(tmp_path):
 def test_interrupted_command_says_so_and_resumes(tmp_path, whole, monkeypatch, more):
     """Nothing is lost that was answered; of a batch, the answers of the one that was cut short."""
     from vlmfast.cli import main
-    from vlmfast.eval import commands
 
     def interrupt(question: str) -> bool:
         if len(vlm.asked) == 30:
@@ -210,7 +210,7 @@ def test_interrupted_command_says_so_and_resumes(tmp_path, whole, monkeypatch, m
         return False
 
     vlm = FakeVLM(fail=interrupt)
-    monkeypatch.setattr(commands, "_load", lambda *_: vlm)
+    loads(monkeypatch, lambda *_: vlm)
     words = ["eval", "shapes", "--limit", str(LIMIT), "--out", str(tmp_path), *more]
     with interruptible():
         assert main(words) == 130

@@ -26,7 +26,7 @@ pytest.importorskip("lmms_eval", reason="make test-lmms")
 from lmms_eval.tasks.mmmu import utils as mmmu_utils
 from lmms_eval.tasks.videomme import utils as videomme_utils
 
-from support.eval_data import interleaved, write_many_videos, write_rows
+from support.eval_data import interleaved, many_video_questions, write_many_videos, write_rows
 from vlmfast import VLM
 from vlmfast.core.env import environment
 from vlmfast.core.recipe import Recipe
@@ -244,7 +244,7 @@ def test_video_prompts_are_those_of_lmms_eval(data, monkeypatch):
     films = data / "hf" / "videomme"
     for on in (False, True):
         task = find_task("video-mme", data=films, mode="lmms-eval", subtitles=on, num_frames=FRAMES)
-        rows = {row["question_id"]: row for row in task._rows.texts}
+        rows = {row["question_id"]: row for row in many_video_questions(DOCUMENTS // 3)}
         docs = task.docs(None, 0)
         for doc in random.Random(0).sample(docs, 12):
             row, media = rows[doc.doc_id], task.media(doc)

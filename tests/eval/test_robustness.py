@@ -13,6 +13,8 @@ from PIL import Image
 
 import vlmfast
 from support import tiny_families
+from support.engine.commands import attacked_tokens, loads
+from support.engine.prompts import SHIFTS, jittered
 from support.eval_fakes import run
 from support.tiny_models import make_image
 from vlmfast.api.gradients import image_of, inputs_of, pixels_of, seen_of
@@ -21,9 +23,8 @@ from vlmfast.compressors.select import best
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class
-from vlmfast.engine.vision import SHIFTS, jittered
 from vlmfast.errors import ModelError, RecipeError, VLMFastError
-from vlmfast.eval import commands, robustness, robustness_attacks
+from vlmfast.eval import robustness
 from vlmfast.eval.report import write_report
 from vlmfast.eval.results import Writer
 from vlmfast.eval.robustness import Robustness
@@ -286,8 +287,8 @@ def few(tiny, monkeypatch):
     docs = Robustness.docs
     short = {kind: {**of, "max_new_tokens": 8} for kind, of in Robustness.generation.items()}
     monkeypatch.setattr(Robustness, "generation", short)
-    monkeypatch.setattr(robustness_attacks, "_CAPTION", 8)
-    monkeypatch.setattr(commands, "_load", lambda *_: tiny)
+    attacked_tokens(monkeypatch, 8)
+    loads(monkeypatch, lambda *_: tiny)
 
     def first(task, limit, seed):
         found = docs(task, 1, seed)

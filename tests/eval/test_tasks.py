@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from support import media_fixtures as fx
+from support.engine.commands import frames_of
 from support.eval_data import (
     MMMU,
     NINE,
@@ -387,7 +388,9 @@ def test_frame_sampling(films, mode, number, frames):
         assert media["num_frames"] == number == frames
     else:
         assert len(media["video"]) == media["num_frames"] == frames
-    assert task._frames(VideoInfo(100, 2.0, 50.0, 8, 8))[-1] == (75 if mode == "vlmevalkit" else 99)
+    assert frames_of(task, VideoInfo(100, 2.0, 50.0, 8, 8))[-1] == (
+        75 if mode == "vlmevalkit" else 99
+    )
     assert task.media(task.docs(None, 0)[0], "question-only")["video"][0].getextrema()[0][0] == 128
 
 

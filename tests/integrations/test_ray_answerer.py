@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from support import tiny_models
+from support import fresh, tiny_models
+from support.engine.clients import room_for_one_row
 from vlmfast import VLM, VLMFastError
-from vlmfast.engine.rounds import Rounds
 from vlmfast.integrations.ray import Answerer
 
 RECIPE = "divprune:0.3"
@@ -86,25 +84,17 @@ def test_wrong_recipe_is_refused_when_the_actor_starts(random_llava_next: Path) 
 
 
 def test_nothing_imports_ray() -> None:
-    code = "import sys, vlmfast.integrations.ray; print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = fresh.run("import sys, vlmfast.integrations.ray; print('ray' in sys.modules)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_memory_that_is_exhausted_inside_the_engine_halves_the_batch_too(
-    answerer: Answerer, batch: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    answerer: Answerer, batch: dict[str, Any]
 ) -> None:
     """There it is the error of all rows that were decoded together."""
-    whole, sizes, run = answerer(batch), [], Rounds.run
-
-    def small(self: Rounds, batch: Any) -> None:
-        sizes.append(len(batch.rows))
-        if sizes[-1] > 1:
-            raise torch.OutOfMemoryError("too small")
-        run(self, batch)
-
-    monkeypatch.setattr(Rounds, "run", small)
-    found = answerer(batch)
+    whole = answerer(batch)
+    with room_for_one_row() as sizes:
+        found = answerer(batch)
     assert max(sizes) > 1
     assert list(found["answer"]) == list(whole["answer"])
     assert list(found["error"]) == list(whole["error"])

@@ -109,7 +109,7 @@ def test_recipes_of_requests_are_kept_by_their_text(plugin: ModuleType, vlm: VLM
     assert plans.of().text == "none" and not plans.of().stages
     plan = plans.of("grid:0.3")
     assert plans.of("grid:0.3") is plan and not plan.asks and plans.of("mmtok:0.3").asks
-    for number in range(recipes._PLANS):
+    for number in range(recipes.MAX_PLANS):
         plans.of(f"random:0.3,seed={number}")
     again = plans.of("grid:0.3")
     assert again is not plan and again.text == plan.text

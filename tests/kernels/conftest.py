@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from support.engine.kernels import HAS_TRITON, INTERPRETED, quicken_interpreter
 from support.kernel_memory import checked
 from vlmfast.check.worker import interpreter_fails
-from vlmfast.kernels import _triton
 
 
 @pytest.fixture(scope="session")
@@ -20,18 +20,29 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="session")
+def quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if HAS_TRITON and INTERPRETED:
+            quicken_interpreter(patch)
+        yield
+
+
 @pytest.fixture
 def triton(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poisoned: None
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    poisoned: None,
+    quick_interpreter: None,
 ) -> Iterator[None]:
     """Run kernels on Triton on any device, with poisoned output memory.
 
     In the interpreter every address is checked: in slow tests, in modules that set
     ``CHECKS_ADDRESSES``, and in a third of the others.
     """
-    if isinstance(_triton.triton, _triton._Absent):
+    if not HAS_TRITON:
         pytest.skip("no Triton on this platform")
-    if _triton.INTERPRETED and (reason := interpreter_fails()):
+    if INTERPRETED and (reason := interpreter_fails()):
         pytest.skip(f"{reason}; 3.6 needs NumPy before 2.4")
     monkeypatch.setenv("VLMFAST_KERNELS", "triton")
     chosen = (
@@ -39,7 +50,7 @@ def triton(
         or request.node.get_closest_marker("slow") is not None
         or zlib.crc32(request.node.nodeid.encode()) % 3 == 0
     )
-    with checked() if _triton.INTERPRETED and chosen else contextlib.nullcontext():
+    with checked() if INTERPRETED and chosen else contextlib.nullcontext():
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmfast.kernels._blocks import TABLE, Blocks, architecture, blocks
+from support.engine.kernels import TABLE, Blocks, architecture, blocks
 from vlmfast.kernels.compile import SHARED
 
 ROWS = [row for rows in TABLE.values() for row in rows.values()]

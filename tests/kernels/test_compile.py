@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROOT, TESTS
+from vlmfast.kernels import compile
 
 
 def _compiler() -> Path | None:
@@ -153,11 +154,15 @@ print(json.dumps(compile.report("bad", i, 90), default=str))
     assert too_much["error"].endswith("bytes of shared memory; 1024 are available")
 
 
-def test_command_rejects_unknown_files_and_interpreter() -> None:
-    done = run("-m", "vlmfast.kernels.compile", "col_stats", "nothing")
-    assert done.returncode == 2 and "unknown kernel files nothing; allowed are " in done.stderr
-    done = run("-m", "vlmfast.kernels.compile", "--arch", "75")
-    assert done.returncode == 2 and "invalid choice: 75 (choose from 80, 89, 90)" in done.stderr
+def test_command_rejects_unknown_files_and_interpreter(monkeypatch, capsys) -> None:
+    """The last one in a process of its own; the others share this one."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("VLMFAST_KERNELS", "")  # which the command sets
+    assert compile.main(["col_stats", "nothing"]) == 2
+    assert "unknown kernel files nothing; allowed are " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        compile.main(["--arch", "75"])
+    assert "invalid choice: 75 (choose from 80, 89, 90)" in capsys.readouterr().err
     done = run("-m", "vlmfast.kernels.compile", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset TRITON_INTERPRET" in done.stderr
 
@@ -189,7 +194,7 @@ def entries():
     return len(os.listdir(os.environ["TRITON_CACHE_DIR"]))
 
 swiglu.use_triton = lambda *args: True
-driver.set_active(compile._NoDevice(90))
+driver.set_active(compile.NoDevice(90))
 JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **k: kernel.warmup(*a, grid=grid, **k)
 x = torch.randn(2, 100).bfloat16()
 for width in (48, 50):

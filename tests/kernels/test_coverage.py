@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from support.engine.kernels import evaluate_all_gains, launches
 from vlmfast.kernels import coverage as module
 from vlmfast.kernels.coverage import cover, cover_ref
 
@@ -44,7 +45,7 @@ def test_lazy_gains_equal_all_gains(
     bonus = torch.rand(n, generator=generator) if seed % 2 else None
     scale = torch.rand(n, generator=generator) if seed % 5 > 2 else None
     lazily = cover_ref(worth, k, bonus, scale)
-    monkeypatch.setattr(module, "_lazily", module._all)
+    evaluate_all_gains(monkeypatch)
     assert torch.equal(lazily, cover_ref(worth, k, bonus, scale))
     assert len(set(lazily.tolist())) == k
 
@@ -118,17 +119,12 @@ def test_numbers_that_overflowed_give_columns(bad: float, device: torch.device) 
 
 def test_kernel_does_not_wait_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake CUDA tensors, whose values cannot be read; one launch per choice."""
-    launched = []
-
-    class Launch:
-        def __getitem__(self, size: tuple[int, ...]):
-            return lambda *args, **sizes: launched.append(size)
-
-    monkeypatch.setattr(module, "_cover_step", Launch())
+    launched = launches(monkeypatch, module, run=False)
+    monkeypatch.setattr(module, "use_triton", lambda *of: True)
     monkeypatch.setattr(module, "architecture", lambda device: 90)
     with FakeTensorMode():
         worth = torch.rand(100, 8 * BLOCK["BLOCK_N"] + 1, device="cuda")
-        assert module._launch(worth, 5, None, None).shape == (5,)
+        assert cover(worth, 5).shape == (5,)
         with pytest.raises(DataDependentOutputException):  # control
             float(worth.amax())
-    assert launched == [(9, 1)] * 5
+    assert [of.grid for of in launched] == [(9, 1)] * 5

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from support.closeness import close
+from support.engine.kernels import (
+    INTERPRETED,
+    codes,
+    launches,
+    parameters_one_by_one,
+    tl,
+    triton,
+)
 from vlmfast import VLMFastError
-from vlmfast.kernels import _decode_mixed
 from vlmfast.kernels import decode_mixed as module
-from vlmfast.kernels._triton import INTERPRETED, tl, triton
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
-from vlmfast.kernels.quantize_kv import Segment, quantize
+from vlmfast.kernels.quantize_kv import TENSORS, Segment, quantize
 
 pytestmark = [
     pytest.mark.usefixtures("triton"),
@@ -50,7 +58,9 @@ def segment(kind: str, lengths: list[list[int]], dim: int, dtype, device, bias: 
             patch.setenv("VLMFAST_KERNELS", "torch")
             made = quantize(keys, values, order, counts[row], bias=logit_bias, **KINDS[kind])
         parts.append(made.unsqueeze())
-    return parts[0]._each(lambda name, _: torch.cat([getattr(p, name) for p in parts]).to(device))
+    tensors = {name: [getattr(part, name) for part in parts] for name in TENSORS}
+    whole = {name: torch.cat(of).to(device) for name, of in tensors.items() if of[0] is not None}
+    return replace(parts[0], **whole)
 
 
 def case(batch, shared, groups, rows, dim, cap, dtype, device, kinds=(), bias=False):
@@ -204,36 +214,31 @@ def test_wide_loads_of_parameters_match_narrow(kind, groups, dtype, device, monk
     small = arguments[1][0]
     if dtype == torch.bfloat16:
         names = ("key_step", "key_min", "value_step", "value_min", "value_scale")
-        small = small._each(lambda name, x: x.to(dtype) if name in names else x)
+        narrow = {name: x.to(dtype) for name in names if (x := getattr(small, name)) is not None}
+        small = replace(small, **narrow)
     whole = small.resized(1, -(-len(small) // 24) * 24)  # a capacity, as of a cache
     masked = ~whole.valid[..., None]
     own = {name: getattr(whole, name) for name in ("value_step", "value_min")}
     own = {name: x.masked_fill(masked, torch.nan) for name, x in own.items()}
-    whole = whole._each(lambda name, x: own.get(name, x))
+    whole = replace(whole, **own)
     arguments[1] = [whole]
     check(tuple(arguments))
     wide = decode_mixed(*arguments)[:2]
-    words, find = [], module._word
-
-    def narrow(*args) -> int:
-        words.append(find(*args))
-        return 1
-
-    monkeypatch.setattr(module, "_word", narrow)
+    words = parameters_one_by_one(monkeypatch)
     assert all(map(torch.equal, wide, decode_mixed(*arguments)[:2]))
     assert len(words) == 1 and words[0] > 1
     arguments[1] = [small.first(len(small) - len(small) % 2 - 1)]  # a view, with an odd length
     decode_mixed(*arguments)
     assert words[1] == 1 or kind in ("groups", "odd groups")
     own["value_step"] = own["value_step"] * 2  # control
-    arguments[1] = [whole._each(lambda name, x: own.get(name, x))]
+    arguments[1] = [replace(whole, **own)]
     assert not torch.equal(wide[0], decode_mixed(*arguments)[0])
 
 
 @triton.jit
 def _all_codes(packed, out, I: tl.constexpr, BITS: tl.constexpr):
     at = tl.arange(0, 256)
-    tl.store(out + at, _decode_mixed._codes(tl.load(packed + at), I, BITS))
+    tl.store(out + at, codes(tl.load(packed + at), I, BITS))
 
 
 @pytest.mark.parametrize(("bits", "part"), [(8, 0), (4, 0), (4, 1), *((2, i) for i in range(4))])
@@ -286,14 +291,13 @@ def test_padding_is_not_read(groups, device) -> None:
             "value_min": part.value_min.masked_fill(wide, torch.inf),
             "bias": part.bias.masked_fill(masked, torch.nan),
         }
-        spoiled.append(part._each(lambda name, x, changed=changed: changed.get(name, x)))
+        spoiled.append(replace(part, **changed))
     arguments[1] = spoiled
     for ours, other in zip(clean, decode_mixed(*arguments, want_attention_mass=True), strict=True):
         assert torch.equal(ours, other)
 
     def longer(part: Segment) -> Segment:
-        lengths = part.lengths.clamp(max=len(part) - 1) + 1
-        return part._each(lambda name, x: lengths if name == "lengths" else x)
+        return replace(part, lengths=part.lengths.clamp(max=len(part) - 1) + 1)
 
     arguments[1] = [longer(part) for part in spoiled]  # control: one spoiled slot becomes valid
     got = decode_mixed(*arguments)
@@ -343,17 +347,9 @@ def test_launch_does_not_synchronize(device, monkeypatch) -> None:
             patch.setattr(torch.Tensor, name, refuse)
         with pytest.raises(AssertionError, match="synchronized"):  # control
             int(arguments[1][0].lengths.max())
-        for kernel in ("attend_rows", "attend_row", "join_splits", "sum_mass"):
-            patch.setattr(module, kernel, _NoKernel())
+        launched = launches(patch, module, run=False)
         decode_mixed(*arguments, want_attention_mass=True)
-
-
-class _NoKernel:
-    """A kernel that does nothing; only its launch is checked."""
-
-    def __getitem__(self, grid: tuple[int, ...]):
-        assert all(isinstance(size, int) for size in grid)
-        return lambda *args, **kwargs: None
+    assert launched and all(isinstance(size, int) for of in launched for size in of.grid)
 
 
 def test_fully_masked_row_is_zero(device) -> None:

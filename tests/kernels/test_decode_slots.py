@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import vlmfast.engine.attention as attention
 from support.closeness import close
+from support.engine.kernels import INTERPRETED, launches
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
-from vlmfast.kernels._triton import INTERPRETED
+from vlmfast.kernels import decode_slots as module
 from vlmfast.kernels.decode_slots import decode_slots, decode_slots_ref
 
 pytestmark = pytest.mark.usefixtures("triton")
@@ -99,21 +99,18 @@ def test_drafts_of_a_model(device, monkeypatch) -> None:
     """The drafts of `draft-self` with the kernel are those without; so are the answers."""
     model, processor = build_llava(layers=2)
     vlm = VLM(model.to(device), processor, decoding="eager")
-    calls, kernel = [], attention.decode_slots
-    monkeypatch.setattr(
-        attention, "decode_slots", lambda *given: calls.append(given) or kernel(*given)
-    )
+    launched = launches(monkeypatch, module)
     requests = [
         Request("what ?" * n, make_image(seed=n), recipe=f"draft-self:keep={0.3 * n},confidence=0")
         for n in (1, 2)
     ]
     more = {"max_new_tokens": 3, "eos_token_id": None}
     got = vlm.ask_many(requests, **more)
-    assert calls
-    calls.clear()
+    assert launched
+    launched.clear()
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     expected = vlm.ask_many(requests, **more)
-    assert not calls
+    assert not launched
     plain = vlm.ask_many([Request(r.question, r.images) for r in requests], **more)
     assert [a.token_ids for a in got] == [a.token_ids for a in expected]
     assert [a.token_ids for a in got] == [a.token_ids for a in plain]

@@ -13,18 +13,24 @@ import pytest
 import torch
 
 import vlmfast
-from vlmfast.errors import VLMFastError
-from vlmfast.kernels import _triton
-from vlmfast.kernels._triton import (
+from support.engine.kernels import (
+    HAS_TRITON,
+    INTERPRETED,
     KERNELS,
+    Absent,
     Choice,
     check_heads,
+    forget_warnings,
     padded,
     parse_choice,
     pointer,
+    pretend_gpu,
     upcast,
     use_triton,
+    without_interpreter,
+    without_triton,
 )
+from vlmfast.errors import VLMFastError
 
 CPU = torch.zeros(2)
 
@@ -39,15 +45,12 @@ class Cuda:
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     """A process that has not warned."""
-    _triton._warn.cache_clear()
+    forget_warnings()
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(_triton, "triton", object())
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    pretend_gpu(monkeypatch)
     monkeypatch.delenv("VLMFAST_KERNELS", raising=False)
     return monkeypatch
 
@@ -97,10 +100,6 @@ def old_gpu(gpu: pytest.MonkeyPatch) -> None:
 
 def rocm(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.version, "hip", "7.0")
-
-
-def without_triton(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(_triton, "triton", _triton._Absent())
 
 
 @pytest.mark.parametrize(
@@ -205,31 +204,29 @@ def test_choices_are_parsed() -> None:
 
 
 def test_triton_on_cpu_without_interpreter_raises(gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(_triton, "INTERPRETED", False)
+    without_interpreter(gpu)
     gpu.setenv("VLMFAST_KERNELS", "triton")
     with pytest.raises(VLMFastError, match="with TRITON_INTERPRET=1 set before vlmfast is"):
         use_triton("x", CPU)
 
 
 def test_triton_is_imported_only_if_required() -> None:
-    folder = Path(_triton.__file__).parent
+    folder = Path(vlmfast.__file__).parent / "kernels"
     files = sorted(f"vlmfast.kernels.{path.stem}" for path in folder.glob("[!_]*.py"))
-    code = f"import sys, {', '.join(files)}; print('triton' in sys.modules)"
+    load = f"import {', '.join(files)}; print('triton' in sys.modules)"
+    again = "[sys.modules.pop(name) for name in list(sys.modules) if 'vlmfast.kernels' in name]"
+    code = f"import os, sys; {load}; {again}; os.environ['VLMFAST_KERNELS'] = 'triton'; {load}"
     unwanted = ("TRITON_INTERPRET", "VLMFAST_KERNELS")
     env = {key: value for key, value in os.environ.items() if key not in unwanted}
     env["CUDA_VISIBLE_DEVICES"] = ""
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code], env=env | more, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for more in ({}, {"VLMFAST_KERNELS": "triton"})
-    ]
-    assert outputs[0] == "False"
-    assert outputs[1] == str(not isinstance(_triton.triton, _triton._Absent))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", str(HAS_TRITON)]
 
 
 def test_kernels_can_be_defined_without_triton() -> None:
-    absent = _triton._Absent()
+    absent = Absent()
 
     def kernel() -> int:
         return 3
@@ -255,4 +252,4 @@ def test_padded_pointer_and_upcast() -> None:
     assert [padded(n, 1) for n in (0, 1, 2, 3)] == [1, 1, 2, 4]
     assert pointer(torch.bfloat16) == "*bf16"
     assert upcast(torch.zeros(1))
-    assert upcast(torch.zeros(1, dtype=torch.bfloat16)) == _triton.INTERPRETED
+    assert upcast(torch.zeros(1, dtype=torch.bfloat16)) == INTERPRETED

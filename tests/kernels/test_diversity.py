@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from support.closeness import close
+from support.engine.kernels import launches, rows_of_one_program
 from vlmfast.kernels import diversity as module
 from vlmfast.kernels.diversity import (
     cosine,
@@ -39,19 +40,8 @@ def grid(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether matrices are treated as if they were too large for one program."""
     if request.param:
-        limits(monkeypatch, 0)
+        rows_of_one_program(monkeypatch, 0)
     return request.param
-
-
-def limits(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """One program takes matrices of at most ``rows`` rows, one of several programs 4 rows."""
-    for name, value in {
-        "MAX_MIN_ROWS": rows,
-        "DPP_ROWS": rows,
-        "ROW_TILE": 4,
-        "_TILE": 4,
-    }.items():
-        monkeypatch.setattr(module, name, value)
 
 
 # --- max-min -------------------------------------------------------------------------------------
@@ -165,7 +155,7 @@ def test_features_that_overflowed_give_rows(several: bool, device: torch.device)
 def test_several_programs_match_reference(
     n: int, k: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(monkeypatch, 0)
+    rows_of_one_program(monkeypatch, 0)
     similarity = cosine(features(n, 100, device=device))
     worth = features(n, device=device, seed=9).abs() + 0.5
     kernel, ties = worth[:, None] * similarity * worth, grid(n, device=device)
@@ -188,7 +178,7 @@ def test_several_programs_match_reference(
 def test_ties_take_lowest_indices_over_several_programs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(monkeypatch, 0)
+    rows_of_one_program(monkeypatch, 0)
     same = torch.ones(10, 10, device=device)
     assert max_min(same, 9).tolist() == list(range(9))
     assert dpp(same, 9).tolist() == list(range(9))
@@ -201,38 +191,27 @@ def test_ties_take_lowest_indices_over_several_programs(
 def test_number_of_rows_decides_programs(
     n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits(monkeypatch, 8)
-    spread = []
-    for name in ("_spread_max_min", "_spread_dpp"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real: spread.append(1) or real(*args))
+    rows_of_one_program(monkeypatch, 8)
+    launched = launches(monkeypatch, module)
     similarity = cosine(features(n, 40, device=device))
     assert torch.equal(max_min(similarity, 3), max_min_ref(similarity, 3))
     assert torch.equal(dpp(similarity, 3), dpp_ref(similarity, 3))
-    assert len(spread) == (2 if n > 8 else 0)
+    several = {"_max_min_step", "_dpp_step"}
+    assert {of.kernel for of in launched} == (several if n > 8 else {"_max_min", "_dpp"})
 
 
 def test_large_matrices_do_not_wait_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake CUDA tensors, whose values cannot be read; one launch per choice."""
-    launched = []
-
-    class Launch:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, size: tuple[int, ...]):
-            return lambda *args, **sizes: launched.append((self.name, size))
-
-    for name in ("_max_min_step", "_dpp_step", "_peaks", "_assign"):
-        monkeypatch.setattr(module, name, Launch(name))
+    launched = launches(monkeypatch, module, run=False)
+    monkeypatch.setattr(module, "use_triton", lambda *of: True)
     with FakeTensorMode():
         large = torch.rand(2, 8193, 8193, device="cuda")
-        assert module._launch_max_min(large, 5).shape == (2, 5)
-        assert module._launch_dpp(large, 4).shape == (2, 4)
-        assert module._launch_peaks(large, 3, 2)[1].shape == (2, 8193)
+        assert max_min(large, 5).shape == (2, 5)
+        assert dpp(large, 4).shape == (2, 4)
+        assert density_peaks(large, 3, 2)[1].shape == (2, 8193)
         with pytest.raises(DataDependentOutputException):  # control
             float(large.amax())
-    assert launched == [
+    assert [(of.kernel, of.grid) for of in launched] == [
         *[("_max_min_step", (65, 2))] * 5,
         *[("_dpp_step", (65, 2))] * 4,
         ("_peaks", (8193, 2)),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from support.closeness import apart, close
+from support.engine.kernels import Launch, launches
 from vlmfast.kernels import few_rows
 from vlmfast.kernels.few_rows import (
     MOST,
@@ -27,15 +28,9 @@ def noise(*shape: int, device: torch.device, dtype=torch.float32, seed: int = 0)
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[str]:
-    """Names of the launchers that run."""
-    names: list[str] = []
-    for name in ("_launch_linears", "_launch_gated"):
-        own = getattr(few_rows, name)
-        monkeypatch.setattr(
-            few_rows, name, lambda *a, _own=own, _name=name: names.append(_name) or _own(*a)
-        )
-    return names
+def launched(monkeypatch) -> list[Launch]:
+    """What has been launched."""
+    return launches(monkeypatch, few_rows)
 
 
 @pytest.mark.cases(8)
@@ -73,7 +68,11 @@ def test_gated_linear_matches_modules(
     weights, biases = (gate.to(dtype), up.to(dtype)), (None, noise(size, device=device).to(dtype))
     got = gated_linear(x, weights, biases, gelu_tanh=gelu_tanh)
     wanted = gated_linear_ref(x, weights, biases, gelu_tanh=gelu_tanh)
-    assert launched == ["_launch_gated"] and got.dtype == dtype and got.shape == wanted.shape
+    assert (
+        [of.kernel for of in launched] == ["_gated"]
+        and got.dtype == dtype
+        and got.shape == wanted.shape
+    )
     # Both factors have rounding errors of their own.
     terms = 4 + (width if dtype == torch.float32 else 0)
     close(got, wanted, terms=terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,21 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import tiny_families, tiny_models
-from support.batched import Together, together
+from support import tiny_families
 from support.closeness import apart, close, network
-from support.driven import Driven
+from support.engine.batched import Together, together
+from support.engine.driven import Driven
+from support.engine.kernels import launches
+from support.engine.prompts import shifted, switched
+from support.engine.steps import fusable, fused_step, kind_of, step_modules
+from support.engine.storage import KVCache
 from support.fake_cuda import pretended
+from support.models import shared
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.protocols import CacheStage
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.calls import step_modules
-from vlmfast.engine.forward import shifted
-from vlmfast.engine.fused import fusable, fused_step
-from vlmfast.engine.fused_kinds import kind_of
 from vlmfast.kernels import few_rows, norm_rope_append
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -55,23 +55,16 @@ RECIPES: dict[str, list[Any]] = {
 }
 
 
-def build_qwen2(monkeypatch, **more: Any) -> tuple[Any, Any]:
+def build_qwen2(**more: Any) -> tuple[Any, Any]:
     """LLaVA with a Qwen2 language model: biases on queries, keys and values."""
     from transformers import Qwen2Config
 
-    made = tiny_models._configs
-
-    def configs(layers: int, kv_heads: int) -> dict[str, Any]:
-        given = made(layers, kv_heads)
-        llama = given["text_config"].to_dict()
-        same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        same += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-        same += ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
-        return given | {"text_config": Qwen2Config(**{key: llama[key] for key in same}, **more)}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tiny_models, "_configs", configs)
-        return build_llava(layers=2)
+    llama = shared(build_llava, layers=2).model.config.text_config.to_dict()
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    same += ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    same += ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    own = Qwen2Config(**{key: llama[key] for key in same}, **more)
+    return build_llava(layers=2, text_config=own)
 
 
 def build_family(family: str, layers: int, **more: Any) -> tuple[Any, Any]:
@@ -85,11 +78,11 @@ def build_family(family: str, layers: int, **more: Any) -> tuple[Any, Any]:
     return model, processor
 
 
-def build(kind: str, monkeypatch, device: torch.device) -> VLM:
+def build(kind: str, device: torch.device) -> VLM:
     if kind == "gemma3":  # the second layer has a window, which prompts exceed; the third has none
         model, processor = build_family(kind, layers=3, window=24)
     elif kind in ("llama", "qwen2"):
-        model, processor = build_llava(layers=2) if kind == "llama" else build_qwen2(monkeypatch)
+        model, processor = build_llava(layers=2) if kind == "llama" else build_qwen2()
     else:
         model, processor = build_family(kind, layers=2)
     return VLM(model.to(device), processor, decoding="eager")  # every step runs in Python
@@ -200,6 +193,7 @@ def compare(forward_pass: ForwardPass) -> None:
         else:
             assert torch.equal(a, b)
     assert all(torch.equal(a.length, b.length) for a, b in zip(ours, caches, strict=True))
+    # control
     apart(forward_pass.fused(later, later=1)[0], expected, terms=terms)
 
 
@@ -218,8 +212,8 @@ def compare(forward_pass: ForwardPass) -> None:
     ],
 )
 @torch.no_grad()
-def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkeypatch) -> None:
-    vlm = build(kind, monkeypatch, device)
+def test_fused_step_matches_decoder(kind: str, case: str, triton, device) -> None:
+    vlm = build(kind, device)
     decoder = decoder_of(vlm, RECIPES[case])
     if case == "compact and kept positions":
         assert together(decoder.caches).offsets
@@ -237,8 +231,8 @@ def test_fused_step_matches_decoder(kind: str, case: str, triton, device, monkey
     ["full", *(pytest.param(c, marks=pytest.mark.slow) for c in ("ragged rows", "quantized"))],
 )
 @torch.no_grad()
-def test_fused_tree_matches_decoder(case: str, triton, device, monkeypatch) -> None:
-    vlm = build("llama", monkeypatch, device)
+def test_fused_tree_matches_decoder(case: str, triton, device) -> None:
+    vlm = build("llama", device)
     decoder = decoder_of(vlm, RECIPES[case])
     parents, seen = (-1, 0, 0, 1, 1, 2), torch.eye(6, dtype=torch.bool)
     for node, parent in enumerate(parents[1:], 1):
@@ -269,11 +263,9 @@ FAMILIES = {
     ],
 )
 @torch.no_grad()
-def test_fused_step_of_families_matches_decoder(
-    family: str, tokens: int, triton, device, monkeypatch
-) -> None:
+def test_fused_step_of_families_matches_decoder(family: str, tokens: int, triton, device) -> None:
     """Single tokens, and a draft of three."""
-    vlm = build(family, monkeypatch, device)
+    vlm = build(family, device)
     decoder = decoder_of(vlm, FAMILIES[family])
     assert fusable(vlm.adapter)
     offsets = together(decoder.caches).offsets
@@ -290,9 +282,9 @@ def test_fused_step_of_families_matches_decoder(
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen2", *FAMILIES, "internvl", "idefics3"])
 @torch.no_grad()
-def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> None:
+def test_references_round_as_modules(family: str, tokens: int) -> None:
     """In bfloat16, bit by bit."""
-    vlm = build(family, monkeypatch, torch.device("cpu"))
+    vlm = build(family, torch.device("cpu"))
     vlm.model.to(torch.bfloat16)
     decoder = decoder_of(vlm, FAMILIES.get(family, [()]))
     path = torch.ones(tokens, tokens, dtype=torch.bool).tril().repeat(len(decoder.rows), 1, 1)
@@ -310,28 +302,15 @@ def test_references_round_as_modules(family: str, tokens: int, monkeypatch) -> N
 
 @torch.no_grad()
 def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
-    vlm = build("llama", monkeypatch, device)
+    vlm = build("llama", device)
     decoder = decoder_of(vlm, RECIPES["full"])
-    counts: dict[str, int] = {}
-
-    def count(module: Any, name: str) -> None:
-        launch = getattr(module, name)
-
-        def counted(*args):
-            counts[name] = counts.get(name, 0) + 1
-            return launch(*args)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(norm_rope_append, "_launch_norm")
-    count(norm_rope_append, "_launch_rotate")
-    count(few_rows, "_launch_linears")
-    count(few_rows, "_launch_gated")
+    launched = [launches(monkeypatch, module) for module in (norm_rope_append, few_rows)]
     with switched(vlm.model):
         ForwardPass(vlm, decoder).fused(decoder.caches)
     depth = vlm.adapter.depth
-    linear = {"_launch_linears": 3 * depth, "_launch_gated": depth}
-    assert counts == {"_launch_norm": 2 * depth + 1, "_launch_rotate": depth, **linear}
+    norm, linear = (Counter(of.kernel for of in each) for each in launched)
+    assert norm == {"_norm": 2 * depth + 1, "_rotate": depth}
+    assert linear == {"_linears": 3 * depth, "_gated": depth}
 
 
 @pytest.mark.cases(1)
@@ -339,7 +318,7 @@ def test_fused_step_launches_kernels(triton, device, monkeypatch) -> None:
 @torch.no_grad()
 def test_changed_linear_layers_are_called(change: str, triton, device, monkeypatch) -> None:
     """By `few_rows` only layers are multiplied that do nothing else."""
-    vlm = build("llama", monkeypatch, device)
+    vlm = build("llama", device)
     decoder, called = decoder_of(vlm, RECIPES["full"]), []
 
     class Linear(torch.nn.Linear):
@@ -350,10 +329,7 @@ def test_changed_linear_layers_are_called(change: str, triton, device, monkeypat
     class Weight(torch.nn.Parameter):
         pass
 
-    launch, launches = few_rows._launch_linears, []
-    monkeypatch.setattr(
-        few_rows, "_launch_linears", lambda *a: launches.append(len(a[1])) or launch(*a)
-    )
+    launched = launches(monkeypatch, few_rows)
     for layer in vlm.adapter.decoder.layers:
         out = layer.self_attn.o_proj
         if change == "hook":
@@ -366,7 +342,8 @@ def test_changed_linear_layers_are_called(change: str, triton, device, monkeypat
     with switched(vlm.model):
         ForwardPass(vlm, decoder).fused(decoder.caches)
     # Queries, keys and values together, and the second half of the MLP.
-    assert launches == [3, 1] * depth
+    weights = [of.args[1:4] for of in launched if of.kernel == "_linears"]
+    assert [sum(each is not None for each in of) for of in weights] == [3, 1] * depth
     assert len(called) == (0 if change == "weight" else depth)
 
 
@@ -381,7 +358,7 @@ def test_changed_linear_layers_are_called(change: str, triton, device, monkeypat
 def test_fused_step_does_not_synchronize(kind: str, case: str, monkeypatch) -> None:
     """On fake tensors, with the references instead of kernels."""
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
-    vlm = build(kind, monkeypatch, torch.device("cpu"))
+    vlm = build(kind, torch.device("cpu"))
     decoder = decoder_of(vlm, RECIPES[case])
     width = vlm.adapter.config.text_config.hidden_size
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder) as watch:
@@ -396,7 +373,7 @@ def test_fused_step_does_not_synchronize(kind: str, case: str, monkeypatch) -> N
 
 
 def test_not_fusable_on_cpu_by_default(monkeypatch) -> None:
-    vlm = build("llama", monkeypatch, torch.device("cpu"))
+    vlm = build("llama", torch.device("cpu"))
     for choice in ("torch", ""):
         monkeypatch.setenv("VLMFAST_KERNELS", choice)
         assert not fusable(vlm.adapter)
@@ -429,8 +406,8 @@ def test_fusable_detects_supported_layers(monkeypatch) -> None:
 
     layers[1].__class__ = Scaled
     assert not known(model)
-    assert not known(build_qwen2(monkeypatch, hidden_act="gelu")[0])
-    assert known(build_qwen2(monkeypatch)[0])
+    assert not known(build_qwen2(hidden_act="gelu")[0])
+    assert known(build_qwen2()[0])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.engine.kernels import launches
 from vlmfast.kernels import gather_rows as module
 from vlmfast.kernels.gather_rows import gather_rows, gather_rows_ref
 
@@ -82,17 +83,10 @@ def test_hidden_states_and_rotary_tables(device: torch.device) -> None:
 
 
 def test_all_tensors_in_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    grids, real = [], module._gather_rows
-
-    class Recorded:
-        def __getitem__(self, grid):
-            grids.append(grid)
-            return real[grid]
-
-    monkeypatch.setattr(module, "_gather_rows", Recorded())
+    launched = launches(monkeypatch, module)
     x = filled((2, 9, 8), torch.float16, device)
     gather_rows(drawn((2, 4), 9, device), x, x[..., 0], x[..., :3])
-    assert len(grids) == 1
+    assert len(launched) == 1
 
 
 def test_leading_and_trailing_axes(device: torch.device) -> None:

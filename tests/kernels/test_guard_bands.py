@@ -10,16 +10,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.engine.kernels import INTERPRETED, tl, triton
 from support.kernel_memory import banded, guarded, results
 from vlmfast.check.closeness import deviation
-from vlmfast.kernels import _triton
 from vlmfast.kernels.calls import Shape, tensors
 from vlmfast.kernels.catalogue import CASES, Case
 
 CHECKS_ADDRESSES = True
 pytestmark = pytest.mark.usefixtures("triton")
-tl, triton_jit = _triton.tl, _triton.triton.jit
-interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="addresses are not observable")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="addresses are not observable")
 
 # One slot, a few, and more than a block; head dimensions that are padded; views.
 SHAPES = {
@@ -56,7 +55,7 @@ def test_kernels_match_their_references_and_stay_within_their_buffers(
     if case.checked:  # the others have no reference
         wanted = list(tensors(call.reference()))
         assert deviation([x.cpu() for x in got], wanted, call) <= 1
-    if not _triton.INTERPRETED:  # there the addresses are checked
+    if not INTERPRETED:  # there the addresses are checked
         plain = results(call, lambda x: x.to(device, copy=True))
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
@@ -85,7 +84,7 @@ def test_gaps_within_rows_do_not_change_the_result(case: Case, device: torch.dev
 # --- controls ------------------------------------------------------------------------------------
 
 
-@triton_jit
+@triton.jit
 def _copy(x, out, first, last, N):
     """Copies entries ``first`` to ``last``, which may be outside of both tensors."""
     i = tl.arange(0, 16)

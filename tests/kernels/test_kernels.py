@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.closeness import apart, close, tolerance
+from support.engine.kernels import entries_at_once
 from vlmfast import VLMFastError
-from vlmfast.kernels import col_stats as module
 from vlmfast.kernels.col_stats import col_stats
 from vlmfast.kernels.select import mass_count, ranked, top_k
 
@@ -226,7 +226,7 @@ def test_blocks_of_rows_give_equal_statistics(case, monkeypatch):
     monkeypatch.setattr(Tensor, "softmax", record)
     for entries in (1, 4 * S * len(query), 7 * S * len(query) + 5):
         sizes.clear()
-        monkeypatch.setattr(module, "_ENTRIES_AT_ONCE", entries)
+        entries_at_once(monkeypatch, entries)
         got = col_stats(query, key, rows, **how)
         for name, of in expected.items():
             if of.is_floating_point():

@@ -17,17 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.engine.kernels import INTERPRETED, interpreted_in_place
 from support.kernel_memory import narrow_products, results
-from vlmfast.kernels import _triton
 from vlmfast.kernels.calls import Call, Shape, tensors
 from vlmfast.kernels.catalogue import CASES, Case
 
 CHECKS_ADDRESSES = True
 pytestmark = [
     pytest.mark.usefixtures("triton"),
-    pytest.mark.skipif(not _triton.INTERPRETED, reason="needs Triton's interpreter"),
+    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"),
 ]
-tl, triton_jit = _triton.tl, _triton.triton.jit
 
 # At least three entries along every axis that a stride belongs to.
 SHAPE = Shape(3, 3, 16, 12, 24, 8, batch=3)
@@ -79,10 +78,7 @@ def spread(x: Tensor, axis: int) -> Tensor:
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import interpreter
-
-    # Arguments on the CPU are used in place; copying them back would touch every page.
-    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *args: None)
+    interpreted_in_place(monkeypatch)  # copying arguments back would touch every page
 
 
 @functools.cache

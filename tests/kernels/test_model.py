@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
+from support.engine.kernels import launches
 from support.fake_drafters import Knows
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.prefill import Drops
 from vlmfast.kernels import (
     biased_attention,
     col_stats,
@@ -49,22 +47,6 @@ def vlm(request: pytest.FixtureRequest, device: torch.device) -> VLM:
     return VLM(model.to(device), processor, decoding="eager")
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Number of launches per kernel file."""
-    counts: dict[str, int] = {}
-    for module in MODULES:
-        for name in [name for name in vars(module) if name.startswith(("_launch", "launch_"))]:
-            launch = getattr(module, name)
-
-            @functools.wraps(launch)
-            def counting(*args, _launch=launch, _name=module.__name__, **kwargs):
-                counts[_name] = counts.get(_name, 0) + 1
-                return _launch(*args, **kwargs)
-
-            monkeypatch.setattr(module, name, counting)
-    return counts
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("vlm", "recipe"),
@@ -82,14 +64,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.usefixtures("triton")
 def test_tokens_match_reference(vlm: VLM, recipe: str, monkeypatch) -> None:
     given = {"images": make_image(seed=3), "recipe": recipe, "max_new_tokens": 4}
-    counts = counted(monkeypatch)
+    launched = {module: launches(monkeypatch, module) for module in MODULES}
     got = vlm.ask("what is here ?", **given, eos_token_id=None)
     for module in (*STEP, *RECIPES[recipe]):
-        assert counts.get(module.__name__), f"{module.__name__} was not launched"
-    counts.clear()
+        assert launched[module], f"{module.__name__} was not launched"
+        launched[module].clear()
     monkeypatch.setenv("VLMFAST_KERNELS", "torch")
     expected = vlm.ask("what is here ?", **given, eos_token_id=None)
-    assert not counts
+    assert not any(launched.values())
     assert got.token_ids == expected.token_ids
     assert got.stats.kv_bytes == expected.stats.kv_bytes
 
@@ -129,22 +111,15 @@ def test_drops_rows_of_per_layer_rotary_tables(positions: str, device) -> None:
     layers = vlm.adapter.decoder.layers
     for index in (3, 4):
         layers[index].register_forward_pre_hook(halve, with_kwargs=True)
-    original_hook = Drops._hook
-
-    def recorded_hook(self, index: int):
-        drop = original_hook(self, index)
-
-        def hook(module, args, kwargs):
-            found = drop(module, args, kwargs)
-            seen[index] = (found[1] if found else kwargs)["position_embeddings"]
-            return found
-
-        return hook
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drops, "_hook", recorded_hook)
-        recipe = f"pyramiddrop:layers=1/3,ratios=0.7/0.4,positions={positions}"
-        vlm.ask("what ?", images=make_image(seed=1), recipe=recipe, max_new_tokens=1)
+    for index, layer in enumerate(layers):
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, index=index: seen.__setitem__(
+                index, kwargs["position_embeddings"]
+            ),
+            with_kwargs=True,
+        )
+    recipe = f"pyramiddrop:layers=1/3,ratios=0.7/0.4,positions={positions}"
+    vlm.ask("what ?", images=make_image(seed=1), recipe=recipe, max_new_tokens=1)
     lengths = [seen[index][0].shape[1] for index in range(1, 6)]
     assert lengths[0] == lengths[1] > lengths[2] == lengths[3] == lengths[4]
     for at in (3, 4):

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from support.closeness import apart, close
-from vlmfast.kernels import _triton
+from support.engine.kernels import INTERPRETED
 from vlmfast.kernels.norm_rope_append import (
     HeadNorm,
     residual_norm,
@@ -189,7 +189,7 @@ def test_rotate_append_matches_reference(
                 close(ours[n : n + t], new[row, head], terms=2)
     assert torch.equal(got[2], expected[2])  # values are copied as they are
     close(got[0], expected[0], terms=2)
-    if dtype == torch.float16 or not _triton.INTERPRETED:  # rounded where the reference rounds
+    if dtype == torch.float16 or not INTERPRETED:  # rounded where the reference rounds
         assert dtype == torch.float32 or all(map(torch.equal, got, expected))
     if dtype != torch.bfloat16:  # control, for which the steps of bfloat16 are too coarse
         apart(got[0], rotate_append_ref(**inputs | {"sin": -inputs["sin"]}), terms=2)

@@ -9,12 +9,11 @@ import torch
 
 from support import tiny_families
 from support.closeness import close
+from support.engine.kernels import attend_with, without_ancestor_bits
 from support.fake_drafters import Knows
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM, Request
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine import attention, forward
-from vlmfast.engine.kv_layer import KVLayer
 from vlmfast.kernels.decode_mixed import decode_mixed, decode_mixed_ref
 from vlmfast.kernels.tree_verify import tree_verify_ref
 
@@ -28,18 +27,7 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kinds: list[str] = []
-        self.masks: list[int] = []
-        for of in (attention, forward):
-            monkeypatch.setattr(of, "has_kernels", lambda *of: not torch.is_grad_enabled())
-        monkeypatch.setattr(attention, "decode_mixed", self.decode)
-        monkeypatch.setattr(attention, "tree_verify", tree_verify_ref)
-        build = KVLayer.mask
-
-        def mask(layer: KVLayer, tokens: int, *more: Any) -> torch.Tensor:
-            self.masks.append(tokens)
-            return build(layer, tokens, *more)
-
-        monkeypatch.setattr(KVLayer, "mask", mask)
+        self.masks = attend_with(monkeypatch, self.decode, tree_verify_ref)
 
     def decode(self, query, segments, keys, values, seen, *more, **named):
         self.kinds.append("mask" if seen.dtype == torch.bool else "lengths")
@@ -105,7 +93,7 @@ def test_trees_need_a_mask_without_ancestor_bits(vlm: VLM, seen: Seen, monkeypat
     drafts = Recipe.of("none") + Knows(answer=tuple(wanted), cycle=True)
     ask(vlm, drafts, max_new_tokens=12)
     assert set(seen.kinds) == {"lengths"} and seen.masks == []  # `tree_verify` has the others
-    monkeypatch.setattr("vlmfast.engine.forward.WORD", 0)
+    without_ancestor_bits(monkeypatch)
     got = ask(vlm, drafts, max_new_tokens=12)
     assert got.token_ids == wanted and got.stats.accepted > 2
     assert "mask" in seen.kinds and max(seen.masks) > 1

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from support.closeness import close
+from support.engine.kernels import INTERPRETED
+from support.kernel_memory import each_tensor
 from vlmfast.kernels import decode_mixed as shared
-from vlmfast.kernels._triton import INTERPRETED
 from vlmfast.kernels.quantize_kv import Segment, quantize
 from vlmfast.kernels.tree_verify import tree_verify, tree_verify_ref
 
@@ -65,7 +66,7 @@ def segment(batch: int, heads: int, n: int, dim: int, device, **more) -> Segment
             (torch.arange(batch * heads).view(batch, heads) * 7 + 5) % (n + 1),
             **more,
         )
-    return made._each(lambda name, x: x.to(device))
+    return each_tensor(made, lambda x: x.to(device))
 
 
 def sums(given: dict) -> int:

@@ -24,10 +24,10 @@ from PIL import Image
 
 from support import media_fixtures as fx
 from support.closeness import close
+from support.engine.media import decoded_groups
 from vlmfast.errors import MediaError
 from vlmfast.media import (
     VideoInfo,
-    decoders,
     kind_of,
     load_image,
     load_video,
@@ -712,14 +712,7 @@ def test_only_damaged_frames_are_rejected(video_folder: Path, tmp_path: Path) ->
 
 def test_only_requested_gops_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = fx.write_video(tmp_path / "clip.mp4", **{"x264-params": "scenecut=0"})
-    starts = []
-    original = decoders.AvReader._decode_from
-
-    def spy(self: decoders.AvReader, key: int | None) -> object:
-        starts.append(key)
-        return original(self, key)
-
-    monkeypatch.setattr(decoders.AvReader, "_decode_from", spy)
+    starts = decoded_groups(monkeypatch)
     assert numbers(load_video(path, select=lambda info: [2, 5, 23, 39])) == [2, 5, 23, 39]
     assert starts == [None, 0, 12, 36]  # the first for the rotation, then one per group
 

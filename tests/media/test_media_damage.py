@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, features
 
 from support import media_fixtures as fx
+from support.engine.media import believe_headers, fail_while_decoding
 from vlmfast import errors
 from vlmfast.errors import MediaError, OutOfMemory, VLMFastError, is_out_of_memory
 from vlmfast.media import decoders, load_image, load_video, probe_video
@@ -151,23 +152,15 @@ def test_oversized_frames_are_rejected(whole, monkeypatch) -> None:
 def test_frames_larger_than_the_header_states_are_rejected(whole, monkeypatch) -> None:
     """FFmpeg itself receives the limit: a frame may be larger than its stream claims."""
     monkeypatch.setattr(decoders, "MAX_PIXELS", 32 * 24 - 1)
-    monkeypatch.setattr(decoders.AvReader, "_check_size", lambda *size: None)
+    believe_headers(monkeypatch)
     with pytest.raises(MediaError, match=r"cannot be decoded: .*max_pixels"):
         load_video(whole["front.mp4"])
 
 
 @pytest.mark.parametrize("step", ["demux", "decode"])
 def test_decoder_exceptions_become_media_errors(whole, monkeypatch, step) -> None:
-    class Broken(decoders.AvReader):
-        def _packets(self):
-            if step == "demux":
-                raise KeyError("two\nlines")
-            return super()._packets()
-
-        def _image(self, frame):
-            raise ZeroDivisionError("in the converter")
-
-    monkeypatch.setattr(decoders, "AvReader", Broken)
+    demux = KeyError("two\nlines") if step == "demux" else None
+    fail_while_decoding(monkeypatch, ZeroDivisionError("in the converter"), demux)
     with pytest.raises(MediaError, match=r"^bytes \(\d+\): cannot be decoded: ") as caught:
         load_video(whole["front.mp4"])
     assert "\n" not in str(caught.value)
@@ -184,7 +177,7 @@ def test_a_session_description_opens_no_sockets() -> None:
         load_video(bytes(text))
 
 
-@pytest.mark.parametrize("step", ["_open", "load", "convert", "getexif"])
+@pytest.mark.parametrize("step", ["__init__", "load", "convert", "getexif"])
 @pytest.mark.parametrize("error", [MemoryError(), OSError("out of memory error when reading")])
 def test_exhausted_memory_is_no_fault_of_an_image(monkeypatch, step, error) -> None:
     from PIL import Image, PngImagePlugin
@@ -193,7 +186,7 @@ def test_exhausted_memory_is_no_fault_of_an_image(monkeypatch, step, error) -> N
         raise error
 
     data = fx.encoded(Image.new("LA", (4, 4)), "PNG")
-    kind = PngImagePlugin.PngImageFile if step in ("load", "_open") else Image.Image
+    kind = PngImagePlugin.PngImageFile if step in ("load", "__init__") else Image.Image
     with monkeypatch.context() as patch:
         patch.setattr(kind, step, full)
         with pytest.raises(OutOfMemory, match="the memory is too small: ") as caught:
@@ -203,14 +196,10 @@ def test_exhausted_memory_is_no_fault_of_an_image(monkeypatch, step, error) -> N
 
 
 def test_exhausted_memory_is_no_fault_of_a_video(whole, monkeypatch) -> None:
-    class Broken(decoders.AvReader):
-        def _image(self, frame):
-            raise av.error.MemoryError(12, "Cannot allocate memory")
-
     def full(*args: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(decoders, "AvReader", Broken)
+    fail_while_decoding(monkeypatch, av.error.MemoryError(12, "Cannot allocate memory"))
     with pytest.raises(MediaError, match="Cannot allocate memory"):  # more than there ever is
         load_video(whole["front.mp4"])
     monkeypatch.setattr(errors.mmap, "mmap", full)

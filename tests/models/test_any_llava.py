@@ -16,12 +16,13 @@ from transformers import DynamicCache
 
 from support import rope_types, tiny_families
 from support.closeness import apart, close
+from support.engine.private import decoder_parts, tower_parts
 from support.families import CASES, make_image, start
+from support.look import looked
 from support.tiny_families import DECODERS, TOWERS, llava_around
 from vlmfast import VLM, ModelError, RecipeError, Request, VLMFastError
 from vlmfast.core.layout import Kind
-from vlmfast.engine import vision_attention
-from vlmfast.models._parts import decoder_parts, tower_parts
+from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.testing import check_family
 
 FAMILIES = ("llava", "llava_next", "llava_onevision")
@@ -38,7 +39,7 @@ SPECIALS = {
 }
 # Towers whose blocks take positions of all patches, or add a bias to each pair of them.
 POSITIONS = {"dinov3_vit": "DINOv3ViTModel", "beit": "BeitModel"}
-LENGTH = {"max_new_tokens": 5, "min_new_tokens": 5}
+LENGTH = {"max_new_tokens": 4, "min_new_tokens": 4}
 KEEPING = ("hired:1", "tome:1", "fastv:keep=1", "pyramiddrop:1", "snapkv:1")
 # Each tower and each language model once.
 PAIRS = [
@@ -268,26 +269,22 @@ def test_tower_with_positions_of_all_patches(tower: str, name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("tower", ["dinov2", "beit"])
 @pytest.mark.parametrize("source", ["cls", "received"])
-def test_saliency_is_the_towers_own_attention(monkeypatch, tower: str, source: str) -> None:
+def test_saliency_is_the_towers_own_attention(tower: str, source: str) -> None:
     """That of its eager implementation, with the bias that BEiT adds to its logits."""
-    vlm, seen = VLM(*llava_around(tower, "llama")), []
-    rows_of = vision_attention._vision_rows
-
-    def noted(*args: Any) -> Any:
-        seen.append(rows_of(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(vision_attention, "_vision_rows", noted)
-    vlm.ask("what ?", **MEDIA[0], recipe=f"hired:keep=0.5,saliency={source}", **LENGTH)
+    vlm = VLM(*llava_around(tower, "llama"))
+    asked = [SaliencyRequest(block, source) for block in ("first", "last")]
+    _, stats = looked(vlm, asked=tuple(asked), **MEDIA[0])
+    got = [stats.salient(request, stats.items[0]).rows for request in asked]
     pixels = start(vlm, **MEDIA[0]).inputs.tensors["pixel_values"]
     vlm.adapter.tower().set_attn_implementation("eager")
     maps = vlm.adapter.tower()(pixels, output_attentions=True).attentions
     first, last = (
-        of[:, :, :1] if source == "cls" else of[:, :, 1:].mean(2, keepdim=True)
+        (of[:, :, 0] if source == "cls" else of[:, :, 1:].mean(2))[..., 1:]
         for of in (maps[0], maps[-1])
     )
-    close(seen[-1], last, terms=256)
-    apart(seen[-1], first, terms=256)  # control
+    close(got[0], first, terms=256)
+    close(got[1], last, terms=256)
+    apart(got[1], first, terms=256)  # control
 
 
 # --- views of another size than in the config of the tower ----------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import pytest
@@ -15,18 +16,18 @@ import torch
 
 import vlmfast
 from support import closeness, tiny_families
-from support.driven import Driven
+from support.engine.driven import Driven, answer_logits, entered
+from support.engine.prompts import Inputs, switched
+from support.engine.storage import compressed, storage_of
 from support.families import BUILD, CASES, Rank, built, start, sums
 from support.paths import ROOT
-from support.reference import TOKENS, Dense, answer_logits, entered
+from support.reference import TOKENS, Dense
 from vlmfast import VLM, ModelError, RecipeError, VLMFastError
+from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage, EncodeStage, InEncoderStage, PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ColumnRequest, StatRequest
 from vlmfast.core.tree import Tree
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVLayer
-from vlmfast.engine.prefill import Inputs
 from vlmfast.models import families
 from vlmfast.testing import check_family
 from vlmfast.train.stages import run as train
@@ -77,6 +78,17 @@ def served(vlm: VLM, case: str) -> str:
     return others[case] if f"equality: {case}" in refused else case
 
 
+@lru_cache(maxsize=len(CASES))  # of one family at a time
+def dense_of(vlm: VLM, case: str) -> Dense:
+    return Dense(vlm, start(vlm, **CASES[case]).inputs.tensors)
+
+
+@lru_cache(maxsize=len(CASES))
+def undropped(vlm: VLM, case: str) -> torch.Tensor:
+    """Logits while nothing is dropped, after the prompt and `TOKENS`."""
+    return dense_of(vlm, case)()
+
+
 # --- equality ----------------------------------------------------------------------------------
 
 
@@ -112,7 +124,7 @@ def test_none_equals_hugging_face(vlm, case):
     tensors = run.inputs.tensors
     expected = vlm.model.generate(
         **tensors,
-        max_new_tokens=9,
+        max_new_tokens=6,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -121,16 +133,15 @@ def test_none_equals_hugging_face(vlm, case):
     got = answer_logits(vlm, run, tokens[:-1])
     equal(vlm, run, "none", got, torch.cat(expected.logits))
     # Control: other tokens change the logits far beyond the tolerance.
-    control = answer_logits(vlm, start(vlm, **CASES[case]), TOKENS)
+    control = answer_logits(vlm, start(vlm, **CASES[case]), TOKENS[:5])
     closeness.apart(got[1:], control[1:], terms=sums(vlm, run))
-    answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=9, do_sample=False)
+    answer = vlm.ask("what is here ?", **CASES[case], max_new_tokens=6, do_sample=False)
     assert answer.token_ids == tokens
     visual = vlm.adapter.visual(tensors["input_ids"])
     assert answer.stats.visual_tokens_in == int(visual.sum())
     assert bool(visual.any()) == (case != "no image")
     # The reference of the tests below agrees.
-    dense = Dense(vlm, tensors)
-    closeness.close(dense(dense.everything(), tokens[:-1]), got, terms=sums(vlm, run))
+    closeness.close(dense_of(vlm, case)(tokens=tokens[:-1]), got, terms=sums(vlm, run))
 
 
 def test_layout_locates_the_tokens(vlm):
@@ -169,11 +180,10 @@ def test_encode_stages_equal_the_dense_reference(vlm, case, policy, method):
     case = served(vlm, case)
     run = start(vlm, f"{method}:keep=0.4,positions={policy}", **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
-    alive = entered(vlm, run)
+    alive = entered(run)
     assert int((~alive[0]).sum()) > 1
-    dense = Dense(vlm, run.inputs.tensors)
-    expected = dense(alive, numbered=alive if policy == "compact" else None)
-    close(vlm, run, "encode", got, expected, dense(dense.everything()))
+    expected = dense_of(vlm, case)(alive, numbered=alive if policy == "compact" else None)
+    close(vlm, run, "encode", got, expected, undropped(vlm, case))
 
 
 @pytest.mark.cases(24)
@@ -191,59 +201,45 @@ def test_prefill_stages_equal_the_dense_reference(vlm, case, policy, method):
     }[method]
     run = start(vlm, recipe, **CASES[case])
     got = answer_logits(vlm, run, TOKENS)
-    alive = entered(vlm, run)
+    alive = entered(run)
     rows = [int(of.sum()) + len(TOKENS) for of in alive]
     states = vlm.adapter.state_layers
     assert run.cache.lengths() == [0 if i in states else n for i, n in enumerate(rows)]
     assert rows[0] >= rows[first] >= rows[second] < rows[0]
-    dense = Dense(vlm, run.inputs.tensors)
-    full, numbered = dense.everything(), None
+    numbered = None
     if policy == "compact":
         drop = at if method == "fastv" else first
         # Random keeps its ids; a layer is renumbered by the drops at it and before it.
         numbered = [None if layer < drop else alive[layer] for layer in range(len(alive))]
-    expected = dense(alive, numbered=numbered or [None] * len(alive))
-    close(vlm, run, "prefill", got, expected, dense(full))
+    expected = dense_of(vlm, case)(alive, numbered=numbered)
+    close(vlm, run, "prefill", got, expected, undropped(vlm, case))
 
 
-@pytest.fixture
-def kept(monkeypatch) -> dict:
-    """By layer the slots that cache stages keep, indices of its prompt for each head."""
-    seen, put = {}, KVLayer.put
-
-    def note(self, kv):
-        rows = [order[:n].tolist() for order, n in zip(kv.order, kv.lengths, strict=True)]
-        seen[id(self)] = self, rows
-        put(self, kv)
-
-    monkeypatch.setattr(KVLayer, "put", note)
-    return seen
-
-
-def readable(kept: dict, layers: list[KVLayer], size: int) -> list[torch.Tensor]:
+def readable(stored: list[KV | None], size: int) -> list[torch.Tensor]:
+    """By layer the slots that cache stages keep, bool (H, S)."""
     masks = []
-    for layer in layers:
-        _, heads = kept.get(id(layer), (layer, [range(size)]))  # a state keeps everything
-        assert layer.stateful == (id(layer) not in kept)
-        mask = torch.zeros(len(heads), size, dtype=torch.bool)
-        for head, rows in enumerate(heads):
-            mask[head, rows] = True
-        masks.append(mask)
+    for kv in stored:
+        if kv is None:  # a state keeps everything
+            masks.append(torch.ones(1, size, dtype=torch.bool))
+            continue
+        masks.append(torch.zeros(len(kv.order), size, dtype=torch.bool))
+        for head, (order, n) in enumerate(zip(kv.order, kv.lengths, strict=True)):
+            masks[-1][head, order[:n]] = True
     return masks
 
 
 @pytest.mark.cases(11)
 @pytest.mark.parametrize("case", PICTURED)
-def test_cache_stages_equal_the_dense_reference(vlm, case, kept):
+def test_cache_stages_equal_the_dense_reference(vlm, case):
     case = served(vlm, case)
     run = start(vlm, "snapkv:keep=0.5,window=4", **CASES[case])
-    got = answer_logits(vlm, run, TOKENS)
-    dense = Dense(vlm, run.inputs.tensors)
-    read = readable(kept, run.cache.layers, dense.size)
+    with compressed() as kept:
+        got = answer_logits(vlm, run, TOKENS)
+    dense = dense_of(vlm, case)
+    read = readable(storage_of(run, kept), dense.size)
     assert 0 < read[1].sum() < 0.7 * read[1].numel()
     assert any(bool((of[0] != of[-1]).any()) for of in read)  # heads differ
-    everything = dense.everything()
-    close(vlm, run, "cache", got, dense(everything, read=read), dense(everything))
+    close(vlm, run, "cache", got, dense(read=read), undropped(vlm, case))
 
 
 @pytest.mark.cases(12)
@@ -266,8 +262,8 @@ def test_tree_logits_equal_the_dense_reference(vlm, case):
         # The accepted part of a path stays, and decoding continues after it.
         run.decoder.accept([paths[-1][:2]])
         rows = [run.next(torch.tensor([[token]])) for token in wrong[5:]]
-    dense = Dense(vlm, run.inputs.tensors)
-    alive = dense.everything() if case == "no image" else entered(vlm, run)
+    dense = dense_of(vlm, case)
+    alive = dense.everything() if case == "no image" else entered(run)
     assert len(paths) == 3
     for path in paths:
         expected = dense(alive, [tree.tokens[node] for node in path])
@@ -538,7 +534,7 @@ def test_training_equals_the_dense_reference(name):
     inputs = Inputs(answered, run.inputs.sizes, "q", run.inputs.frames, answer=len(TOKENS))
     logits, _, _ = train(vlm, inputs, None)
     logits.sum().backward()
-    expected = Dense(vlm, tensors)(Dense(vlm, tensors).everything())[:-1]
+    expected = Dense(vlm, tensors)()[:-1]
     closeness.close(logits.detach(), expected, terms=sums(vlm, run))
 
 

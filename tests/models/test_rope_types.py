@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from support import tiny_families
-from support.cpu_graph import captured_by_stand_in
+from support.engine.cpu_graph import captured_by_stand_in
+from support.engine.prompts import Inputs, prepared, splittable, switched
 from support.fake_drafters import Knows
 from support.rope_types import ORIGINAL, TYPES, build
 from support.tiny_models import make_image
 from vlmfast import VLM, Request, VLMFastError
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.attention import switched
 from vlmfast.models.rope import LengthRotary, longest
 
 pytestmark = pytest.mark.cold
 
 BY_LENGTH = ("dynamic", "longrope")
 SHORT, LONG = "what is here ?", "what is in this image and in the one before it, and why ? " * 2
-COUNT = 40
+COUNT = 24
 
 
 def generated(kind: str, question: str, count: int = COUNT) -> list[int]:
@@ -101,15 +101,10 @@ def test_kernels_give_the_same_tokens(kind: str, wanted, monkeypatch) -> None:
 
 def test_long_prompts_are_prefilled_at_once(vlm: VLM, wanted) -> None:
     """A part of one would have other tables."""
-    from vlmfast.engine.chunks import splittable
-    from vlmfast.engine.prefill import Inputs, prepare
-    from vlmfast.engine.stats import Stats, Trace
-
     for question, expected in ((SHORT, True), (LONG, False)):
         tensors = vlm.inputs(question, images=[make_image()])
-        inputs = Inputs(tensors, [(64, 64)], question)
-        with torch.no_grad(), switched(vlm.model):
-            prompt = prepare(vlm.adapter, inputs, Recipe(), Stats(), Trace())
+        with torch.no_grad():
+            prompt, _ = prepared(vlm, Inputs(tensors, [(64, 64)], question))
         assert splittable(vlm.adapter, Recipe(), prompt, 200) is expected
 
 

@@ -10,15 +10,13 @@ import torch
 import vlmfast
 from support import tiny_families
 from support.closeness import apart, close
+from support.engine.prompts import Stats, Wanted, encode, switched
 from support.tiny_models import make_image
 from vlmfast import VLM, ModelError
 from vlmfast.core.layout import TokenLayout, VisualTokens
 from vlmfast.core.registry import stage_class
 from vlmfast.core.saliency import SaliencyRequest
 from vlmfast.core.views import token_saliency
-from vlmfast.engine.attention import switched
-from vlmfast.engine.stats import Stats
-from vlmfast.engine.vision import Wanted, encode
 from vlmfast.testing import check_family
 
 WIDE, TALL, SMALL = make_image(300, 100), make_image(130, 250, seed=1), make_image(40, 40, seed=2)

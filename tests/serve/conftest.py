@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from vlmfast.serve.server import options_of
 
 CHAT = "/v1/chat/completions"
 GUARD = 60.0  # seconds; only a test that fails waits as long
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # reads no certificates, as each client would
 ENGINE = os.environ.get("VLMFAST_SERVE_ENGINE", "vlmfast")
 RECIPES = {"tiny": "balanced", "full": "none", "fast": "hired:0.1"}
 # Tests of clients that differ on vLLM, and the entry of `vlmfast_vllm.options.DIFFERENT` why.
@@ -125,7 +127,7 @@ class Served:
         return int(self.url.rpartition(":")[2])
 
     def client(self, **more: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=GUARD, **more)
+        return httpx2.Client(base_url=self.url, timeout=GUARD, verify=NO_TLS, **more)
 
     def get(self, path: str, **headers: str) -> httpx2.Response:
         with self.client(headers=headers) as client:
@@ -219,13 +221,13 @@ def listening(server: Server, vlm: VLM, guard: float = GUARD) -> Iterator[Served
 def serving_by_vllm(vlm: VLM, config: ServerConfig) -> Iterator[Served]:
     from vlmfast_vllm.serving import prepared
 
-    from vlmfast.cli.commands import _parser
+    from vlmfast.cli.commands import build_parser
 
     words = ["serve", "tiny", "--engine", "vllm", "--dtype", "float32"]
     words += ["--max-cache-bytes", str(1 << 30), "--shadow", str(config.shadow)]
     words += ["--", "--enforce-eager", "--max-model-len", "2048"]
     with contextlib.ExitStack() as stack:
-        frontend, runner = stack.enter_context(prepared(_parser().parse_args(words), config))
+        frontend, runner = stack.enter_context(prepared(build_parser().parse_args(words), config))
         server = Server(config, lambda: frontend, runner)
         yield stack.enter_context(listening(server, vlm, 500))
 

@@ -154,7 +154,7 @@ def test_without_usage_no_chunk_has_any(served: Any) -> None:
 
 def test_settings_reach_the_engine(served: Any) -> None:
     def answer(**more: Any) -> str:
-        found = served.chat("Describe it.", 7, max_tokens=16, **more).json()
+        found = served.chat("Describe it.", 7, max_tokens=8, **more).json()
         return found["choices"][0]["message"]["content"]
 
     greedy = answer(temperature=0)

@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("fastapi", reason="pip install 'vlmfast[serve]'")
 
 from support.documented import ROOT
-from vlmfast.cli import commands as cli
+from vlmfast.cli.commands import build_parser
+from vlmfast.cli.parser import every_parser
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.commands import config_of
 from vlmfast.serve.config import MediaLimits, ServerConfig
@@ -125,14 +126,14 @@ def test_limits_on_the_page_are_the_defaults() -> None:
 def test_each_limit_has_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number of the configuration that no option reaches would keep its default."""
     monkeypatch.delenv("VLMFAST_API_KEY", raising=False)
-    parser = cli._parser()._subparsers._group_actions[0].choices["serve"].filled()
+    parser = dict(every_parser(build_parser()))[("serve",)]
     given = {
         action.option_strings[0]: action.default + 1
         for action in parser._actions
         if action.metavar == "N" and isinstance(action.default, int | float)
     }
     words = [word for option, value in given.items() for word in (option, str(value))]
-    args = cli._parser().parse_args(["serve", "tiny", *words])
+    args = build_parser().parse_args(["serve", "tiny", *words])
     args.model = args.served
     config = config_of(args)
     for found, default in ((config, ServerConfig()), (config.media, MediaLimits())):
@@ -259,7 +260,7 @@ def json_of(instruction: str, text: str) -> list[str]:
 def test_container_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     text = DOCKERFILE.read_text(encoding="utf-8")
     words = [*json_of("ENTRYPOINT", text), *json_of("CMD", text)]
-    args = cli._parser().parse_args(words[1:])
+    args = build_parser().parse_args(words[1:])
     args.model = args.served
     monkeypatch.delenv("VLMFAST_API_KEY", raising=False)
     with pytest.raises(VLMFastError, match="API key"):
@@ -293,7 +294,7 @@ def unit() -> dict[str, str]:
 def test_unit_starts_the_server_and_lets_answers_end() -> None:
     found = unit()
     words = found["ExecStart"].split()
-    args = cli._parser().parse_args(words[1:])
+    args = build_parser().parse_args(words[1:])
     assert Path(words[0]).name == "vlmfast"
     assert (args.command, args.host) == ("serve", ServerConfig.host)
     assert float(found["TimeoutStopSec"]) > args.grace + 10

@@ -15,7 +15,7 @@ from support.paths import ROOT
 from support.tiny_models import make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.cli import main
-from vlmfast.cli.commands import _parser
+from vlmfast.cli.commands import build_parser
 from vlmfast.cli.parser import every_parser
 from vlmfast.core.recipe import Recipe
 from vlmfast.scenes.files import video as clip
@@ -59,7 +59,7 @@ def test_without_the_plug_in(
 
 
 def test_every_option_is_in_one_list(options: ModuleType) -> None:
-    (parser,) = (found for path, found in every_parser(_parser()) if path == ("serve",))
+    parser = dict(every_parser(build_parser()))[("serve",)]
     shared = {"--help", "--debug", "--log-level"}
     found = {
         name
@@ -94,7 +94,7 @@ def test_options_and_recipes_are_refused_before_vllm_is_imported(
 
 def test_translated_options(options: ModuleType) -> None:
     words = ["serve", "tiny", "--engine", "vllm", "--dtype", "float32", "--max-rows", "3"]
-    given = _parser().parse_args([*words, "--prefix-cache-bytes", "0", "--", "--max-num-seqs"])
+    given = build_parser().parse_args([*words, "--prefix-cache-bytes", "0", "--", "--max-num-seqs"])
     assert given.engine_options == ["--max-num-seqs"]
     options.check(given)
     assert options.translated(given) == {
@@ -102,9 +102,9 @@ def test_translated_options(options: ModuleType) -> None:
         "max_num_seqs": 3,
         "enable_prefix_caching": False,
     }
-    plain = _parser().parse_args(["serve", "tiny"])
+    plain = build_parser().parse_args(["serve", "tiny"])
     assert options.translated(plain) == {"dtype": "auto"} and plain.engine_options == []
-    shadowed = _parser().parse_args(["serve", "tiny", "--shadow", "0.01"])
+    shadowed = build_parser().parse_args(["serve", "tiny", "--shadow", "0.01"])
     assert options.translated(shadowed)["max_logprobs"] == -1
 
 

@@ -19,10 +19,10 @@ import httpx2
 import hypothesis
 
 from support import server_fuzz
+from support.engine.sources import name_addresses
 from support.server_fuzz import Case, Fuzz, post
 from vlmfast.errors import VLMFastError
 from vlmfast.serve.config import MediaLimits
-from vlmfast.serve.media_sources import is_public
 from vlmfast.serve.runner import Running
 
 MODELS = ("tiny", "full", "fast")
@@ -100,18 +100,13 @@ def target(serve: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> Iterat
         grace_s=GRACE,
     )
     caplog.set_level(logging.INFO, "vlmfast.serve")
-    sources = served.server.runner._sources
-    resolve = sources._find_addresses
     known = {
         "loopback.test": ["127.0.0.1"],
         "both.test": ["127.0.0.2", "127.0.0.1"],
         "nowhere.test": [],
         "metadata.google.internal": ["169.254.169.254"],
     }
-    sources._find_addresses = lambda host, port: (
-        known[host] if host in known else resolve(host, port)
-    )
-    sources._is_public = lambda address: address == "127.0.0.2" or is_public(address)
+    name_addresses(served.server, known, public="127.0.0.2")
     with (
         server_fuzz.canary() as canary,
         server_fuzz.canary("127.0.0.2", answer=lambda path: path[1:]) as public,

@@ -18,10 +18,10 @@ import pytest
 import torch
 from PIL.PngImagePlugin import PngImageFile
 
+from support.engine.sources import keys_of
 from support.server_fuzz import CHAT, RESPONSES, TOKENIZE, post, wrong_error
 from support.tiny_models import build_llava
 from vlmfast import VLM, VLMFastError
-from vlmfast.serve import commands
 from vlmfast.serve.config import MediaLimits, ServerConfig
 from vlmfast.serve.connections import log_shortage
 from vlmfast.serve.errors import RequestError
@@ -463,11 +463,11 @@ def test_an_answer_is_no_longer_than_the_server_allows(serve: Any) -> None:
 def test_keys_have_no_blanks(monkeypatch: Any, tmp_path: Path, text: str, keys: set[str]) -> None:
     monkeypatch.setenv("VLMFAST_API_KEY", text)
     args = SimpleNamespace(api_key=[" c "], api_key_file=None)
-    assert set(commands._keys(args)) == {*keys, "c"}
+    assert set(keys_of(args)) == {*keys, "c"}
     args.api_key_file = tmp_path / "keys"
     args.api_key_file.write_text("\n \n")
     with pytest.raises(VLMFastError, match="has no key"):
-        commands._keys(args)
+        keys_of(args)
 
 
 def test_prompts_beyond_the_model_are_refused(served: Any) -> None:

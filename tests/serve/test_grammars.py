@@ -381,7 +381,7 @@ def test_schemas_of_all_requests_are_bounded(
 ) -> None:
     gc.collect()
     held = [grammars.processor(formatted(SHAPE))]
-    monkeypatch.setattr("vlmfast.serve.grammars._MAX_BYTES", 1)
+    monkeypatch.setattr("vlmfast.serve.grammars.MAX_BYTES", 1)
     with pytest.raises(RequestError) as found:
         grammars.processor(formatted(SHAPE))
     assert found.value.status == 429 and found.value.retry_after

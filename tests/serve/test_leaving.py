@@ -14,6 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from support.engine.sources import sources_of
+from support.engine.turns import drafting, part
 from support.server_fuzz import CHAT, post
 from vlmfast import VLM
 
@@ -41,7 +43,7 @@ def test_leaving_while_media_are_read(serve: Any, stream: bool) -> None:
 def test_leaving_between_two_images(serve: Any) -> None:
     """The others are not read, and the engine never has the request."""
     served = serve()
-    sources, names = served.server.runner._sources, []
+    sources, names = sources_of(served.server), []
     original = sources.read
     sources.read = lambda url, *rest: names.append(url) or original(url, *rest)
     parts = [{"type": "image_url", "image_url": {"url": served.image_url(n)}} for n in range(3)]
@@ -76,8 +78,7 @@ def leave(served: Any, release: threading.Event, *connections: Any) -> None:
 def test_leaving_during_prefill_and_queue(serve: Any, stream: bool) -> None:
     """The first request is held in its prefill, the second one waits; both clients leave."""
     served = serve()
-    prefiller = served.vlm.engine.prefiller
-    with served.held(prefiller, "shared") as (reached, release):
+    with served.held(*part(served.vlm, "prompt")) as (reached, release):
         first = connect(served, served.body(stream=stream, max_tokens=500, cache_salt="a"))
         assert reached.wait(60)
         second = connect(served, served.body(stream=stream, max_tokens=500, cache_salt="b"))
@@ -90,7 +91,7 @@ def test_leaving_during_prefill_and_queue(serve: Any, stream: bool) -> None:
 def test_leaving_during_decode(serve: Any, stream: bool) -> None:
     served = serve()
     steps = itertools.count()
-    second = served.held(served.vlm.engine._rounds, "run", lambda *_: next(steps) == 1)
+    second = served.held(*part(served.vlm, "decode step"), lambda *_: next(steps) == 1)
     with second as (reached, release):
         connection = connect(served, served.body("Describe it.", stream=stream))
         assert reached.wait(60)
@@ -108,7 +109,7 @@ def test_leaving_between_chunks_of_a_prefill(serve: Any) -> None:
         steps = served.metric("engine_steps")
         assert served.chat(max_tokens=1, cache_salt="a").status_code == 200
         assert served.metric("engine_steps") - steps > 8  # what a client that stays would take
-        with served.held(engine.prefiller, "extend") as (reached, release):
+        with served.held(*part(served.vlm, "later chunk")) as (reached, release):
             connection = connect(served, served.body(max_tokens=1, cache_salt="b"))
             assert reached.wait(60)
             assert served.metric("num_requests_running") == 1
@@ -122,18 +123,18 @@ def test_leaving_between_chunks_of_a_prefill(serve: Any) -> None:
 def test_leaving_one_of_several_rows(serve: Any, recipe: str, count: int) -> None:
     """Its row is free in the step after the next one, and the others get whole answers."""
     served = serve()
-    engine, steps = served.vlm.engine, []
+    steps: list[list[bool]] = []
 
     def is_full(batch: Any) -> bool:
         """Note whether the rows of a step have drafters."""
-        steps.append([row.drafts is not None for row in batch.rows])
+        steps.append(drafting(batch))
         return len(steps[-1]) == count
 
     with (
-        served.held(engine._rounds, "run", is_full) as (full, go_on),
+        served.held(*part(served.vlm, "decode step"), is_full) as (full, go_on),
         contextlib.ExitStack() as stack,
     ):
-        with served.held(engine.prefiller, "shared") as (reached, release):
+        with served.held(*part(served.vlm, "prompt")) as (reached, release):
             connections = [
                 stack.enter_context(connect(served, served.body("Describe it.", n, recipe=recipe)))
                 for n in range(count)
@@ -201,7 +202,7 @@ def test_the_end_of_a_server_is_that_of_its_last_step(serve: Any) -> None:
     """Python cannot end while another thread computes."""
     served = serve(VLM.from_pretrained("tiny"))  # whose engine no other server runs
     server = served.server
-    with served.held(served.vlm.engine, "step") as (reached, release):
+    with served.held(*part(served.vlm, "step")) as (reached, release):
         connection = connect(served, served.body("Describe it."))
         assert reached.wait(60)
         connection.close()

@@ -32,7 +32,7 @@ def bind(kernel: JITFunction, grid: tuple[int, ...]):
     return launch
 
 
-driver.set_active(compile._NoDevice(90))
+driver.set_active(compile.NoDevice(90))
 JITFunction.__getitem__ = bind
 for file in FILES:
     importlib.import_module(f"vlmfast.kernels.{file}").use_triton = lambda *args: True

@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from support.driven import Driven
+from support.engine.driven import Driven
+from support.engine.prompts import switched
+from support.engine.storage import KVCache
 from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.buffers import BufferPool
 from vlmfast.core.kv import KV
 from vlmfast.core.protocols import CacheStage
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
 
 
 def own_mask(layer: int, heads: int, n: int, *, whole: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
@@ -18,7 +19,7 @@ import shlex
 import subprocess
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from markdown_it import MarkdownIt
 
 import vlmfast
 from support.paths import ROOT
-from vlmfast.cli import commands as cli
+from vlmfast.cli.commands import build_parser
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.registry import stage_class, stage_names
 from vlmfast.errors import VLMFastError
@@ -83,14 +84,17 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     return {f.relative_to(root).as_posix(): f.read_text(encoding="utf-8") for f in files}
 
 
-def blocks(page: str, text: str) -> Iterator[Block]:
+@functools.cache
+def blocks(page: str, text: str) -> list[Block]:
     """Fenced blocks, paragraphs and cells, in order."""
+    found = []
     for token in MarkdownIt().enable("table").parse(text):
         if token.type == "fence":
             language = token.info.strip().lower()
-            yield Block(page, token.map[0] + 2, language, textwrap.dedent(token.content))
+            found.append(Block(page, token.map[0] + 2, language, textwrap.dedent(token.content)))
         elif token.type == "inline":
-            yield Block(page, token.map[0] + 1, None, " ".join(token.content.split("\n")))
+            found.append(Block(page, token.map[0] + 1, None, " ".join(token.content.split("\n"))))
+    return found
 
 
 def inline(block: Block) -> list[str]:
@@ -163,8 +167,14 @@ def filled(words: list[str]) -> list[str]:
     return [PLACEHOLDERS.get(word, word) for word in words if word != "..."]
 
 
-def parsed(parse: Callable[[list[str]], Any], words: list[str], partial: bool = False) -> Any:
-    """What ``parse`` makes of the arguments; None where it prints its help.
+@functools.cache
+def parser_of(partial: bool) -> argparse.ArgumentParser:
+    """The one of ``vlmfast``; that for partial commands comes to require nothing."""
+    return build_parser()
+
+
+def parsed(words: list[str], partial: bool = False) -> Any:
+    """The arguments of a command; None where it prints its help.
 
     ``partial``: words in a sentence, which may omit required arguments.
     """
@@ -181,7 +191,7 @@ def parsed(parse: Callable[[list[str]], Any], words: list[str], partial: bool = 
         contextlib.redirect_stdout(io.StringIO()),
     ):
         try:
-            return parse(words)
+            return parser_of(partial).parse_args(words)
         except SystemExit as leaving:
             if leaving.code:
                 raise Wrong(said.getvalue().strip().splitlines()[-1]) from None
@@ -191,7 +201,7 @@ def parsed(parse: Callable[[list[str]], Any], words: list[str], partial: bool = 
 def whole(words: list[str]) -> bool:
     """Whether the command line has all required arguments."""
     try:
-        parsed(cli._parser().parse_args, words)
+        parsed(words)
     except Wrong:
         return False
     return True
@@ -204,7 +214,7 @@ def parse_recipe(text: str) -> None:
 
 
 def check_vlmfast(words: list[str], partial: bool) -> None:
-    args = parsed(cli._parser().parse_args, words, partial)
+    args = parsed(words, partial)
     if args is None or args.command is None:
         return
     if args.command == "serve":
@@ -219,11 +229,11 @@ def check_vlmfast(words: list[str], partial: bool) -> None:
 
 
 def check_eval(args: argparse.Namespace) -> None:
-    from vlmfast.eval.commands import _OF_TASKS, planned
+    from vlmfast.eval.commands import OF_TASKS, planned
     from vlmfast.eval.tasks import find_task
     from vlmfast.eval.workers import chosen
 
-    own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
+    own = {key: getattr(args, key) for key in OF_TASKS if getattr(args, key) is not None}
     if "videos" in own:
         own["videos"] = str(ROOT)  # the reader's own folder
     for task in args.tasks or ():
@@ -351,6 +361,7 @@ def check(command: Command) -> None:
         raise Wrong(f"{command}: {error}") from None
 
 
+@functools.cache
 def all_options() -> set[str]:
     """Every option that a parser of the project adds."""
     folders = ("vlmfast", "benchmarks", "plugins", "tools")

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from support.engine.commands import Stats
 from vlmfast.core.recipe import Recipe
-from vlmfast.engine.stats import Stats
 from vlmfast.errors import MediaError
 from vlmfast.eval.axes import method_of, share_of
 from vlmfast.eval.commands import add_eval, run_eval

@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.engine.batched import fusing, groups_of, move
+from support.engine.prompts import switched
+from support.engine.storage import run_step
+
 
 class Watch(TorchDispatchMode):
     """Records every operation with its shapes, and complains about tensors on the CPU."""
@@ -63,7 +67,6 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
     """Triton kernels run as on a GPU, except that a launch only adds a name to ``names``."""
     from triton.runtime.jit import KernelInterface
 
-    from vlmfast.engine import fused
     from vlmfast.kernels import decode_mixed, few_rows
 
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
@@ -75,7 +78,7 @@ def counted_kernels(names: list[str]) -> Iterator[None]:
         mock.patch.object(KernelInterface, "__getitem__", launch),
         mock.patch.object(decode_mixed, "INTERPRETED", False),
         mock.patch.object(few_rows, "INTERPRETED", False),
-        mock.patch.object(fused, "_PLAIN", (nn.Parameter, FakeTensor)),
+        fusing(nn.Parameter, FakeTensor),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
@@ -113,52 +116,37 @@ def _frozen(item: Any) -> bool:
     return type(item).__module__.startswith("vlmfast.")
 
 
-def module_on_cuda(module: nn.Module, seen: dict[int, Any]) -> None:
+@contextmanager
+def module_on_cuda(module: nn.Module, seen: dict[int, Any]) -> Iterator[None]:
+    """Inside the block, the parameters and buffers of a module are on a fake GPU."""
+    before: list[tuple[nn.Module, str, Tensor]] = []
     for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    made = on_cuda(tensor, seen)
-                    table[name] = made if table is part._buffers else nn.Parameter(made, False)
+        weights = part.named_parameters(recurse=False, remove_duplicate=False)
+        others = part.named_buffers(recurse=False, remove_duplicate=False)
+        before += [(part, *named) for named in (*weights, *others)]
+    try:
+        for part, name, tensor in before:
+            made = on_cuda(tensor, seen)
+            setattr(part, name, nn.Parameter(made, False) if name in part._parameters else made)
+        yield
+    finally:
+        for part, name, tensor in before:
+            setattr(part, name, tensor)
 
 
 @contextmanager
 def pretended(vlm: Any, decoder: Any) -> Iterator[Watch]:
-    """Move ``vlm``'s model and ``decoder`` to a fake GPU; neither can be used afterwards."""
+    """Move ``vlm``'s model and ``decoder`` to a fake GPU; the decoder cannot be used afterwards."""
     seen: dict[int, Any] = {}
-    with FakeTensorMode(allow_non_fake_inputs=False):
-        module_on_cuda(vlm.model, seen)
-        for group in groups_of(decoder):
-            cache = group.cache
-            for name in ("length", "seen", "position", "offsets", "_buffers"):
-                setattr(cache, name, on_cuda(getattr(cache, name), seen))
-            for layer, length in zip(cache.layers, cache.length, strict=True):
-                layer.length, layer.seen = length, cache.seen
-                for name in ("keys", "values", "order", "rank", "attention_mass", "bias"):
-                    setattr(layer, name, on_cuda(getattr(layer, name), seen))
-                layer.segments = on_cuda(layer.segments, seen)
-                layer._buffers = on_cuda(layer._buffers, seen)
-                layer._stores = on_cuda(layer._stores, seen)
-                layer.device = torch.device("cuda")
-        for row in decoder.rows:
-            row.prompt_slots = on_cuda(row.prompt_slots, seen)
-            row.notes = on_cuda(row.notes, seen)
-        watch = Watch()
-        yield watch
-
-
-def groups_of(decoder: Any) -> list[Any]:
-    """The groups of a batch, or the only one."""
-    return getattr(decoder, "groups", [decoder])
+    with FakeTensorMode(allow_non_fake_inputs=False), module_on_cuda(vlm.model, seen):
+        move(decoder, lambda item: on_cuda(item, seen))
+        yield Watch()
 
 
 def steps(
     vlm: Any, decoder: Any, count: int, change: Callable[[], None] | None = None, width: int = 1
 ) -> Watch:
     """Watch ``count`` decode steps, or tree verifications of ``width`` tokens."""
-    from vlmfast.engine.attention import switched
-    from vlmfast.engine.decode import run_step
-
     # Graphs and kernels cannot be launched on a fake GPU.
     vlm.adapter.decoding = "eager"
     references = mock.patch.dict(os.environ, VLMFAST_KERNELS="torch")
@@ -184,8 +172,6 @@ def launches(vlm: Any, decoder: Any, *prepare: Callable[[], Any]) -> list[list[s
 
     ``prepare``: called before each step.
     """
-    from vlmfast.engine.attention import switched
-
     vlm.adapter.decoding, found = "eager", []
     with torch.no_grad(), switched(vlm.model), pretended(vlm, decoder):
         tokens = torch.zeros(len(decoder.rows), 1, dtype=torch.int64, device="cuda")

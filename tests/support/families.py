@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from support import closeness, tiny_families
-from support.driven import Driven
+from support.engine.driven import Driven
+from support.engine.prompts import Inputs
 from support.reference import TOKENS
 from vlmfast import VLM
 from vlmfast.api.request import messages_of, render, tensors_of
@@ -18,7 +19,6 @@ from vlmfast.core.params import positions_param
 from vlmfast.core.protocols import PrefillStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import StatRequest
-from vlmfast.engine.prefill import Inputs
 
 BUILD = tiny_families.builders()
 

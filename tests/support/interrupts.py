@@ -6,16 +6,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-import vlmfast.engine
+from support.engine.turns import SOURCES
 from vlmfast import VLM
 
-ENGINE = str(Path(vlmfast.engine.__file__).parent)
+ENGINE = str(SOURCES)
 GUARD = 120  # seconds; only a call that hangs waits as long
 
 Line = tuple[str, int]

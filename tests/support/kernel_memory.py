@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.engine.kernels import interpreted_arguments, interpreted_memory
 from vlmfast.kernels.calls import Call, tensors
 
 BAND = 4096  # elements on each side
@@ -152,18 +153,12 @@ def checked() -> Iterator[None]:
 
     Raises ``AssertionError`` within a launch, which Triton reports as ``InterpreterError``.
     """
-    from triton.runtime import interpreter
 
-    memory, launch = Memory(interpreter._interpreter), interpreter.GridExecutor.__call__
-
-    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-        given = (*args, *kwargs.values())
-        memory.regions = [Region(x) for x in tensors(given) if x.numel()]
-        launch(executor, *args, **kwargs)
+    def begin(memory: Memory, arguments: tuple[Any, ...]) -> None:
+        memory.regions = [Region(x) for x in tensors(arguments) if x.numel()]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_interpreter", memory)
-        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        interpreted_memory(patch, Memory, begin)
         yield
 
 
@@ -173,16 +168,15 @@ def narrow_products() -> Iterator[set[str]]:
     from triton.runtime import interpreter
 
     products: set[str] = set()
-    convert, builder = interpreter._implicit_cvt, interpreter.InterpreterBuilder
+    builder = interpreter.InterpreterBuilder
 
-    def converted(arg: Any) -> Any:
-        out = convert(arg)
+    def converted(arg: Any, out: Any) -> Any:
         if isinstance(arg, int) and not isinstance(arg, bool):
             out.handle.attr["origin"] = frozenset({ARGUMENT})
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_implicit_cvt", converted)
+        interpreted_arguments(patch, converted)
         for name in dir(builder):
             if name.startswith("create_"):
                 patch.setattr(builder, name, _traced(name, getattr(builder, name), products))

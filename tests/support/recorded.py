@@ -360,11 +360,11 @@ def record(case: dict[str, Any]) -> dict[str, Any] | None:
     for run in range(RUNS):
         moved = answers(case, perturbed(case["family"], run))
         for before, after in zip(found, moved, strict=True):
-            _mark(before, after)
+            mark(before, after)
     return {"case": case, "answers": found}
 
 
-def _mark(answer: dict[str, Any], moved: dict[str, Any]) -> None:
+def mark(answer: dict[str, Any], moved: dict[str, Any]) -> None:
     """Note in ``answer`` what rounding may change: ``stable`` tokens, ``ties`` of fields."""
     stable = _common(answer["tokens"], moved["tokens"])
     if stable < max(len(answer["tokens"]), len(moved["tokens"])):

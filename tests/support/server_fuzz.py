@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import http.client
 import http.server
 import io
@@ -481,6 +482,7 @@ def canary(*hosts: str, answer: Callable[[str], str | None] | None = None) -> It
 # --- drawing -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _png(width: int = 48, height: int = 48, seed: int = 0) -> bytes:
     file = io.BytesIO()
     make_image(width, height, seed=seed).save(file, "PNG")

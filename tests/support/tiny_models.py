@@ -42,6 +42,7 @@ def build_llava(
     kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    text_config: Any = None,
 ) -> tuple[nn.Module, Any]:
     """LLaVA-1.5: CLIP tower with CLS, 16 visual tokens per image, grouped-query Llama.
 
@@ -54,6 +55,8 @@ def build_llava(
     dtype : torch.dtype
         dtype to which the float32 weights are rounded.
     seed : int
+    text_config : transformers.PretrainedConfig, optional
+        Of another language model.
 
     Returns
     -------
@@ -64,7 +67,10 @@ def build_llava(
     from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip import CLIPImageProcessor
 
-    config = LlavaConfig(**_configs(layers, kv_heads), image_seq_length=(IMAGE_SIZE // PATCH) ** 2)
+    given = _configs(layers, kv_heads)
+    if text_config is not None:
+        given["text_config"] = text_config
+    config = LlavaConfig(**given, image_seq_length=(IMAGE_SIZE // PATCH) ** 2)
     images = CLIPImageProcessor(
         size={"shortest_edge": IMAGE_SIZE},
         crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},

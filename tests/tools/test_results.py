@@ -19,7 +19,7 @@ import pytest
 
 from support.documented import CHECKS
 from support.paths import ROOT
-from vlmfast.cli.commands import _parser
+from vlmfast.cli.commands import build_parser
 from vlmfast.core.exit_codes import ExitCode
 from vlmfast.eval.commands import planned
 
@@ -82,7 +82,7 @@ def test_evaluations_contain_the_recipes_of_the_reports(tool: ModuleType) -> Non
             if words[0] == "benchmarks/pocket/evidence.py":  # has the options of `eval`, and these
                 kept = re.sub(r" --(parts|kind|drawings) \S+", "", shlex.join(words[1:]))
                 words = ["eval", *shlex.split(kept)]
-            args = _parser().parse_args(words)
+            args = build_parser().parse_args(words)
             if args.command == "report":
                 assert args.out == Path(report).parent.relative_to(ROOT)
                 continue

@@ -12,11 +12,12 @@ from PIL import Image
 
 import vlmfast.train.drafters as drafters
 from support.closeness import apart, close
+from support.engine.commands import answers_at_once, held_out
+from support.engine.draws import Drafting, Teacher, accepted, unroll
 from vlmfast import VLM, VLMFastError
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.tree import Tree
 from vlmfast.core.weights import SHIPPED, load_weights
-from vlmfast.drafters._training import Drafting, Teacher, accepted, unroll
 from vlmfast.drafters.draft_eagle.stage import DraftEagle
 from vlmfast.drafters.draft_vispec.stage import DraftVispec
 from vlmfast.scenes.vocabulary import EVAL_SEED_START
@@ -27,7 +28,7 @@ from vlmfast.train.stages import TrainingError, training_class
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Generates few answers at a time."""
-    monkeypatch.setattr(drafters, "_BLOCK", 4)
+    answers_at_once(monkeypatch, 2)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +76,14 @@ def target_answer(tiny: VLM, number: int) -> list[int]:
 def test_answers_are_generated_by_the_target_and_cached(tiny: VLM, tmp_path) -> None:
     args = arguments(tmp_path)
     answers = drafters.Answers(tiny, drawn, tmp_path, args)
-    assert [answers[n] for n in (2, 5)] == [target_answer(tiny, n) for n in (2, 5)]
+    assert [answers[n] for n in (1, 2)] == [target_answer(tiny, n) for n in (1, 2)]
     assert sorted(p.name for p in tmp_path.glob("*.jsonl")) == ["00000000.jsonl", "00000001.jsonl"]
     # Answers on disk are used as they are.
-    (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 4)
-    assert drafters.Answers(tiny, drawn, tmp_path, args)[2] == [1, 2]
+    (tmp_path / "00000000.jsonl").write_text("[1, 2]\n" * 2)
+    assert drafters.Answers(tiny, drawn, tmp_path, args)[1] == [1, 2]
     (tmp_path / "00000000.jsonl").write_text("[1, 2]\n")
-    with pytest.raises(TrainingError, match="1 lines, not 4"):
-        drafters.Answers(tiny, drawn, tmp_path, args)[2]
+    with pytest.raises(TrainingError, match="1 lines, not 2"):
+        drafters.Answers(tiny, drawn, tmp_path, args)[1]
     with pytest.raises(TrainingError, match=r"sampled=0.0, not 0.5.*--answers"):
         drafters.Answers(tiny, drawn, tmp_path, arguments(tmp_path, "--sampled", "0.5"))
 
@@ -92,15 +93,14 @@ def test_sampled_answers_are_reproducible(tiny: VLM, tmp_path) -> None:
 
     def generated(folder: str) -> list[list[int]]:
         answers = drafters.Answers(tiny, drawn, tmp_path / folder, args)
-        return [answers[n] for n in range(4, 8)]
+        return [answers[n] for n in range(4, 6)]
 
     first = generated("a")
     torch.rand(7)
-    assert generated("b") == first != [target_answer(tiny, n) for n in range(4, 8)]
-    held_out = drafters._HELD_OUT + 1  # held-out answers are greedy
-    assert drafters.Answers(tiny, drawn, tmp_path / "b", args)[held_out] == target_answer(
-        tiny, held_out
-    )
+    assert generated("b") == first != [target_answer(tiny, n) for n in range(4, 6)]
+    number = held_out(1)  # held-out answers are greedy
+    answers = drafters.Answers(tiny, drawn, tmp_path / "b", args)
+    assert answers[number] == target_answer(tiny, number)
 
 
 def test_prompts_are_drawn_outside_the_evaluation() -> None:
@@ -130,7 +130,7 @@ def test_held_out_conversations_are_not_trained_on(tmp_path) -> None:
         return {trainer.prompt(n)[0]["content"][-1]["text"] for n in numbers}
 
     assert asked(range(12)) == set("abcd")
-    assert asked(range(drafters._HELD_OUT, drafters._HELD_OUT + 4)) == set("ef")
+    assert asked(map(held_out, range(4))) == set("ef")
     with pytest.raises(TrainingError, match="too few"):
         DrafterTrainer(arguments(tmp_path / "out", *flags, "--held-out", "6"))
 
@@ -459,13 +459,12 @@ def test_shipped_drafter_acceptance(tiny: VLM, stage) -> None:
     flags = ["--compressor"] if module.compressor else []
     kind = "eagle" if isinstance(stage, DraftEagle) else "vispec"
     made, untrained = training(tiny, "--kind", kind, *flags)
-    target = Teacher(adapter)
+    target, asked = Teacher(adapter), [drawn(held_out(number)) for number in range(1000, 1003)]
+    lessons = [teach(tiny, own, tiny.chat(own).token_ids, [stage]) for own in asked]
 
     def mean(module) -> float:
         rounds = total = 0
-        for number in range(drafters._HELD_OUT + 1000, drafters._HELD_OUT + 1003):
-            messages = drawn(number)
-            lesson = teach(tiny, messages, tiny.chat(messages).token_ids, [stage])
+        for lesson in lessons:
             with torch.no_grad():
                 drafts = made.draft(module, lesson, target, 4, made.views()[0])
             more = accepted(drafts, lesson.answer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -59,12 +61,14 @@ class ScaleTraining(Training):
         return outcomes[0].answer, {"gain": float(module.gain.detach().mean())}
 
 
-@pytest.fixture
-def known(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def known() -> Iterator[None]:
     """Registers the stage with the loop and the loader."""
-    monkeypatch.setattr(loop, "stage_class", lambda name: Scale)
-    monkeypatch.setattr(loop, "training_class", lambda name: ScaleTraining)
-    monkeypatch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "stage_class", lambda name: Scale)
+        patch.setattr(loop, "training_class", lambda name: ScaleTraining)
+        patch.setattr(vlmfast.core.weights, "stage_class", lambda name: Scale)
+        yield
 
 
 def arguments(out, *flags: str) -> argparse.Namespace:
@@ -84,7 +88,7 @@ def test_training_lowers_the_loss_and_freezes_the_model(known, tmp_path) -> None
     )
 
     def loss() -> float:
-        return sum(float(trainer.sample_loss(i)[0].detach()) for i in range(4))
+        return sum(float(trainer.sample_loss(i)[0].detach()) for i in range(2))
 
     at_first = loss()
     before = {k: v.clone() for k, v in trainer.vlm.model.state_dict().items()}
@@ -277,10 +281,11 @@ def test_end_of_turn_blank_is_not_trained_on() -> None:
 # --- weights -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def saved(known, tmp_path):
-    loop.StageTrainer("scale", arguments(tmp_path, "--stop-after", "1")).train()
-    return tmp_path / "weights"
+@pytest.fixture(scope="module")
+def saved(known, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    loop.StageTrainer("scale", arguments(folder, "--stop-after", "1", "--batch", "1")).train()
+    return folder / "weights"
 
 
 def test_weights_load_for_their_model(saved, tiny: VLM) -> None:

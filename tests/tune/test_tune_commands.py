@@ -25,6 +25,7 @@ from PIL import Image
 
 import vlmfast
 from support import media_fixtures
+from support.engine.commands import loads
 from support.paths import ROOT
 from vlmfast.api.stored_recipe import home, recipe_path, store_recipe
 from vlmfast.api.vlm import VLM, Request
@@ -178,7 +179,7 @@ def test_commands_of_the_page_run(folder: Path, monkeypatch: pytest.MonkeyPatch)
     """With the data of this test, through the command line."""
     (folder / "questions.jsonl").write_text((folder / "data.jsonl").read_text())
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli, "_vlm", lambda args: FakeVLM())
+    loads(monkeypatch, lambda args: FakeVLM())
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("vlmfast tune ")]
     shown = [line for line in lines if "--data" in line]
     assert shown

@@ -229,7 +229,7 @@ class Session:
         more: dict[str, Any] = {"begin": start, "prefill": prefill, "images": media.images}
         sequence = open_sequence(adapter, inputs, recipe, stats=stats, **more)
         submit = engine_of(adapter).submit
-        session = result_of(lambda: submit(sequence, lambda sequence: opened[0]))
+        session = result_of(lambda: submit(sequence, lambda sequence: opened[-1]))
         stats.time_total_s = time.perf_counter() - start
         return session
 
@@ -418,13 +418,14 @@ class Session:
     ) -> None:
         """Keep the cache and the answer of a question, complete or cut short by its reader."""
         try:
-            short = isinstance(sequence.error, RequestCancelled) and sequence.phase is Phase.DECODE
+            short = isinstance(sequence.error, RequestCancelled) and sequence.emitted > 0
             complete = sequence.error is None or short
             if sequence.phase is not Phase.WAITING:
                 shared = continues and (self._images is None or sequence.stats.prompt_reused > 0)
                 self.reuses = "kv" if shared else "features"
             prefix = None if sequence.group is None else self._prefix
-            if continues and self.history and complete and prefix is not None:
+            cached = sequence.error is None or sequence.phase is Phase.DECODE
+            if continues and self.history and complete and cached and prefix is not None:
                 self._store(prefix.extended(sequence), self._prefixes.keep)
             if complete and self.history:
                 self._consumed = answered(

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise `SystemExit`, as in argparse.
     """
     open_missing()
-    parser = _parser()
+    parser = build_parser()
     debug = False
     try:
         try:
@@ -126,7 +126,7 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vlmfast",
         description="Faster vision-language models with one-line compression recipes.",
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", title="commands", parser_class=Command
     )
-    for name, (about, fill, run) in _COMMANDS.items():
+    for name, (about, fill, run) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:])
         command.fill = fill
         command.set_defaults(run=run)
@@ -348,7 +348,7 @@ def _demo(args: argparse.Namespace) -> None:
     def ready(address: str) -> None:
         print(f"{name} is served at {address} (stop with Ctrl+C)", flush=True)
 
-    vlm, name = _demo_model(args)
+    vlm, name = demo_model(args)
     app.launch(
         vlm,
         name,
@@ -360,7 +360,7 @@ def _demo(args: argparse.Namespace) -> None:
     )
 
 
-def _demo_model(args: argparse.Namespace) -> tuple[Any, str]:
+def demo_model(args: argparse.Namespace) -> tuple[Any, str]:
     """The model of the demo and its name on the page."""
     if args.server is None:
         if args.api_key is not None:
@@ -392,7 +392,7 @@ def _examples(args: argparse.Namespace) -> None:
 
 
 def _completion(args: argparse.Namespace) -> None:
-    print(completion.script(_parser(), args.shell))
+    print(completion.script(build_parser(), args.shell))
 
 
 def _with_model(name: str, function: str) -> Callable[[Any], int | None]:
@@ -401,7 +401,7 @@ def _with_model(name: str, function: str) -> Callable[[Any], int | None]:
 
 
 _REPRODUCE = "eval.reproduce.commands"
-_COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
+COMMANDS: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], int | None]]] = {
     "ask": ("answer a question about an image or a video", arguments.ask, _ask),
     "compare": ("compare recipes with the full model", arguments.compare, _compare),
     "bench": ("measure speed and memory of recipes on this machine", arguments.bench, _bench),

@@ -89,7 +89,7 @@ def launch(
                 theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
                 max_file_size=_UPLOAD,
                 state_session_capacity=_PAGES,
-                app_kwargs={"middleware": _host_check(host, allowed_hosts)},
+                app_kwargs={"middleware": host_check(host, allowed_hosts)},
                 footer_links=["gradio", "settings"],
                 prevent_thread_lock=True,
                 ssr_mode=False,
@@ -106,7 +106,7 @@ def launch(
             page.close(verbose=False)
 
 
-def _host_check(host: str, allowed: tuple[str, ...]) -> list[Middleware]:
+def host_check(host: str, allowed: tuple[str, ...]) -> list[Middleware]:
     """Keeps web pages from reaching this one by a name of theirs that resolves to its address."""
     # The rule of `vlmfast serve`.
     hosts = ServerConfig(host=host, allowed_hosts=allowed, insecure=True).hosts

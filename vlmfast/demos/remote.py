@@ -26,7 +26,7 @@ from vlmfast.errors import DeadlineExceeded, RecipeError, VLMFastError
 from vlmfast.media import load_video
 
 _CONNECT_S, _TIMEOUT_S = 10.0, 120.0
-_UNKNOWN = (96, 96, 96)  # the color of frames that the server has chosen
+BLANK = (96, 96, 96)  # the color of frames that the server has chosen
 # Fields of `Stats` and of ``usage.vlmfast``.
 _SAME = (
     *("visual_tokens_in", "visual_tokens_kept", "equivalent_tokens"),
@@ -124,7 +124,7 @@ class RemoteVLM:
         tenant: str,
     ) -> RemoteSession:
         """Questions about the same media; the server finds them in its prefix cache."""
-        return RemoteSession(self, _Media(images, video, num_frames), recipe, history, tenant)
+        return RemoteSession(self, RemoteMedia(images, video, num_frames), recipe, history, tenant)
 
 
 class RemoteSession:
@@ -137,7 +137,7 @@ class RemoteSession:
     """
 
     def __init__(
-        self, vlm: RemoteVLM, media: _Media, recipe: Recipe, history: bool, tenant: str
+        self, vlm: RemoteVLM, media: RemoteMedia, recipe: Recipe, history: bool, tenant: str
     ) -> None:
         self._vlm, self._media, self._recipe = vlm, media, recipe
         self._history, self._tenant = history, tenant
@@ -226,7 +226,7 @@ def _told(url: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Media:
+class RemoteMedia:
     """An image, or a video and the number of frames; without one the recipe chooses them."""
 
     image: Image.Image | None
@@ -258,14 +258,14 @@ class _Media:
         assert self.video is not None
         frames = load_video(self.video, num_frames=self.num_frames or 1).frames
         if self.num_frames is None:
-            return [Image.new("RGB", frames[0].size, _UNKNOWN)] * count
+            return [Image.new("RGB", frames[0].size, BLANK)] * count
         return list(frames)
 
 
 class _Reading:
     """An answer whose chunks arrive; times by this machine's clock."""
 
-    def __init__(self, media: _Media, seconds: float) -> None:
+    def __init__(self, media: RemoteMedia, seconds: float) -> None:
         self._media, self._seconds = media, seconds
         self._start, self._first = time.perf_counter(), 0.0
         self._texts: list[str] = []

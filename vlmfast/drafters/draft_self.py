@@ -409,7 +409,7 @@ class Chain(ViewDrafter):
         self.visual: list[Tensor] = []
         self.known: list[Known] = []
         if noted:
-            layers = [_of_layer(noted, layer) for layer in range(target.depth)]
+            layers = [noted[layer] for layer in range(target.depth)]
             self.known = Known.of(layers)
             self.view = tuple(
                 SlotList(slots, counts, start, (min(known.start),))
@@ -512,27 +512,13 @@ class Known:
         for layer, (_, _, start, _) in enumerate(layers):
             wrong, alike, visuals = islice(numbers, 3)
             if wrong:
-                raise _damaged(layer)
+                raise VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
             found.append(Known(tuple(islice(numbers, len(start))), visuals, bool(alike)))
         return found
 
     def whole(self, slots: int) -> bool:
         """Whether all heads have the same tokens in ``slots`` slots."""
         return self.alike and set(self.start) == {slots}
-
-
-def _damaged(layer: int) -> VLMFastError:
-    return VLMFastError(f"{DraftSelf.name}: the stored view of layer {layer} is damaged")
-
-
-def _of_layer(noted: dict[int, tuple[Tensor, ...]], layer: int) -> tuple[Tensor, ...]:
-    """The note of a layer, see `KeptSlots`; it may come from a file."""
-    note = noted.get(layer, ())
-    whole = len(note) == 4 and all(isinstance(x, Tensor) for x in note)
-    if not whole or [x.dim() for x in note] != [2, 1, 1, 2] or len({len(x) for x in note}) != 1:
-        raise _damaged(layer)
-    slots, counts, start, visual = note
-    return slots.long(), counts.long(), start.long(), visual.bool()
 
 
 def columns(attention: Tensor, request: ColumnRequest, heads: int) -> ColumnStats:

@@ -23,18 +23,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vlmfast.core.buffers import capacity_class
 from vlmfast.core.protocols import DrafterStage
-from vlmfast.errors import (
-    ModelError,
-    VLMFastError,
-)
+from vlmfast.errors import ModelError, VLMFastError
 from vlmfast.models.base import Adapter
 
 from .attention import switch
 from .handle import Handle
-from .kv_layer import FREE_SLOTS
-from .memory import free_bytes, total_bytes
+from .ledger import Ledger
 from .mode import Mode, lasting
 from .modules import modules_of
 from .prefiller import Prefiller, interleaved
@@ -146,6 +141,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         # Only used by the thread that runs steps:
         self._scheduler, self._batches, self._rounds = Scheduler(), Batches(), Rounds(self.adapter)
+        self._ledger = Ledger(self.adapter)
         self._prefills: dict[Sequence, Prefill] = {}  # of the sequences that are prefilled
         self._decoded_at, self._decode_s = 0.0, 0.0  # end and mean time of decode steps
         self._interrupted = False  # whether the next decode step in this prompt is not the first
@@ -182,7 +178,7 @@ class Engine:
         self._check_limits()
         with self._lock:
             self._check_not_inside()
-        self._check_bytes(sequence)
+        self._ledger.check(sequence, self.max_cache_bytes)
         if self._unfinished:
             sequence.inputs.wait()
         sequence.priority, sequence.mode = priority, Mode.current(self.adapter.device)
@@ -211,14 +207,13 @@ class Engine:
             phases = [sequence.phase for sequence in self._unfinished]
             running = [each for each in self._unfinished if each.phase is not Phase.WAITING]
             steps = self._steps
-        bound = self.max_cache_bytes
         return Load(
             phases.count(Phase.WAITING),
             phases.count(Phase.PREFILL),
             phases.count(Phase.DECODE),
             steps,
-            sum(map(self._bytes, running)),
-            total_bytes(self.adapter.device) if bound is None else bound,
+            self._ledger.bytes(running),
+            self._ledger.most_bytes(self.max_cache_bytes),
         )
 
     def answer_many(
@@ -501,14 +496,16 @@ class Engine:
                     logits = end.value
                 self._answer(sequence, logits)
         except Exception as error:
-            self._end(sequence, error)
+            sequence.fall_short(error)
+            self._leave_step(sequence, len(self._scheduler.running) - 1)
         return True
 
     def _begin(self, sequence: Sequence) -> None:
         """Start the prefill of a prompt."""
         device = self.adapter.device
         self._check_device(sequence)
-        sequence.stats.queue_s = time.monotonic() - sequence.submitted
+        if not sequence.stats.preemptions:
+            sequence.stats.queue_s = time.monotonic() - sequence.submitted
         sampler = sequence.sampler
         if sampler.seed is None and sampler.sampled and sequence.watch is not None:
             sampler.seed = int(torch.randint(2**62, ()))
@@ -516,18 +513,26 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(device)
         # Chunks are set for short gaps: such a prompt is interrupted like a long one.
         self._interrupted = self._chunk_size(sequence) is not None
-        self._prefills[sequence] = (sequence.prefill or self._whole)(sequence)
+        self._prefills[sequence] = self._whole(sequence)
 
     def _whole(self, sequence: Sequence) -> Prefill:
-        """Prefill a prompt."""
-        return (yield from self.prefiller.shared(sequence, self._chunk_size(sequence)))
+        """Prefill a prompt, and feed again what a sequence had emitted when it was preempted."""
+        shared = partial(self.prefiller.shared, size=self._chunk_size(sequence))
+        logits = yield from (sequence.prefill or shared)(sequence)
+        if sequence.emitted:
+            sequence.stats.read()  # of the cache as it is before decoding
+        for token in sequence.sampler.tokens[:-1]:
+            assert sequence.group is not None
+            sequence.group.next(torch.tensor([[token]], device=self.adapter.device))
+            yield True
+        return logits
 
     def _chunk_size(self, sequence: Sequence) -> int | None:
         return sequence.sampler.config.prefill_chunk_size or self.prefill_chunk_size
 
     def _answer(self, sequence: Sequence, logits: Tensor | None) -> None:
         """Emit the first token after a prompt, and decode the sequence from now on."""
-        if logits is not None:
+        if logits is not None and not sequence.emitted:
             self._rounds.take(sequence, logits)
         if logits is None or sequence.done:
             self._end(sequence)
@@ -581,23 +586,48 @@ class Engine:
                     self._rounds.run(batch)
             except Exception as error:
                 for sequence in rows:
-                    sequence.fail(error)
+                    sequence.keeps_cache &= not sequence.done  # which may lack its last tokens
+                    if not sequence.done:
+                        sequence.fall_short(error)
+            others = len(self._scheduler.running) - sum(each.short for each in rows)
             for sequence in rows:
                 if sequence.done:
-                    self._end(sequence)
+                    self._leave_step(sequence, others or len(rows) - 1)
         self._decoded_at = time.monotonic()
         spent = self._decoded_at - start
         self._decode_s = spent if not self._decode_s else 0.9 * self._decode_s + 0.1 * spent
         self.notify()
 
+    def _leave_step(self, sequence: Sequence, others: int) -> None:
+        """A sequence that is done ends; where memory ran short beside ``others``, it waits again.
+
+        Its prompt and what it has emitted are computed again when it is admitted, beside fewer
+        others. It ends where it has run short alone, twice in succession.
+        """
+        if not sequence.short or (sequence.ran_short_alone and not others):
+            self._end(sequence)
+            return
+        sequence.ran_short_alone = not others
+        self._forget(sequence, keep=False)
+        self.prefiller.release(sequence)
+        sequence.restart()
+        sequence.inputs.wait()
+        self._rounds = Rounds(self.adapter)  # which knows how far the row had come
+        self._ledger.ran_short(others)
+        self._scheduler.add(sequence)
+
+    def _forget(self, sequence: Sequence, *, keep: bool) -> None:
+        """Nothing works on a sequence any more. ``keep``: its cache, where it keeps that."""
+        if (prefill := self._prefills.pop(sequence, None)) is not None:
+            prefill.close()
+        self._scheduler.remove(sequence)
+        self._batches.leave(sequence, keep=keep)
+
     def _end(self, sequence: Sequence, error: Exception | None = None) -> None:
         """A sequence leaves the engine."""
         if error is not None:
             sequence.fail(error)
-        if (prefill := self._prefills.pop(sequence, None)) is not None:
-            prefill.close()
-        self._scheduler.remove(sequence)
-        self._batches.leave(sequence)
+        self._forget(sequence, keep=sequence.keeps_cache)
         device = self.adapter.device
         if sequence.first is not None:
             sequence.stats.finish(
@@ -616,6 +646,8 @@ class Engine:
         sequence.call_listener()
         with self._lock:
             self._unfinished.discard(sequence)
+            if not any(each.stats.preemptions for each in self._unfinished):
+                self._ledger.most_rows = None
             self._changed.notify_all()
 
     def _as_submitted(self, sequence: Sequence) -> AbstractContextManager[None]:
@@ -626,30 +658,8 @@ class Engine:
 
     def _admits(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence can run beside those that run."""
-        running = self._scheduler.running
-        if not running:
-            return True
-        if len(running) >= self.max_rows:
-            return False
-        need, device = self._bytes(sequence), self.adapter.device
-        if self.max_cache_bytes is None:
-            need = max(need, self.adapter.cache_bytes(self._reserved(sequence)))
-            pool = self.adapter.pool
-            for free in (pool.clear, prefix_cache_of(self.adapter).free, pool.free):
-                if need <= free_bytes(device):
-                    return True
-                free()
-            return need <= free_bytes(device)
-        return need + sum(map(self._bytes, running)) <= self.max_cache_bytes
-
-    def _bytes(self, sequence: Sequence) -> int:
-        """An upper bound on the cache of a sequence."""
-        return self.adapter.cache_bytes(sequence.prompt_length + sequence.max_new_tokens)
-
-    def _reserved(self, sequence: Sequence) -> int:
-        """Slots of the buffers of a row in a batch, where nothing is dropped."""
-        grown = FREE_SLOTS if sequence.max_new_tokens > FREE_SLOTS else 0  # as full buffers gain
-        return capacity_class(sequence.prompt_length + sequence.max_new_tokens + grown)
+        running, bound = self._scheduler.running, self.max_cache_bytes
+        return len(running) < self.max_rows and self._ledger.admits(sequence, running, bound)
 
     def _check_limits(self) -> None:
         for name in ("max_rows", "max_cache_bytes", "prefill_chunk_size"):
@@ -657,19 +667,6 @@ class Engine:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise VLMFastError(f"{name} must be a positive integer, not {value!r}")
-
-    def _check_bytes(self, sequence: Sequence) -> None:
-        """Refuse a sequence whose text and answer alone need more memory than there is."""
-        ids = sequence.inputs.ids
-        least = int((~self.adapter.visual(ids)).sum()) if tuple(sequence.recipe) else len(ids)
-        need = self.adapter.cache_bytes(least + sequence.max_new_tokens)
-        bound = self.max_cache_bytes
-        most = total_bytes(self.adapter.device) if bound is None else bound
-        if need > most:
-            raise ModelError(
-                f"the cache of prompt and answer takes at least {need:,} bytes and there are "
-                f"{most:,.0f}; use a shorter prompt or a smaller max_new_tokens"
-            )
 
     def _check_device(self, sequence: Sequence) -> None:
         assert sequence.mode is not None

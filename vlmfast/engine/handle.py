@@ -119,13 +119,12 @@ class Handle(Generic[Result]):
         )
         sequence.streamed = True
         engine.start()
-        tokens = sequence.sampler.tokens
-        read = 0
+        tokens, read = sequence.sampler.tokens, 0
         while True:
             engine.wait(partial(_more, sequence, read))
             ended = sequence.finished
             if sequence.error is None:
-                for token in tokens[read:]:
+                for token in tokens[read : sequence.emitted]:
                     streamer.put(torch.tensor([token]))
                     read += 1
                 if ended:
@@ -165,4 +164,4 @@ def pieces_of(submit: Callable[[], Handle[Result]]) -> Generator[str | Result, N
 
 def _more(sequence: Sequence, read: int) -> bool:
     """Whether a sequence has more than ``read`` tokens, or has ended."""
-    return len(sequence.sampler.tokens) > read or sequence.finished
+    return sequence.emitted > read or sequence.finished

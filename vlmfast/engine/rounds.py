@@ -1,6 +1,6 @@
 """A decode step: every row emits its next token, and accepted drafts.
 
-What fails for one row alone, such as a logits processor or a streamer of the caller, ends that
+What fails for one row alone, such as a logits processor or a streamer of the caller, concerns that
 sequence and no other: the error is stored in `Sequence.error`.
 """
 
@@ -45,16 +45,16 @@ class Rounds:
             try:
                 batch.run_decode_stages(number)
             except Exception as error:
-                sequence.fail(error)
+                sequence.fall_short(error)
         if batch.rows[0].drafts is None:
             self._single(batch)
         else:
             self._checked(batch)
 
     def _reserve(self, batch: Batch, tokens: int) -> None:
-        """Make room for the next tokens; rows without any end, and have left the batch."""
+        """Make room for the next tokens; rows without any have left the batch."""
         for sequence, error in batch.reserve(tokens):
-            sequence.fail(error)
+            sequence.fall_short(error)
 
     def _single(self, batch: Batch) -> None:
         """One token of every row, without drafts."""
@@ -96,7 +96,7 @@ class Rounds:
                 assert sequence.drafts is not None
                 sequence.drafts.learn(tree, path, emitted, output, row)
             except Exception as error:
-                sequence.fail(error)
+                sequence.fall_short(error)
             if watched:
                 sequence.drifted += len(path) if drafted else 1
             paths.append(path)
@@ -114,7 +114,7 @@ class Rounds:
                 sequence.drifted -= 1
             self._redecode(batch, sequence)
         if sequence.done:
-            if sequence.keeps_cache:  # for the next answer
+            if sequence.keeps_cache and sequence.error is None:  # for the next answer
                 self._rewrite(batch, sequence)
         elif sequence.drifted and sequence.stages and sequence.steps - before >= spare:
             self._rewrite(batch, sequence)
@@ -139,7 +139,7 @@ class Rounds:
             except StopIteration as end:
                 trees[row] = end.value
             except Exception as error:
-                sequence.fail(error)
+                sequence.fall_short(error)
                 trees[row] = Tree.chain([sequence.sampler.tokens[-1]])
 
         views = {}
@@ -203,6 +203,7 @@ class Rounds:
         try:
             if sampler.error is not None:
                 raise sampler.error
+            sequence.emitted = sequence.count
             if sequence.streamer is not None:
                 sequence.streamer.put(torch.tensor(sampler.tokens[-1:]))
             sequence.done = sampler.is_done() or sequence.count == sequence.most

@@ -335,6 +335,12 @@ class Sampler:
             self._ids = torch.cat([self._ids, new], dim=1)
         return self._ids
 
+    def rewind(self, count: int) -> None:
+        """Forget all but the first ``count`` tokens."""
+        for listed in (self.tokens, self.logprobs, self.raw, self.scores):
+            del listed[count:]
+        self._ids, self.seen, self.error = self._ids[:, : self.length], None, None
+
     def parameters(self, vocabulary: int) -> Parameters | None:
         """The row's processors as numbers; ``None`` where the list itself has to be called."""
         found = Parameters.of(self.processors)

@@ -111,8 +111,8 @@ class Batches:
         batch.size = max(batch.size, expected)
         batch.join(group)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is there; a cache that it keeps becomes its own again.
+    def leave(self, sequence: Sequence, *, keep: bool) -> None:
+        """Remove a sequence, if it is there. ``keep``: its cache becomes its own again.
 
         Where there is no memory for a copy, it has none.
         """
@@ -120,7 +120,7 @@ class Batches:
         if batch is None:
             return
         if sequence in batch.rows:
-            if sequence.keeps_cache:
+            if keep:
                 with caught_shortage():
                     sequence.group = batch.take(sequence)
             if sequence.group is None:

@@ -121,6 +121,12 @@ class Sequence:
     first : float, optional
         When the first token was on the host.
     done : bool
+    emitted : int
+        Tokens that its reader has.
+    short : bool
+        Whether it is done because memory ran short.
+    ran_short_alone : bool
+        Whether memory ran short the last time though no other sequence ran.
     sampling : Sampling
         Of this row alone.
     """
@@ -151,6 +157,9 @@ class Sequence:
     most: int | None = None
     first: float | None = None
     done: bool = False
+    emitted: int = 0
+    short: bool = False
+    ran_short_alone: bool = False
     phase: Phase = Phase.WAITING
     priority: int = 0
     deadline: float = math.inf
@@ -178,6 +187,25 @@ class Sequence:
         self.done = True
         if self.error is None:
             self.error = error
+
+    def fall_short(self, error: Exception) -> None:
+        """As `fail`; where memory ran short, it may also start again."""
+        if not self.done:
+            self.short = is_out_of_memory(error)
+        self.fail(error)
+
+    def restart(self) -> None:
+        """Forget all that was computed, but not what was emitted: its memory is others' now."""
+        assert self.error is not None
+        traceback.clear_frames(self.error.__traceback__)  # its frames have tensors
+        self.sampler.rewind(self.emitted)
+        self.stats.restart()
+        self.sampling, self.trace = Sampling([self.sampler]), Trace(images=self.trace.images)
+        if self.watch is not None:
+            self.watch.reads = []
+        self.prompt = self.prompt_slots = self.drafts = self.error = None
+        self.notes, self.stages, self.steps, self.drifted = {}, [], 0, 0
+        self.done, self.short, self.phase = False, False, Phase.WAITING
 
     def call_on_end(self) -> None:
         on_end, self.on_end = self.on_end, None  # an interrupt does not repeat it

@@ -58,6 +58,9 @@ class Stats:
     counts near ties resolved by the single-token path. ``speculation`` names the drafters, or the
     reason why none ran.
 
+    ``preemptions`` counts how often memory ran short, so that the prompt and the answer so far were
+    computed again; costs of the prompt are those of the last time.
+
     Times are wall times. The engine answers several requests at once, so they include steps that it
     runs for others. ``queue_s`` runs from submission to the start of the prefill. ``ttft_s`` runs
     from RGB images in host memory to the first token on the host, ``queue_s`` and the decode steps
@@ -104,6 +107,7 @@ class Stats:
     drafted_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     redecoded: int = 0
+    preemptions: int = 0
     speculation: str = ""
     time_draft_s: float = 0.0
     time_verify_s: float = 0.0
@@ -150,6 +154,14 @@ class Stats:
         self._marks += other._marks
         for name, count in other.visual_tokens_kept.items():
             self.visual_tokens_kept[name] = self.visual_tokens_kept.get(name, 0) + count
+
+    def restart(self) -> None:
+        """Forget the cost of a prompt that is prefilled again."""
+        self.read()
+        for name in _OF_PARTS:
+            setattr(self, name, 0)
+        self.left_out, self.visual_tokens_kept = [], {}
+        self.preemptions += 1
 
     def _add(self, name: str, more: float) -> None:
         setattr(self, name, getattr(self, name) + more)

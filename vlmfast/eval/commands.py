@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Arguments that go to tasks; a task rejects those that it does not have.
 _OF_DATA = ("data", "split", "mode", "videos", "subtitles", "num_frames", "allow_outside")
-_OF_TASKS = (*_OF_DATA, "eps", "steps")
+OF_TASKS = (*_OF_DATA, "eps", "steps")
 
 
 def add_eval(parser: ArgumentParser) -> None:
@@ -134,7 +134,7 @@ def run_eval(
     from .workers import chosen, own_device, part_ways
 
     # Check all arguments before loading a model.
-    own = {key: getattr(args, key) for key in _OF_TASKS if getattr(args, key) is not None}
+    own = {key: getattr(args, key) for key in OF_TASKS if getattr(args, key) is not None}
     tasks = [(find or find_task)(name, **own) for name in dict.fromkeys(args.tasks)]
     args.typed = f"{program} {shlex.join(sys.argv[1:])}"
     args.part = chosen(args.shard)

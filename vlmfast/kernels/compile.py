@@ -56,7 +56,7 @@ def compiled(variant: Any, arch: int) -> dict[str, Any]:
     options = {"num_warps": variant.warps, "enable_fp_fusion": variant.fp_fusion}
     if variant.stages is not None:
         options["num_stages"] = variant.stages
-    driver.set_active(_NoDevice(arch))
+    driver.set_active(NoDevice(arch))
     binary = variant.kernel.warmup(grid=(1,), **arguments, **options)
     loop = _longest_loop(binary.asm["ptx"])
     return {
@@ -88,7 +88,7 @@ _DTYPES |= {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
-class _NoDevice:
+class NoDevice:
     """A driver of Triton that only says for what it compiles."""
 
     arch: int
@@ -178,7 +178,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("files", nargs="*", metavar="file")
     parser.add_argument("--arch", nargs="+", type=int, choices=SHARED, default=list(SHARED))
     parser.add_argument(
-        "--rotate", action="store_true", help="each variant for one of the architectures"
+        "--rotate",
+        action="store_true",
+        help="each variant for one of the architectures",
     )
     options = parser.parse_args(arguments)
     chosen, archs = options.files, options.arch
@@ -200,7 +202,9 @@ def main(arguments: list[str]) -> int:
         if not options.rotate or i % len(archs) == at
     ]
     failed = 0
-    with ProcessPoolExecutor(_cores(), mp_context=get_context("spawn")) as pool:
+    # Copies of this process have imported PyTorch and Triton, which takes seconds.
+    start = "fork" if sys.platform == "linux" else "spawn"
+    with ProcessPoolExecutor(_cores(), mp_context=get_context(start)) as pool:
         for line in pool.map(report, *zip(*work, strict=True)) if work else ():
             failed += "error" in line
             sys.stdout.write(json.dumps(line, default=str) + "\n")

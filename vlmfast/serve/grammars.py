@@ -26,7 +26,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 _FORMATS = "text, json_object and json_schema"
 _CACHED_BYTES = 128 << 20  # of compiled schemas
-_MAX_BYTES = 1 << 30  # of those that requests hold
+MAX_BYTES = 1 << 30  # of those that requests hold
 # Every character that an object with any values cannot be written without.
 _ALPHABET = '{}[]":,-.0123456789aeflnrstu'
 
@@ -101,7 +101,7 @@ class Grammars:
         matcher, size = self._matcher(schema, param, end)
         processor = JSONProcessor(matcher, param)
         with self._lock:
-            if sum(self._in_use.values()) + size > _MAX_BYTES:
+            if sum(self._in_use.values()) + size > MAX_BYTES:
                 raise busy("the schemas of all requests are too large together")
             self._in_use[processor] = size
         return processor

@@ -44,7 +44,7 @@ _DEMUXERS = {
 }
 # Reading some frames of a video may decode all of them. Per second of the longest video:
 _MAX_STORED_FPS = 120
-_MAX_DECODED_PIXELS = 60 * 1920 * 1080
+MAX_DECODED_PIXELS = 60 * 1920 * 1080
 
 
 class RequestMedia:
@@ -258,7 +258,7 @@ def _check_packets(file: io.BytesIO, container: str, limits: MediaLimits) -> int
     import av
 
     most = limits.max_video_seconds * _MAX_STORED_FPS
-    pixels = limits.max_video_seconds * _MAX_DECODED_PIXELS
+    pixels = limits.max_video_seconds * MAX_DECODED_PIXELS
     count = 0
     # No protocol has this name: whatever the format, nothing else is opened.
     nothing = {"protocol_whitelist": "none"}

@@ -82,13 +82,13 @@ class Running:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield new text as it is generated; the last piece comes when the answer is complete."""
         assert self.text is not None
-        logprobs, read = self.handle.sequence.sampler.logprobs, 0
+        sequence, read = self.handle.sequence, 0
         done = False
         while not done:
             await self._event.wait()
             self._event.clear()
             done = self.handle.done
-            new = logprobs[read:]
+            new = sequence.sampler.logprobs[read : sequence.emitted]
             read += len(new)
             text = self.text.take()
             if text or new:

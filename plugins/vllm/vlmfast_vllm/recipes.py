@@ -26,7 +26,7 @@ from vlmfast.errors import ModelError, RecipeError
 
 KEY = "vlmfast_recipe"  # in --hf-overrides, and in mm_processor_kwargs of a request
 _LOG = logging.getLogger("vllm.vlmfast")  # below the one that vLLM prints
-_PLANS = 256  # recipes of requests that are kept
+MAX_PLANS = 256  # recipes of requests that are kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ class Plans:
             return self.default
         if text not in self._known:
             self._known[text] = self._plan(text)
-            while len(self._known) > _PLANS:
+            while len(self._known) > MAX_PLANS:
                 self._known.popitem(last=False)
         self._known.move_to_end(text)
         return self._known[text]

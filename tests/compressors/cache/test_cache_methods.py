@@ -1,9 +1,9 @@
 """Every cache method against a dense reference: nothing removed, nothing packed.
 
 The reference knows neither cache nor engine. It keeps the keys and values of every token of the
-prompt, in full precision, runs the decoder's layers one by one with a plain softmax, and *masks*
-what a method has dropped. What a method merged or quantized is written over the tokens concerned.
-While the answer grows, rules written here decide what is dropped and what is rounded.
+prompt, in full precision, and *masks* what a method has dropped. What a method merged or quantized
+is written over the tokens concerned. While the answer grows, rules written here decide what is
+dropped and what is rounded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-from support.batched import Together
 from support.closeness import apart, close, network
-from support.decoding import Dense, everything
-from support.driven import Driven
+from support.engine.batched import Together
+from support.engine.driven import Driven
+from support.engine.prompts import Inputs, switched
+from support.engine.storage import prompt_storage
+from support.reference import Answer, Dense, full_kv
 from support.tiny_models import build_llava, make_image
 from vlmfast import VLM
 from vlmfast.core.kv import KV
-from vlmfast.engine.attention import switched
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.prefill import prefill, prepare
-from vlmfast.engine.stats import Stats, Trace
+from vlmfast.core.recipe import Recipe
 from vlmfast.kernels.quantize_kv import quantize
 
 # Norms and rotary tables are float32 in every model.
 FLOAT = torch.float32
-STEPS = 32
+STEPS = 20  # at least two pages
 TOKENS = torch.randint(5, 250, (STEPS,), generator=torch.Generator().manual_seed(3)).tolist()
 PROMPTS = [
     ("what is here ?", [0]),
@@ -49,42 +48,41 @@ def vlm(request) -> VLM:
     return VLM(*build_llava(layers=4, kv_heads=MODELS[request.param], dtype=torch.float64))
 
 
-def tensors_of(vlm: VLM, prompt: int) -> dict[str, Tensor]:
+@functools.cache
+def dense_of(vlm: VLM, prompt: int) -> Dense:
     question, seeds = PROMPTS[prompt]
-    return vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds])
+    return Dense(vlm, vlm.inputs(question, images=[make_image(seed=seed) for seed in seeds]))
+
+
+@functools.cache
+def whole_of(vlm: VLM, prompt: int) -> list[tuple[Tensor, Tensor]]:
+    """Hugging Face's keys and values of a prompt."""
+    return full_kv(vlm, dense_of(vlm, prompt).tensors)
 
 
 def sums(vlm: VLM, prompt: int) -> int:
     """Terms of a logit, over a prompt and `TOKENS`."""
-    return network(vlm.model, tensors_of(vlm, prompt)["input_ids"].shape[1] + STEPS)
+    return network(vlm.model, dense_of(vlm, prompt).size + STEPS)
 
 
 def run_of(vlm: VLM, recipe: str, prompt: int) -> Driven:
     question, seeds = PROMPTS[prompt]
-    return Driven.of(vlm, recipe, [make_image(seed=seed) for seed in seeds], question)
-
-
-def prompt_kv(vlm: VLM, recipe: str, prompt: int) -> tuple[list[KV], dict]:
-    """The KV of each layer after the prefill alone; and the notes."""
-    run = run_of(vlm, recipe, prompt)
-    stats, trace = Stats(), Trace()
-    with torch.no_grad(), switched(vlm.model):
-        merged = prepare(vlm.adapter, run.inputs, run.recipe, stats, trace)
-        cache = KVCache(vlm.adapter.depth)
-        prefill(vlm.adapter, merged, run.recipe, cache, stats, trace)
-    return [layer.kv for layer in cache.layers], merged.notes
+    tensors = dict(dense_of(vlm, prompt).tensors)
+    inputs = Inputs(tensors, [make_image().size[::-1]] * len(seeds), question)
+    return Driven(vlm.adapter, inputs, Recipe.of(recipe))
 
 
 # --- rules while an answer grows -----------------------------------------------------------------
 
-Rule = Callable[[Dense], None]
+# Called before a token; returns how many tokens may follow until it must be called again.
+Rule = Callable[[Answer], int]
 
 
-def nothing(dense: Dense, stored: list[KV], notes: dict) -> Rule:
-    return lambda dense: None
+def nothing(dense: Answer, stored: list[KV]) -> Rule:
+    return lambda dense: STEPS
 
 
-def h2o(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+def h2o(dense: Answer, stored: list[KV]) -> Rule:
     """Drops the slot with the least attention, except among the last half."""
     budget = stored[0].order.shape[1]
     mass = []
@@ -92,7 +90,7 @@ def h2o(dense: Dense, stored: list[KV], notes: dict) -> Rule:
         total = torch.zeros(len(kv.keys), dense.count)
         mass.append(total.scatter(1, kv.order, kv.attention_mass))
 
-    def before(dense: Dense) -> None:
+    def before(dense: Answer) -> int:
         for layer, seen in enumerate(dense.seen):
             new = dense.p[layer]
             mass[layer] = torch.nn.functional.pad(
@@ -104,44 +102,42 @@ def h2o(dense: Dense, stored: list[KV], notes: dict) -> Rule:
                 if len(there) > budget:
                     old = there[: len(there) - int(0.5 * budget)]
                     seen[head, old[mass[layer][head, old].argmin()]] = False
+        return 1
 
     return before
 
 
-def cake(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+def cake(dense: Answer, stored: list[KV]) -> Rule:
     """Drops what the newest token attends to least, except among the last four."""
     budgets = [kv.order.shape[1] for kv in stored]
 
-    def before(dense: Dense) -> None:
+    def before(dense: Answer) -> int:
         for layer, seen in enumerate(dense.seen):
             for head in range(len(seen)):
                 there = seen[head].nonzero().flatten()
                 if len(there) > budgets[layer]:
                     old = there[there < dense.count - 4]
                     seen[head, old[dense.p[layer][head, old].argmin()]] = False
+        return 1
 
     return before
 
 
-class SlotRope(Dense):
+class SlotRope(Answer):
     """Keys are kept unrotated, and rotated by their position among those seen."""
 
-    def _put(self, layer: int, order: Tensor, keys: Tensor, values: Tensor, valid: Tensor) -> None:
+    def put(self, layer: int, order: Tensor, keys: Tensor, values: Tensor, valid: Tensor) -> None:
         self.seen[layer].scatter_(1, order, True)
 
     def position(self, layer: int) -> int:
         return int(self.seen[layer][0].sum())
 
-    def add(self, layer: int, key: Tensor, value: Tensor) -> None:
-        place = self.position(layer)
-        super().add(
-            layer,
-            self.turned(key, torch.full(key.shape[:2], self.keys[layer].shape[1] - place)),
-            value,
-        )
+    def add(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        by = torch.full(keys.shape[:2], self.keys[layer].shape[1] - self.position(layer))
+        super().add(layer, self.turned(keys, by), values)
 
     def turned(self, keys: Tensor, by: Tensor) -> Tensor:
-        cos, sin = self.decoder.rotary_emb(keys, by)
+        cos, sin = self.dense.decoder.rotary_emb(keys, by)
         return keys * cos + rotate_half(keys) * sin
 
     def slot_keys(self, layer: int) -> Tensor:
@@ -151,37 +147,41 @@ class SlotRope(Dense):
         return self.turned(keys, rank - torch.arange(keys.shape[1]))
 
 
-def streaming(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+def streaming(dense: Answer, stored: list[KV]) -> Rule:
     budget = stored[0].order.shape[1]
 
-    def before(dense: Dense) -> None:
+    def before(dense: Answer) -> int:
         for seen in dense.seen:
             for head in range(len(seen)):
                 there = seen[head].nonzero().flatten()
                 if len(there) + 1 > budget:  # leave a slot for the next token
                     seen[head, there[4]] = False
+        return 1
 
     return before
 
 
-def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
+def paged(page: int, **how) -> Callable[[Answer, list[KV]], Rule]:
     """Each full page of ``page`` tokens is rounded."""
 
-    def make(dense: Dense, stored: list[KV], notes: dict) -> Rule:
+    def make(dense: Answer, stored: list[KV]) -> Rule:
         rounded = []
         for seen, kv in zip(dense.seen, stored, strict=True):
             rounded.append(seen.scatter(1, kv.order, False))
 
-        def before(dense: Dense) -> None:
+        def before(dense: Answer) -> int:
+            left = []  # tokens until the next page of each layer
             for layer, kv in enumerate(stored):
                 seen, keys, values = dense.seen[layer], dense.keys[layer], dense.values[layer]
                 done = torch.zeros_like(seen)
                 done[:, : rounded[layer].shape[1]] = rounded[layer]
                 rounded[layer] = done
-                waiting = [row.nonzero().flatten()[:page] for row in seen & ~done]
-                if min(map(len, waiting)) < page:
+                waiting = [row.nonzero().flatten() for row in seen & ~done]
+                count = min(map(len, waiting))
+                left.append(max(1, (page if count < page else 2 * page) - count))
+                if count < page:
                     continue
-                at = torch.stack(waiting)
+                at = torch.stack([row[:page] for row in waiting])
                 wide = at[..., None].expand(-1, -1, keys.shape[2])
                 scaled = kv.segments[0].value_scale
                 segment = quantize(
@@ -195,6 +195,7 @@ def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
                 for of, new in zip((keys, values), segment.dequantize(torch.float64), strict=True):
                     of.scatter_(1, wide, new)
                 done.scatter_(1, at, True)
+            return min(left)
 
         return before
 
@@ -204,32 +205,32 @@ def paged(page: int, **how) -> Callable[[Dense, list[KV], dict], Rule]:
 KIVI = {"bits": 2, "key_group": 4, "value_group": 4}
 # Recipe, reference, rule while the answer grows, whether the prompt's own attention is
 # the model's.
-METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
-    "snapkv": ("snapkv:keep=0.8,window=4", Dense, nothing, True),
-    "pyramidkv": ("pyramidkv:keep=0.8,window=3", Dense, nothing, True),
-    "vlcache": ("vlcache:0.6", Dense, nothing, True),
-    "lookm": ("lookm:keep=0.8,recent=0.2", Dense, nothing, True),
-    "lookm averaged": ("lookm:keep=0.8,recent=0.2,merge=avg", Dense, nothing, True),
-    "lookm weighted": ("lookm:keep=0.8,merge=weighted,text_prior=false", Dense, nothing, True),
-    "lookm without merging": ("lookm:keep=0.8,merge=none", Dense, nothing, True),
-    "quickprefill": ("quickprefill:0.4", Dense, nothing, True),
-    "fastkv": ("fastkv:keep=0.7,tsp=0.9,window=3", Dense, nothing, False),
+METHODS: dict[str, tuple[str, type[Answer], Callable, bool]] = {
+    "snapkv": ("snapkv:keep=0.8,window=4", Answer, nothing, True),
+    "pyramidkv": ("pyramidkv:keep=0.8,window=3", Answer, nothing, True),
+    "vlcache": ("vlcache:0.6", Answer, nothing, True),
+    "lookm": ("lookm:keep=0.8,recent=0.2", Answer, nothing, True),
+    "lookm averaged": ("lookm:keep=0.8,recent=0.2,merge=avg", Answer, nothing, True),
+    "lookm weighted": ("lookm:keep=0.8,merge=weighted,text_prior=false", Answer, nothing, True),
+    "lookm without merging": ("lookm:keep=0.8,merge=none", Answer, nothing, True),
+    "quickprefill": ("quickprefill:0.4", Answer, nothing, True),
+    "fastkv": ("fastkv:keep=0.7,tsp=0.9,window=3", Answer, nothing, False),
     "mustdrop": (
         "mustdrop:window=1,layers=1/3,global_thr=0.05,individual_thr=0.3",
-        Dense,
+        Answer,
         nothing,
         False,
     ),
-    "h2o": ("h2o:0.7", Dense, h2o, True),
-    "cake": ("cake:keep=0.7,window=4", Dense, cake, True),
+    "h2o": ("h2o:0.7", Answer, h2o, True),
+    "cake": ("cake:keep=0.7,window=4", Answer, cake, True),
     "streamingllm": ("streamingllm:0.6", SlotRope, streaming, True),
-    "kivi": ("kivi:bits=2,group=4,residual=8", Dense, paged(8, **KIVI), True),
-    "zipcache": ("zipcache:page=8", Dense, paged(8, bits=4, key_group=8), True),
-    "zipvl": ("zipvl:tau=0.9,page=8", Dense, paged(8, bits=4, key_group=8), False),
-    "zipvl dropping": ("zipvl:tau=0.9,kv=drop,rows=all", Dense, nothing, False),
+    "kivi": ("kivi:bits=2,group=4,residual=8", Answer, paged(8, **KIVI), True),
+    "zipcache": ("zipcache:page=8", Answer, paged(8, bits=4, key_group=8), True),
+    "zipvl": ("zipvl:tau=0.9,page=8", Answer, paged(8, bits=4, key_group=8), False),
+    "zipvl dropping": ("zipvl:tau=0.9,kv=drop,rows=all", Answer, nothing, False),
     "snapkv and kivi": (
         "snapkv:keep=0.8,window=4+kivi:bits=2,group=4,residual=8",
-        Dense,
+        Answer,
         paged(8, **KIVI),
         True,
     ),
@@ -240,18 +241,17 @@ METHODS: dict[str, tuple[str, type[Dense], Callable, bool]] = {
 def reference(vlm: VLM, method: str, prompt: int) -> Tensor:
     """Logits (STEPS, V) after each of `TOKENS`."""
     recipe, kind, rule, own = METHODS[method]
-    stored, notes = prompt_kv(vlm, recipe, prompt)
-    full = everything(vlm, tensors_of(vlm, prompt))
-    if own and "lookm" not in method and kind is Dense:
+    stored, full = prompt_storage(run_of(vlm, recipe, prompt)), whole_of(vlm, prompt)
+    if own and "lookm" not in method and kind is Answer:
         for kv, (keys, _) in zip(stored, full, strict=True):  # what is kept equals Hugging Face's
             at = kv.order[..., None].expand_as(kv.keys)
             close(kv.keys, keys.gather(1, at), FLOAT, sums(vlm, prompt))
-    dense = kind(vlm, full, stored)
-    before = rule(dense, stored, notes)
-    rows = []
-    for token in TOKENS:
-        before(dense)
-        rows.append(dense.step(token))
+    dense = kind(dense_of(vlm, prompt), full, stored)
+    before, rows, at = rule(dense, stored), [], 0
+    while at < STEPS:
+        tokens = TOKENS[at : at + before(dense)]
+        rows.append(dense.feed(tokens))
+        at += len(tokens)
     return torch.cat(rows)
 
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.closeness import close, tolerance
-from support.driven import Driven
+from support.engine.driven import Driven, answer_logits
 from support.helpers_layout import REQUEST, make_image, prompt, stats_of
-from support.reference import answer_logits
 from support.tiny_models import build_llava, build_llava_next
 from support.tower_terms import tower
 from vlmfast import VLM, RecipeError

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from support.closeness import apart, close
-from support.driven import Driven
+from support.engine.prompts import Inputs, prepared
 from support.tiny_models import build_llava, build_llava_next
 from support.tiny_models import make_image as noise_image
 from support.tower_terms import tower
@@ -47,9 +47,6 @@ from vlmfast.compressors.encoder.pvc.plan import (
 from vlmfast.core.contexts import VisionContext
 from vlmfast.core.layout import Kind
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.engine.attention import switched
-from vlmfast.engine.prefill import Inputs, prepare
-from vlmfast.engine.stats import Stats, Trace
 
 # Lengths of the sums in the tested layers, of width 8 and 6:
 # norm, its time, projection, a head, frames, projection;
@@ -317,10 +314,8 @@ def inputs_of(vlm: VLM, *media) -> Inputs:
 def visual(vlm: VLM, module: ProgressiveEncoder, stage: PVC | None, *media):
     """Layout and features of the visual tokens that reach the language model, and the stats."""
     vlm.adapter.modules["pvc", "auto", ""] = module
-    stats = Stats()
     recipe = Recipe(() if stage is None else (stage,))
-    with switched(vlm.model):
-        prompt = prepare(vlm.adapter, inputs_of(vlm, *media), recipe, stats, Trace())
+    prompt, stats = prepared(vlm, inputs_of(vlm, *media), recipe)
     rows = prompt.layout.visual
     return prompt.layout.select(rows), prompt.embeds[rows], stats
 
@@ -477,14 +472,8 @@ def test_gradients_reach_every_weight(next_vlm: VLM) -> None:
     next_vlm.adapter.modules["pvc", "auto", ""] = module
     next_vlm.model.requires_grad_(False)
     for stage in (PVC(), PVC(side=4, image_repeat=2)):
-        run = Driven(
-            next_vlm.adapter,
-            inputs_of(next_vlm, noise_image(64, 64), frames(3)),
-            Recipe((stage,)),
-            0.0,
-        )
-        with switched(next_vlm.model):
-            prompt = prepare(next_vlm.adapter, run.inputs, run.recipe, run.stats, run.trace)
+        inputs = inputs_of(next_vlm, noise_image(64, 64), frames(3))
+        prompt, _ = prepared(next_vlm, inputs, Recipe((stage,)))
         prompt.embeds.square().sum().backward()
     for name, weight in module.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.closeness import apart, close
-from support.driven import Driven
-from support.reference import answer_logits
+from support.engine.driven import Driven, answer_logits
 from support.tiny_models import build_llava, build_llava_next, make_image
 from support.tower_terms import answer, tower
 from vlmfast import VLM, Recipe

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from support import tiny_families
 from support.closeness import apart, close
+from support.engine.prompts import Batched, Packed
 from support.look import BUILD, CASES, IMAGES, VIDEO, built, family, looked, make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.encoder.tome import ToMe, bipartite, merge
@@ -19,7 +20,6 @@ from vlmfast.core.protocols import InEncoderStage
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.saliency import SaliencyRequest, window_order
 from vlmfast.core.statistics import ItemGeometry
-from vlmfast.engine.between import Batched, Packed
 
 pytestmark = pytest.mark.cold
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from support.closeness import apart, close, network
-from support.short_prefill import embeds_of, ran, shortened
+from support.engine.driven import ran
+from support.reference import Before, Dense
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.prefill.dart import DART
@@ -20,27 +20,21 @@ def test_run_equals_a_prefill_by_hand(case, positions) -> None:
     vlm = VLM(*build(layers=4, kv_heads=kv_heads))
     images = [make_image(seed=i) for i in range(count)]
     tensors = vlm.inputs("what is here ?", images=images)
-    embeds = embeds_of(vlm, tensors)
+    dense = Dense(vlm, tensors)
     visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
     after = torch.arange(len(visual)) > visual.nonzero().max()
     decoder, total = vlm.model.get_decoder(), round(0.6 * int(visual.sum()))
-    entered = []
 
-    def drop(layer, attention, hidden, rows):
-        entered.append(hidden)
-        if layer != 2:
-            return hidden, None
-        block = decoder.layers[1]
-        keys = block.self_attn.k_proj(block.input_layernorm(entered[1]))
-        keys = keys.unflatten(-1, (-1, block.self_attn.head_dim)).transpose(0, 1)[None]
-        _, keys = apply_rotary_pos_emb(keys, keys, *decoder.rotary_emb(hidden[None], rows[None]))
-        norm = keys[0].abs().sum((0, 2))
+    def drop(at: Before) -> torch.Tensor | None:
+        if at.layer != 2:
+            return None
+        norm = at.last.key.abs().sum((0, 2))
 
         def largest(among):
             found = [i for i in norm.argsort(descending=True).tolist() if among[i]]
             return found[:4]
 
-        chosen, states = set(largest(visual)), decoder.norm(hidden)
+        chosen, states = set(largest(visual)), decoder.norm(at.hidden)
         pivots = sorted([*chosen, *largest(after)])
         assert len(pivots) == 8
         each, more = divmod(total - 4, 8)
@@ -50,15 +44,14 @@ def test_run_equals_a_prefill_by_hand(case, positions) -> None:
             chosen |= set(left[: each + (number < more)])
         left = ~visual
         left[list(chosen)] = True
-        return hidden, left
+        return left
 
     run, logits = ran(vlm, f"dart:0.6,positions={positions}", images)
-    expected, _ = shortened(vlm, embeds, drop, positions)
+    expected, _ = dense.dropping(drop, positions)
     assert run.stats.visual_tokens_per_layer[2:] == [total] * 2
-    terms = network(vlm.model, len(embeds))
-    close(logits, expected, terms=terms)
-    full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
-    apart(logits, full, terms=terms)
+    terms = network(vlm.model, dense.size)
+    close(logits, expected[0], terms=terms)
+    apart(logits, dense(tokens=())[0], terms=terms)
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.1, 0.33, 0.8])

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from support.closeness import apart, close, network
-from support.short_prefill import embeds_of, ran, shortened
+from support.engine.driven import ran
+from support.reference import Before, Dense, Rule
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM
 from vlmfast.compressors.prefill.sparsevlm import (
     PUBLISHED,
+    Drop,
     clusters,
     raters,
     recycled,
     split,
 )
 from vlmfast.compressors.select import count
-from vlmfast.engine.prefill import prefill
+from vlmfast.core.contexts import PrefillContext
 
 DROPS = {2: 40, 3: 20}  # percent of tokens left after each drop
 
@@ -61,19 +63,20 @@ def test_clusters_example() -> None:
         assert label[centres[group]] == group
 
 
-def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
+def rule(dense: Dense, recycle: bool) -> Rule:
     """The paper's rule on full attention maps."""
-    visual = tensors["input_ids"][0] == vlm.adapter.image_token_id
+    visual, embeds = dense.vlm.adapter.visual(dense.tensors["input_ids"][0]), dense.embeds
     text_start = int(visual.nonzero().max()) + 1
     s = (embeds[visual] @ embeds[text_start:].T).softmax(-1).mean(0)
     rating = text_start + (s > s.mean()).nonzero()[:, 0]
     n0 = int(visual.sum())
 
-    def drop(layer, attention, hidden, rows):
-        if layer not in DROPS:
-            return hidden, None
-        total = max(1, round(DROPS[layer] / 100 * n0))
-        score = attention[:, torch.isin(rows, rating)].mean(0).mean(0)
+    def drop(at: Before) -> Tensor | None:
+        if at.layer not in DROPS:
+            return None
+        rows = at.rows
+        total = max(1, round(DROPS[at.layer] / 100 * n0))
+        score = at.last.weights[:, torch.isin(rows, rating)].mean(0).mean(0)
         order = [i for i in score.argsort(descending=True, stable=True).tolist() if visual[rows[i]]]
         kept = total
         while recycle and kept + (int((int(0.3 * (len(order) - kept)) + 1) / 10) + 1) > total:
@@ -83,12 +86,12 @@ def rule(vlm: VLM, tensors: dict, embeds: Tensor, recycle: bool):
             candidates = torch.tensor(
                 sorted(order[kept : kept + int(0.3 * (len(order) - kept)) + 1])
             )
-            means, centres, _ = clusters(hidden[candidates], total - kept)
-            hidden = hidden.index_copy(0, candidates[centres], means)
+            means, centres, _ = clusters(at.hidden[candidates], total - kept)
+            at.hidden[candidates[centres]] = means
             stays = stays + candidates[centres].tolist()
         left = ~visual[rows]
         left[stays] = True
-        return hidden, left
+        return left
 
     return drop
 
@@ -103,46 +106,34 @@ def recipe_text(recycle: bool, positions: str) -> str:
 @pytest.mark.parametrize("num_images", [1, 2])
 def test_prompt_equals_reference_prefill(vlm, positions, recycle, num_images, monkeypatch) -> None:
     images = [make_image(seed=i) for i in range(num_images)]
-    tensors = vlm.inputs("what is here ?", images=images)
-    embeds = embeds_of(vlm, tensors)
-    n0 = int((tensors["input_ids"] == vlm.adapter.image_token_id).sum())
+    dense = Dense(vlm, vlm.inputs("what is here ?", images=images))
+    n0 = int(vlm.adapter.visual(dense.tensors["input_ids"]).sum())
     totals = tuple(max(1, round(share / 100 * n0)) for share in DROPS.values())
     monkeypatch.setattr("vlmfast.compressors.prefill.sparsevlm.solve_counts", lambda *args: totals)
     run, logits = ran(vlm, recipe_text(recycle, positions), images)
-    expected, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, recycle), positions)
+    expected, _ = dense.dropping(rule(dense, recycle), positions)
     assert run.stats.visual_tokens_per_layer == [n0] * 2 + [totals[0]] + [totals[1]] * 3
-    terms = network(vlm.model, len(embeds))
-    close(logits, expected, terms=terms)
+    terms = network(vlm.model, dense.size)
+    close(logits, expected[0], terms=terms)
     # Controls: recycling, and dropping, change the result.
-    other, _ = shortened(vlm, embeds, rule(vlm, tensors, embeds, not recycle), positions)
-    full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
-    apart(logits, other, terms=terms)
-    apart(logits, full, terms=terms)
+    other, _ = dense.dropping(rule(dense, not recycle), positions)
+    apart(logits, other[0], terms=terms)
+    apart(logits, dense(tokens=())[0], terms=terms)
 
 
 def test_recycled_token_weights_are_used(vlm, monkeypatch) -> None:
-    steps = []
+    largest, select = [], Drop.select_tokens
 
-    def watched(adapter, prompt, recipe, cache, *args, **kwargs):
-        from vlmfast.compressors.prefill.sparsevlm import Drop
+    def noted(self: Drop, step: PrefillContext, layer: int) -> Tensor | None:
+        rows = select(self, step, layer)
+        largest.append(float(step.layout.select(rows).weight.max()))
+        return rows
 
-        (stage,) = (s for s in recipe.acting("prefill") if isinstance(s, Drop))
-        select = Drop.select_tokens
-
-        def noted(self, step, layer):
-            rows = select(self, step, layer)
-            steps.append(step.layout.weight[step.layout.visual].sum())
-            steps.append(step.layout.select(rows).weight.max())
-            return rows
-
-        monkeypatch.setattr(type(stage), "select_tokens", noted)
-        return prefill(adapter, prompt, recipe, cache, *args, **kwargs)
-
-    monkeypatch.setattr("vlmfast.engine.prefiller.prefill", watched)
+    monkeypatch.setattr(Drop, "select_tokens", noted)
     images = [make_image(seed=i) for i in range(3)]
     run, plain = ran(vlm, recipe_text(True, "keep"), images)
     _, weighted = ran(vlm, recipe_text(True, "keep") + ",proportional_attention=true", images)
-    assert max(float(w) for w in steps[1::2]) > 1
+    assert max(largest) > 1
     apart(plain, weighted, terms=network(vlm.model, run.prompt.full_length))
 
 

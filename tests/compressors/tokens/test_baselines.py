@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.closeness import close
+from support.engine.kept import with_digests
 from support.helpers_layout import REQUEST, image_arguments, make_image, prompt
 from support.tiny_models import make_image as tiny_image
 from vlmfast import VLM, Answer, Request
@@ -19,7 +20,6 @@ from vlmfast.core.layout import VisualTokens
 from vlmfast.core.protocols import EncodeStage
 from vlmfast.core.statistics import VisionStats
 from vlmfast.core.views import cells
-from vlmfast.engine.features import with_digests
 
 NO_ROWS: dict[int, torch.Tensor] = {}  # controls use no vision statistics
 

@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import cosine_similarity, normalize
 
 from support.closeness import apart, close, network
-from support.short_prefill import embeds_of, ran, shortened
+from support.engine.driven import ran
+from support.reference import Before, Dense
 from support.tiny_models import build_llava, build_llava_next, make_image
 from vlmfast import VLM, RecipeError
 from vlmfast.compressors.tokens.catp import CATP
@@ -39,7 +40,8 @@ def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
     last, n = count - 1, len(visual)
     others = visual & (item != last)
 
-    def drop(layer, attention, hidden, rows):
+    def drop(at: Before) -> torch.Tensor | None:
+        layer, hidden, rows = at.layer, at.hidden, at.rows
         here = item[rows]
         left = torch.ones(len(rows), dtype=torch.bool)
         if layer == 0:
@@ -61,14 +63,14 @@ def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
                 )
                 left[mine] = False
                 left[mine[kept]] = True
-            return hidden, left
-        seen.append(attention)
+            return left
+        seen.append(at.last.weights)
         if layer not in (3, 4):
-            return hidden, None
+            return None
         context, sample = others[rows], here == last
         pool, total = (context, sum(sizes[:-1])) if layer == 3 else (sample, sizes[-1])
         if not pool.any():
-            return hidden, None
+            return None
         if layer == 3 or count == 1:
             border = int(pool.nonzero().max())
             gain = seen[-1][:, -1].mean(0) - seen[-2][:, -1].mean(0)
@@ -81,19 +83,18 @@ def test_run_equals_a_prefill_by_hand(build, positions, count) -> None:
         left[places] = False
         left[places[best]] = True
         # Rows of the next map are the kept ones.
-        seen[-1] = attention[:, left][:, :, left]
-        return hidden, left
+        seen[-1] = at.last.of(left).weights
+        return left
 
     seen = []
-    embeds = embeds_of(vlm, tensors)
-    expected, rows = shortened(vlm, embeds, drop, positions)
+    dense = Dense(vlm, tensors)
+    expected, alive = dense.dropping(drop, positions)
     whole = round(0.4 * sizes[-1]) + (round(0.4 * sum(sizes[:-1])) if last else 0)
     assert run.stats.visual_tokens_per_layer[4:] == [whole] * 2
-    assert int(visual[rows].sum()) == whole
-    terms = network(vlm.model, len(embeds))
-    close(logits, expected, terms=terms)
-    full, _ = shortened(vlm, embeds, lambda layer, a, hidden, rows: (hidden, None), positions)
-    apart(logits, full, terms=terms)
+    assert int(visual[alive[-1]].sum()) == whole
+    terms = network(vlm.model, dense.size)
+    close(logits, expected[0], terms=terms)
+    apart(logits, dense(tokens=())[0], terms=terms)
 
 
 @pytest.mark.cases(3)

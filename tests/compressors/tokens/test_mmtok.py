@@ -6,8 +6,9 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from support.closeness import close
+from support.engine.driven import ran
 from support.helpers_layout import DIM, make_image
-from support.short_prefill import embeds_of, ran
+from support.reference import Dense
 from support.tiny_models import build_llava
 from support.tiny_models import make_image as photo
 from vlmfast import VLM
@@ -75,9 +76,11 @@ def test_text_before_the_image_is_ignored() -> None:
 
 def test_prompt_equals_greedy_reference() -> None:
     vlm, image = VLM(*build_llava()), photo()
-    embeds = embeds_of(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
+    dense = Dense(vlm, tensors := vlm.inputs("what is here ?", images=[image]))
     visual = (tensors["input_ids"][0] == vlm.adapter.image_token_id).nonzero()[:, 0]
     run, _ = ran(vlm, "mmtok:0.4", [image])
-    chosen = by_hand(embeds[visual], embeds[int(visual[-1]) + 1 :], round(0.4 * len(visual)))
+    chosen = by_hand(
+        dense.embeds[visual], dense.embeds[int(visual[-1]) + 1 :], round(0.4 * len(visual))
+    )
     layout = run.prompt.layout
     assert torch.equal(layout.order[layout.visual], visual[chosen])

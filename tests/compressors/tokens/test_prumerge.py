@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from support.closeness import apart, close
-from support.driven import Driven
-from support.reference import answer_logits
+from support.engine.driven import Driven, answer_logits
 from support.tiny_models import build_llava
 from support.tiny_models import make_image as photo
 from support.tower_terms import tower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +44,11 @@ VIDEO = {"video": [noise(i, 40, 40) for i in range(3)], "num_frames": 3}
 CASES = {"image": {"images": WIDE}, "images": {"images": [TALL, WIDE]}, "video": VIDEO}
 
 
-def built(name: str, **more) -> VLM:
+@functools.cache
+def built(name: str) -> VLM:
     if name == "smolvlm":
         pytest.importorskip("num2words")  # required by its processor
-    return VLM(*BUILD[name](), prefix_cache_bytes=0, **more)
+    return VLM(*BUILD[name](), prefix_cache_bytes=0)
 
 
 @pytest.fixture(scope="module", params=BUILD)
@@ -295,11 +297,11 @@ def test_sessions_equal_single_requests(tmp_path, recipe) -> None:
 
 def test_features_are_shared_by_image() -> None:
     """Under one recipe; another one, or the full model, finds nothing."""
-    from vlmfast.engine.prefixes import Prefixes
+    from support.engine.kept import features_alone
 
     model, alone = VLM(*build_llava_next()), built("llava_next")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prefixes, "scope", lambda *given, **more: None)
+        features_alone(patch)
         given = {"recipe": "crops:0.5+hired:budget=0.5", "max_new_tokens": 5}
         model.ask("what ?", images=WIDE, **given)
         both = model.ask("what ?", images=[TALL, WIDE], **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +31,7 @@ BUILD = {"llava": build_llava, "llava_next": build_llava_next} | {
 SIDE = 40
 
 
+@functools.cache
 def built(name: str) -> VLM:
     if name == "smolvlm":
         pytest.importorskip("num2words")  # required by its processor
@@ -56,6 +58,7 @@ def video(*seeds: int) -> dict:
 
 STILL = video(0, 0, 0, 1, 1, 0)
 SOURCE = [0, 0, 0, 3, 3, 5]
+SALIENCIES = (SaliencyRequest(), SaliencyRequest(source="norm"))
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -92,26 +95,31 @@ def test_reused_frames(values, threshold, refresh, expected) -> None:
     assert StaticFrames(threshold, refresh).reused(frames(*values)) == expected
 
 
+@functools.lru_cache(maxsize=1)
+def unchanged(vlm: VLM) -> tuple:
+    """`STILL` with all its frames encoded."""
+    return looked(vlm, asked=SALIENCIES, **STILL)
+
+
 # --- every family that encodes frames one by one --------------------------------------------------
 
 
 @pytest.mark.cases(4)
 def test_features_are_those_of_the_encoded_frames(vlm) -> None:
-    asked = (SaliencyRequest(), SaliencyRequest(source="norm"))
-    full, before, plain = looked(vlm, asked=asked, **STILL)
-    tokens, stats, answer = looked(vlm, StaticFrames(0.0), asked=asked, **STILL)
+    full, before, plain = unchanged(vlm)
+    tokens, stats, answer = looked(vlm, StaticFrames(0.0), asked=SALIENCIES, **STILL)
     assert torch.equal(tokens.layout.order, full.layout.order)
     assert torch.equal(tokens.layout.view, full.layout.view)
     close(tokens.features, full.features, terms=4000)
     assert answer.token_ids == plain.token_ids
-    for one in asked:
+    for one in SALIENCIES:
         for item in stats.items:
             close(stats.salient(one, item).rows, before.salient(one, item).rows, terms=4000)
     assert plain.stats.views_encoded == plain.stats.views == answer.stats.views
     each = plain.stats.views // 6
     assert answer.stats.views_encoded == 3 * each
     # Control: a threshold above every change leaves the first frame alone.
-    one, _, other = looked(vlm, StaticFrames(100.0), asked=asked, **STILL)
+    one, _, other = looked(vlm, StaticFrames(100.0), asked=SALIENCIES, **STILL)
     assert other.stats.views_encoded == each
     apart(one.features, full.features, terms=4000)
 
@@ -123,7 +131,7 @@ def test_reused_frames_enter_neither_tower_nor_projector(vlm) -> None:
 
 
 def test_refresh_1_is_identity(vlm) -> None:
-    full, _, plain = looked(vlm, **STILL)
+    full, _, plain = unchanged(vlm)
     tokens, _, answer = looked(vlm, StaticFrames(100.0, refresh=1), **STILL)
     assert torch.equal(tokens.features, full.features)
     assert answer.token_ids == plain.token_ids

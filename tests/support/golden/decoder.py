@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from support.driven import Driven
+from support.engine.driven import Driven
+from support.engine.prompts import TEXT, Inputs, Prompt
 from support.golden.case import Reader
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.stage import Stage
-from vlmfast.engine.attention import TEXT
-from vlmfast.engine.prefill import Inputs, Prompt
 from vlmfast.models.base import Adapter
 
 

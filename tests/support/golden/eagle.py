@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from support.closeness import close
+from support.engine.draws import (
+    Drafting,
+    Layer,
+    causal,
+    distance_loss,
+    feature_loss,
+    grow,
+    ranking_loss,
+    token_loss,
+)
 from support.golden.case import Reader
 from vlmfast.core.drafting import Budget, Read, Round, Target
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.tree import Tree
-from vlmfast.drafters._grow import grow
-from vlmfast.drafters._layer import Layer, causal
-from vlmfast.drafters._losses import distance_loss, feature_loss, ranking_loss, token_loss
-from vlmfast.drafters._training import Drafting
 from vlmfast.drafters.draft_eagle.drafter import EagleDrafter
 from vlmfast.drafters.draft_eagle.module import EagleModule
 from vlmfast.drafters.draft_vispec.module import VispecModule

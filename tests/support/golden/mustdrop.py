@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 from support.closeness import close, network
-from support.driven import Driven
+from support.engine.driven import Driven
+from support.engine.prompts import TEXT, VISION, Inputs, Prompt, representatives
 from support.golden.case import Reader
 from support.golden.decoder import Decoder
 from support.helpers_layout import REQUEST, make_image, stats_of
@@ -28,9 +29,6 @@ from vlmfast.core.kv import KV
 from vlmfast.core.layout import Kind, TokenLayout
 from vlmfast.core.recipe import Recipe
 from vlmfast.core.statistics import ItemGeometry, StatRequest
-from vlmfast.engine.attention import TEXT, VISION
-from vlmfast.engine.prefill import Inputs, Prompt
-from vlmfast.engine.vision import representatives
 
 
 def of_grid(side: int) -> ItemGeometry:

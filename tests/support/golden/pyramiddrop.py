@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from support.closeness import close, network
+from support.engine.prompts import attention_rows
 from support.golden.case import Reader
 from support.golden.decoder import decoder_run, llama
 from vlmfast.compressors.prefill.pyramiddrop import PyramidDrop, rank, stage_counts
 from vlmfast.compressors.select import best
-from vlmfast.engine.attention_maps import attention_rows
 
 
 @torch.no_grad()

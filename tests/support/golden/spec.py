@@ -19,15 +19,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from support.batched import joined_caches
 from support.closeness import close
+from support.engine.batched import joined_caches
+from support.engine.draws import ROOT, filled, guesses, shape_of, walk
+from support.engine.storage import KVCache
 from support.golden.case import Reader, done
 from vlmfast.core.tree import Tree
-from vlmfast.drafters._static import ROOT, filled, guesses, shape_of
 from vlmfast.drafters.draft_ngram import copied, matches
 from vlmfast.drafters.draft_recycle import TEMPLATE
-from vlmfast.engine.cache import KVCache
-from vlmfast.engine.speculation import walk
 
 # Medusa's tree of 63 drafts.
 MC_SIM_63 = shape_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from types import FunctionType
+from collections.abc import Iterable, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,13 @@ from support.tiny_models import make_image
 from vlmfast import VLM
 from vlmfast.core.contexts import DecodeContext
 from vlmfast.core.recipe import Recipe
+from vlmfast.engine.attention import switched
 from vlmfast.engine.cache import KVCache
 from vlmfast.engine.decode import RowGroup
 from vlmfast.engine.engine import Engine
 from vlmfast.engine.opening import open_sequence
 from vlmfast.engine.prefill import Inputs, Prompt
+from vlmfast.engine.rounds import Rounds
 from vlmfast.engine.stats import Stats, Trace
 from vlmfast.models.base import Adapter
 
@@ -113,3 +115,45 @@ class Driven:
 
     def release(self) -> None:
         self.engine.prefiller.release(self.sequence)
+
+
+# --- comparisons with a reference -----------------------------------------------------------------
+
+
+@torch.no_grad()
+def answer_logits(vlm: VLM, run: Driven, tokens: Sequence[int]) -> Tensor:
+    """Logits (1 + len(tokens), V): after the prompt, then after each given token."""
+    with switched(vlm.model):
+        rows = [run.start(len(tokens))]
+        rows += [run.next(torch.tensor([[token]])) for token in tokens]
+    return torch.cat(rows)
+
+
+def ran(vlm: VLM, recipe: Any, images: list) -> tuple[Driven, Tensor]:
+    """A run of a short question about images, and its logits (V,) after the prompt."""
+    run = Driven.of(vlm, recipe, images)
+    return run, answer_logits(vlm, run, [])[0]
+
+
+def entered(run: Driven) -> list[Tensor]:
+    """Per layer the rows of the full prompt that entered it, bool (S,)."""
+    visual, alive = run.adapter.visual(run.inputs.tensors["input_ids"][0]), []
+    for layer in range(run.adapter.depth):
+        rows = ~visual
+        rows[run.trace.layout.order[run.trace.depth > layer]] = True
+        alive.append(rows)
+    return alive
+
+
+# --- strict drafting ------------------------------------------------------------------------------
+
+
+def unambiguous(logits: Tensor, dtype: torch.dtype) -> bool:
+    """Whether strict drafting relies on the largest of ``logits`` (V,), computed in ``dtype``."""
+    config = SimpleNamespace(temperature=None)
+    sequence: Any = SimpleNamespace(
+        sampling=SimpleNamespace(ranked=lambda logits: logits),
+        sampler=SimpleNamespace(sampled=False, config=config),
+    )
+    rounds: Any = SimpleNamespace(adapter=SimpleNamespace(dtype=dtype))
+    return Rounds._is_unambiguous(rounds, sequence, logits)
